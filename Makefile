@@ -1,0 +1,45 @@
+# make train          the example: a byte-level GPT under ZeRO stage 3 (overrides: make train ARGS="strategy=zero1")
+# make train-compare  the same run under ZeRO stage 3 and under plain DDP, both curves in one picture
+# make test           ruff, mypy and the test suite
+# make lint           ruff and mypy
+# make clean          removes the environment, caches and outputs
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?= -n 2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
+COMPARE := outputs/compare/$(STARTED)
+
+.PHONY: train train-compare test lint clean install
+.DELETE_ON_ERROR:
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	touch $@
+
+train: $(STAMP)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+train-compare: $(STAMP)
+	$(BIN)/python examples/train_gpt.py strategy=ddp hydra.run.dir=$(COMPARE)/ddp $(ARGS)
+	$(BIN)/python examples/train_gpt.py strategy=zero3 hydra.run.dir=$(COMPARE)/zero3 $(ARGS)
+	$(BIN)/python examples/plot_loss.py $(COMPARE)/zero3 $(COMPARE)/ddp --output $(COMPARE)/loss.png
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: export OMP_NUM_THREADS = 1
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis outputs multirun
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

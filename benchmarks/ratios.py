@@ -1,0 +1,40 @@
+"""Interleaved blocks to a ratio with its uncertainty.
+
+Two contenders A and B take turns as A B B A, a *round*: whatever slows the machine down steadily weighs on
+both alike. Each round gives one ratio, and the rounds are what the bootstrap draws from.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TURNS = "ABBA"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    median: float
+    low: float
+    """Lower end of the bootstrap 95 % interval of the median."""
+    high: float
+
+
+def round_ratio(blocks: Sequence[Sequence[float]]) -> float:
+    """Time of A over time of B, from the step times of the four blocks of a round."""
+    if len(blocks) != len(TURNS):
+        raise ValueError(f"a round has {len(TURNS)} blocks, not {len(blocks)}")
+    # The median of a block ignores a step that something else interrupted.
+    times = [statistics.median(block) for block in blocks]
+    a = sum(time for time, turn in zip(times, TURNS, strict=True) if turn == "A")
+    b = sum(time for time, turn in zip(times, TURNS, strict=True) if turn == "B")
+    return a / b
+
+
+def bootstrap(ratios: Sequence[float], draws: int = 10_000, seed: int = 0) -> Ratio:
+    """Median of the rounds' ratios, with the 2.5 and 97.5 percentiles of its bootstrap distribution."""
+    generator = random.Random(seed)
+    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return Ratio(statistics.median(ratios), medians[round(0.025 * (draws - 1))], medians[round(0.975 * (draws - 1))])

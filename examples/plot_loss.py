@@ -1,0 +1,80 @@
+"""Draw the loss curves of one or more runs: ``python examples/plot_loss.py RUN_DIR [RUN_DIR ...]``."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib import pyplot as plt
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bits per byte by optimizer step."""
+
+    label: str
+    train: dict[int, float]
+    validation: dict[int, float]
+
+
+def read_curve(run_dir: Path) -> Curve:
+    """The curves of the run whose ``metrics.jsonl`` lies in ``run_dir``."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    train = {row["step"]: row["bits_per_byte"] for row in rows if "bits_per_byte" in row}
+    validation = {row["step"]: row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row}
+    return Curve(run_dir.name, train, validation)
+
+
+def largest_difference(a: dict[int, float], b: dict[int, float]) -> float:
+    """The largest difference of two curves over the steps that both have."""
+    common = a.keys() & b.keys()
+    if not common:
+        raise ValueError("the two runs have no step in common")
+    return max(abs(a[step] - b[step]) for step in common)
+
+
+def title(curves: Sequence[Curve]) -> str:
+    """The last validation of a single run; for several, how far the others are from the first."""
+    if len(curves) == 1:
+        validation = curves[0].validation
+        return f"validation: {validation[max(validation)]:.3f} bits per byte" if validation else ""
+    first, *others = curves
+    trained = max(largest_difference(first.train, other.train) for other in others)
+    validated = max(largest_difference(first.validation, other.validation) for other in others)
+    return f"largest difference in bits per byte: {trained:.2e} in training, {validated:.2e} in validation"
+
+
+def plot(run_dirs: Sequence[Path], output: Path) -> str:
+    """Draw the curves of all runs into one picture and return its title."""
+    plt.switch_backend("Agg")  # draws into files, needs no display
+    curves = [read_curve(run_dir) for run_dir in run_dirs]
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
+    for number, curve in enumerate(curves):
+        color, style = f"C{number}", ("-", "--", ":")[number % 3]  # where curves coincide, both show
+        steps, bits = list(curve.train), list(curve.train.values())
+        axes.plot(steps, bits, style, color=color, linewidth=1, label=f"{curve.label}, training")
+        steps, bits = list(curve.validation), list(curve.validation.values())
+        axes.plot(steps, bits, "o" + style, color=color, label=f"{curve.label}, validation")
+    axes.set(xlabel="optimizer step", ylabel="bits per byte", title=title(curves))
+    axes.title.set_fontsize(10)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(output)
+    plt.close(figure)
+    return title(curves)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dirs", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, help="default: loss.png in the first run's directory")
+    args = parser.parse_args()
+    output = args.output or args.run_dirs[0] / "loss.png"
+    print(plot(args.run_dirs, output))
+    print(f"loss curves: {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The dataclasses by themselves: defaults, checks, documentation, OmegaConf and the import path."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import subprocess
+import sys
+import typing
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, ValidationError
+
+from zero_strategy.config import (
+    CheckpointConfig,
+    LossScaleConfig,
+    MeshConfig,
+    PrecisionConfig,
+    UnitsConfig,
+    ZeroConfig,
+    load_config,
+    schema,
+)
+from zero_strategy.config.section import default_of, typed_fields
+
+SECTIONS = {
+    "units": UnitsConfig,
+    "mesh": MeshConfig,
+    "precision": PrecisionConfig,
+    "loss_scale": LossScaleConfig,
+    "checkpoint": CheckpointConfig,
+}
+
+DEFAULTS = {
+    "stage": 3,
+    "units.classes": [],
+    "units.patterns": [],
+    "units.min_numel": 8192,
+    "mesh.replicate": 1,
+    "mesh.shard": None,
+    "precision.master_weights": True,
+    "precision.gradient_dtype": "float32",
+    "precision.reduce_dtype": "float32",
+    "gradient_reduction": None,
+    "prefetch": 1,
+    "release_after_forward": True,
+    "loss_scale.initial": 65536.0,
+    "loss_scale.growth_factor": 2.0,
+    "loss_scale.backoff_factor": 0.5,
+    "loss_scale.growth_interval": 2000,
+    "loss_scale.minimum": 1.0,
+    "checkpoint.max_file_bytes": 5_000_000_000,
+    "elementwise_optimizers": [],
+    "timeout_seconds": 1800.0,
+    "rendezvous_seconds": 60.0,
+}
+
+BAD_VALUES = [
+    ("stage", 4),
+    ("stage", -1),
+    ("units.classes", [""]),
+    ("units.patterns", [" "]),
+    ("units.min_numel", -1),
+    ("mesh.replicate", 0),
+    ("mesh.shard", 0),
+    ("precision.gradient_dtype", "bfloat16"),
+    ("precision.reduce_dtype", "fp32"),
+    ("gradient_reduction", "per_epoch"),
+    ("prefetch", -1),
+    ("loss_scale.initial", 0.0),
+    ("loss_scale.initial", 0.5),
+    ("loss_scale.initial", float("inf")),
+    ("loss_scale.initial", 10**400),
+    ("loss_scale.growth_factor", 1.0),
+    ("loss_scale.backoff_factor", 1.0),
+    ("loss_scale.backoff_factor", 0.0),
+    ("loss_scale.growth_interval", 0),
+    ("loss_scale.minimum", 0.0),
+    ("checkpoint.max_file_bytes", 0),
+    ("elementwise_optimizers", ["Lion", ""]),
+    ("timeout_seconds", 0.0),
+    ("timeout_seconds", float("nan")),
+    ("rendezvous_seconds", -1.0),
+]
+
+BAD_TYPES = [
+    ("stage", "3", "expected int"),
+    ("stage", True, "expected int"),
+    ("stage", 2.0, "expected int"),
+    ("stage", None, "expected int"),
+    ("units.classes", "Block", "expected list[str]"),
+    ("units.classes", ("Block",), "expected list[str]"),
+    ("units.classes", [UnitsConfig], "expected str"),
+    ("mesh.shard", "8", "expected int | None"),
+    ("mesh.shard", False, "expected int | None"),
+    ("precision.master_weights", 1, "expected bool"),
+    ("precision.master_weights", "true", "expected bool"),
+    ("precision.gradient_dtype", 32, "expected str"),
+    ("gradient_reduction", 0, "expected str | None"),
+    ("release_after_forward", 0, "expected bool"),
+    ("timeout_seconds", "60", "expected float"),
+    ("timeout_seconds", True, "expected float"),
+    ("loss_scale.minimum", None, "expected float"),
+]
+
+
+def construct(key: str, value: object) -> ZeroConfig:
+    """Builds a config in Python with one value set."""
+    section, _, name = key.rpartition(".")
+    return (
+        ZeroConfig(**{section: SECTIONS[section](**{name: value})})
+        if section
+        else ZeroConfig(**{name: value})
+    )
+
+
+def test_defaults():
+    assert {key: setting.value for key, setting in ZeroConfig().settings()} == DEFAULTS
+    assert load_config() == ZeroConfig()
+
+
+def test_default_lists_are_not_shared():
+    ZeroConfig().units.classes.append("Block")
+    assert ZeroConfig().units.classes == []
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
+def test_value_out_of_range(key, value):
+    with pytest.raises(ValueError) as error:
+        construct(key, value)
+    message = str(error.value)
+    assert message.startswith(key)
+    assert "accepted: " in message
+    assert repr(value[-1] if isinstance(value, list) else value) in message
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), BAD_TYPES)
+def test_wrong_type(key, value, expected):
+    with pytest.raises(TypeError) as error:
+        construct(key, value)
+    message = str(error.value)
+    assert message.startswith(key)
+    assert repr(value[0] if expected == "expected str" and isinstance(value, list) else value) in message
+    assert message.endswith(expected)
+
+
+def test_a_section_must_be_its_dataclass():
+    with pytest.raises(TypeError, match=r"mesh is .*expected MeshConfig .load_config accepts a mapping"):
+        ZeroConfig(mesh={"replicate": 2})
+    with pytest.raises(TypeError, match=r"expected MeshConfig"):
+        ZeroConfig(mesh=UnitsConfig())
+
+
+def test_int_for_a_float_is_stored_as_a_float():
+    config = ZeroConfig(timeout_seconds=30)
+    assert type(config.timeout_seconds) is float and config.timeout_seconds == 30.0
+
+
+def test_several_accepted_values_are_listed():
+    with pytest.raises(ValueError, match=r"accepted: 'per_step', 'per_micro_batch' or None"):
+        ZeroConfig(gradient_reduction="never")
+    with pytest.raises(ValueError, match=r"stage is 9; accepted: 0, 1, 2, 3"):
+        ZeroConfig(stage=9)
+
+
+def test_loss_scale_starts_no_lower_than_its_minimum():
+    with pytest.raises(ValueError, match=r"loss_scale.initial is 2.0; accepted: loss_scale.minimum \(4.0\)"):
+        LossScaleConfig(initial=2, minimum=4)
+    assert LossScaleConfig(initial=4, minimum=4).initial == 4
+
+
+@pytest.mark.parametrize("section", [ZeroConfig, *SECTIONS.values()])
+def test_every_field_has_a_docstring(section):
+    body = ast.parse(inspect.getsource(section)).body[0].body
+    documented = {
+        field.target.id
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+    assert {field.name for field in dataclasses.fields(section)} <= documented
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_prefix_is_the_place_in_the_config(name):
+    assert SECTIONS[name].prefix == f"{name}."
+    assert isinstance(getattr(ZeroConfig(), name), SECTIONS[name])
+
+
+@pytest.mark.parametrize("source", [ZeroConfig, ZeroConfig(stage=1, mesh=MeshConfig(replicate=2))])
+def test_omegaconf_structured_sees_the_settings_only(source):
+    node = OmegaConf.structured(source)
+    assert set(node) == {field.name for field in dataclasses.fields(ZeroConfig)}
+    assert set(node.mesh) == {"replicate", "shard"}
+    built = OmegaConf.to_object(node)
+    assert isinstance(built, ZeroConfig)
+    assert built == (ZeroConfig() if source is ZeroConfig else source)
+
+
+def test_omegaconf_structured_is_typed():
+    node = OmegaConf.structured(ZeroConfig)
+    with pytest.raises(ValidationError):
+        node.stage = "two"
+    with pytest.raises(ConfigKeyError):
+        OmegaConf.merge(node, {"mesh": {"replicat": 2}})
+
+
+def test_range_is_checked_when_omegaconf_builds_the_object():
+    node = OmegaConf.merge(OmegaConf.structured(ZeroConfig), {"mesh": {"replicate": -2}})
+    with pytest.raises(ValueError, match=r"mesh.replicate is -2"):
+        OmegaConf.to_object(node)
+
+
+def test_types_are_of_the_kinds_that_are_checked():
+    for section in [ZeroConfig, *SECTIONS.values()]:
+        for field, hint in typed_fields(section):
+            plain = {int, float, bool, str, list[str], int | None, str | None}
+            assert hint in plain or hint in SECTIONS.values(), field.name
+            assert default_of(field) == getattr(section(), field.name)
+    assert typing.get_type_hints(schema.ZeroConfig)["mesh"] is MeshConfig
+
+
+def test_import_needs_omegaconf_and_the_standard_library_only():
+    code = """
+import sys
+import zero_strategy.config
+loaded = {"torch", "lightning", "accelerate", "numpy", "hydra"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

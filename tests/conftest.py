@@ -1,0 +1,40 @@
+"""Fixtures and settings shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch is loaded, here and in the server from which the ranks are forked.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+from tests.launcher import Launcher
+
+# A slow machine is no failure, and a failure must be repeatable.
+hypothesis.settings.register_profile("default-here", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("default-here")
+
+
+def pytest_configure() -> None:
+    # Results that are compared bit by bit with those of the ranks need the ranks' number of threads.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Launcher]:
+    """``run = ranks(2)``, then ``results = run(function, *args)``: see :mod:`tests.launcher`."""
+    launcher = Launcher()
+    yield launcher
+    launcher.close()

@@ -1,0 +1,233 @@
+"""Collectives: right values in place, sums in rank order, every dtype, exact counts; the mesh; the rendezvous."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.launcher import Launcher
+from zero_strategy.distributed import CommunicationCounters, Communicator, Mesh, RendezvousError, StoreRendezvous
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    torch.int64,
+    torch.int16,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def filled(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randint(0, 2 if dtype == torch.bool else 50, (size,), generator=generator)
+    return values.to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def values_of_collectives() -> list[str]:
+    """Names of what came out wrong."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = Communicator(dist.group.WORLD, CommunicationCounters())
+    wrong = []
+    for dtype in DTYPES:
+        flat = torch.zeros(8 * world).to(dtype)
+        flat.view(world, 8)[rank] = filled(rank, 8, dtype)
+        work = group.all_gather(flat)
+        work.wait()
+        work.wait()  # again: nothing happens
+        if not same(flat, torch.cat([filled(other, 8, dtype) for other in range(world)])):
+            wrong.append(f"all_gather {dtype}")
+        for source in range(world):
+            value = filled(rank, 5, dtype)
+            group.broadcast(value, source)
+            if not same(value, filled(source, 5, dtype)):
+                wrong.append(f"broadcast {dtype} {source}")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        generators = [torch.Generator().manual_seed(other) for other in range(world)]
+        parts = [torch.randn(6 * world, generator=generator).mul(9).to(dtype) for generator in generators]
+        total = parts[0].clone()
+        for part in parts[1:]:  # in rank order, in this dtype
+            total = total + part
+        flat = parts[rank].clone()
+        group.reduce_scatter(flat).wait()
+        if not torch.equal(flat.view(world, 6)[rank], total.view(world, 6)[rank]):
+            wrong.append(f"reduce_scatter {dtype}")
+        others = [r for r in range(world) if r != rank]
+        if not torch.equal(flat.view(world, 6)[others], parts[rank].view(world, 6)[others]):
+            wrong.append(f"reduce_scatter {dtype} changed other slices")
+        flat = parts[rank].clone()
+        group.all_reduce(flat)
+        if not torch.equal(flat, total):
+            wrong.append(f"all_reduce {dtype}")
+    if [int(v) for v in group.exchange_small(torch.tensor([rank * 3]))] != [3 * r for r in range(world)]:
+        wrong.append("exchange_small")
+    if group.gather_objects({"rank": rank}) != [{"rank": r} for r in range(world)]:
+        wrong.append("gather_objects")
+    for call in (group.all_gather, group.reduce_scatter):
+        call(torch.empty(0)).wait()
+    group.broadcast(torch.empty(0), 0)
+    scalar = torch.tensor(float(rank))
+    group.broadcast(scalar, world - 1)
+    if scalar.item() != world - 1:
+        wrong.append("broadcast of a 0-d tensor")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_values(ranks: Launcher, world: int) -> None:
+    for wrong in ranks(world)(values_of_collectives):
+        assert not wrong
+
+
+def several_at_once() -> bool:
+    """Many collectives under way, of two communicators over the same ranks, waited for in another order."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    counters = CommunicationCounters()
+    first = Communicator(dist.new_group(), counters)
+    second = Communicator(dist.new_group(), counters)
+    gathers = [torch.full((4 * world,), float(10 * n + rank)) for n in range(6)]
+    sums = [torch.full((4 * world,), float(n + rank)) for n in range(6)]
+    works = []
+    for gather, total in zip(gathers, sums, strict=True):
+        works += [first.all_gather(gather), second.reduce_scatter(total)]
+    for work in reversed(works):
+        work.wait()
+    good = True
+    for n, (gather, total) in enumerate(zip(gathers, sums, strict=True)):
+        good &= gather.view(world, 4)[:, 0].tolist() == [10.0 * n + r for r in range(world)]
+        good &= total.view(world, 4)[rank, 0].item() == sum(n + r for r in range(world))
+    return good
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_under_way(ranks: Launcher, world: int) -> None:
+    assert all(ranks(world)(several_at_once))
+
+
+def counts() -> dict[str, Any]:
+    world = dist.get_world_size()
+    counters = CommunicationCounters()
+    group = Communicator(dist.group.WORLD, counters)
+    group.all_gather(torch.zeros(8 * world, dtype=torch.bfloat16)).wait()
+    group.reduce_scatter(torch.zeros(8 * world)).wait()
+    group.broadcast(torch.zeros(10), 0)
+    group.exchange_small(torch.zeros(3, dtype=torch.uint8))
+    found = {"calls": dict(counters.calls), "bytes": dict(counters.bytes), "sent": counters.elements_sent}
+    counters.reset()
+    return found | {"after": counters.elements_sent}
+
+
+def test_counts_are_exact(ranks: Launcher) -> None:
+    for rank, found in enumerate(ranks(3)(counts)):
+        assert found["bytes"]["all_gather"] == 2 * 8 * 2
+        assert found["bytes"]["reduce_scatter"] == 2 * 8 * 4
+        assert found["bytes"].get("broadcast", 0) == (2 * 10 * 4 if rank == 0 else 0)
+        assert found["bytes"]["control"] == 2 * 3
+        assert found["sent"] == 16 + 16 + (20 if rank == 0 else 0), "control messages are left out"
+        assert found["after"] == 0
+
+
+# --------------------------------------------------------------------------------------------------------- mesh
+
+
+def mesh_of(replicate: int, shard: int) -> dict[str, Any]:
+    mesh = Mesh.build(replicate=replicate, shard=shard, timeout=60.0, rendezvous_seconds=5.0, name="mesh")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {
+        "gather": mesh.gather.gather_objects(rank),
+        "reduce": mesh.reduce.gather_objects(rank),
+        "replicate": mesh.replicate.gather_objects(rank),
+        "control": mesh.control.gather_objects(rank),
+        "shard control": mesh.shard_control.gather_objects(rank),
+        "place": (mesh.rank, mesh.shard_rank, mesh.world_size, mesh.shard_size),
+    }
+
+
+def test_neighbours_shard_and_others_replicate(ranks: Launcher) -> None:
+    for rank, found in enumerate(ranks(4)(mesh_of, 2, 2)):
+        row = [0, 1] if rank < 2 else [2, 3]
+        assert found["gather"] == found["reduce"] == found["shard control"] == row
+        assert found["replicate"] == [rank % 2, rank % 2 + 2]
+        assert found["control"] == [0, 1, 2, 3]
+        assert found["place"] == (rank, rank % 2, 4, 2)
+
+
+@pytest.mark.parametrize("world, replicate", [(1, 1), (2, 1), (2, 2), (3, 3)])
+def test_meshes_of_one_axis(ranks: Launcher, world: int, replicate: int) -> None:
+    shard = world // replicate
+    for rank, found in enumerate(ranks(world)(mesh_of, replicate, shard)):
+        everyone = list(range(world))
+        assert found["gather"] == found["shard control"] == (everyone if replicate == 1 else [rank])
+        assert found["replicate"] == ([rank] if replicate == 1 else everyone)
+        assert found["control"] == everyone
+
+
+def bad_mesh() -> str:
+    try:
+        mesh_of(2, 2)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_mesh_that_is_not_the_world(ranks: Launcher) -> None:
+    for message in ranks(2)(bad_mesh):
+        assert "2 x mesh.shard 2" in message and "world size 2" in message
+
+
+# --------------------------------------------------------------------------------------------------- rendezvous
+
+
+def meetings(case: str) -> tuple[str, float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    meeting = StoreRendezvous(rank, world, 1.5, "tests")
+    for number in range(20):
+        meeting.meet(f"call {number}")
+    start = time.monotonic()
+    try:
+        if case == "missing" and rank == 1:
+            time.sleep(3.0)
+            return "stayed away", 0.0
+        if case == "late" and rank == 1:
+            time.sleep(3.0)
+        if case == "slow" and rank == 1:
+            time.sleep(0.7)
+        meeting.meet("save" if case != "other" or rank == 0 else "load")
+    except RendezvousError as error:
+        return str(error), time.monotonic() - start
+    return "met", time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Launcher) -> None:
+    first, _, third = ranks(3)(meetings, "missing")
+    for message, seconds in (first, third):
+        assert "save needs all 3 ranks" in message and "rank(s) [1] did not come" in message
+        assert 1.4 <= seconds < 3.0
+
+
+def test_a_slow_rank_is_waited_for(ranks: Launcher) -> None:
+    assert [message for message, _ in ranks(3)(meetings, "slow")] == ["met"] * 3
+
+
+def test_a_late_rank_does_not_believe_the_others_are_there(ranks: Launcher) -> None:
+    first, late = ranks(2)(meetings, "late")
+    assert "rank(s) [1] did not come" in first[0]
+    assert "rank(s) [0] did not come" in late[0]
+
+
+def test_different_calls_are_an_error_on_all_ranks(ranks: Launcher) -> None:
+    for message, seconds in ranks(2)(meetings, "other"):
+        assert "save" in message and "load" in message and seconds < 1.5

@@ -1,0 +1,1 @@
+"""Tests of the engine on several ranks, against one process."""

@@ -1,0 +1,166 @@
+"""After an exception outside of the engine: what is left of gradients, and that training goes on right."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.nets import Net, loss_of, net
+from tests.engine.twins import DEFAULTS, Script, ShardedTwin, Twin, play
+from tests.launcher import Launcher
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise KeyError("a hook of the user")
+
+
+def start(twin: Twin) -> Net:
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    return model
+
+
+def train_one(twin: Twin, step: int) -> None:
+    loss = loss_of(twin.module(twin.data(step, 2, 6)))
+    twin.note(loss)
+    twin.backward(loss)
+    twin.step()
+    twin.zero_grad()
+
+
+def a_state_dict_that_raises(twin: Twin) -> None:
+    """A hook of a unit raises while the unit is held whole for `state_dict`."""
+    model = start(twin)
+    for step, part in enumerate([model.blocks[0], model.head, model]):
+        train_one(twin, 2 * step)
+        handle = part.register_state_dict_pre_hook(fail)
+        with contextlib.suppress(KeyError):
+            model.state_dict()
+        handle.remove()
+        if step:
+            twin.reset()
+        train_one(twin, 2 * step + 1)
+        twin.note(*model.state_dict().values())
+
+
+def a_step_that_raises(twin: Twin) -> None:
+    """Gradients of a step that a hook prevented are cleared, or used, like any others."""
+    model = start(twin)
+    for step in range(4):
+        train_one(twin, 3 * step)
+        twin.backward(loss_of(model(twin.data(3 * step + 1, 2, 6))))
+        for optimizer in twin.optimizers:
+            handle = optimizer.register_step_pre_hook(fail)
+            with contextlib.suppress(KeyError):
+                twin.step()
+            handle.remove()
+        twin.reset()
+        if step % 2:
+            twin.zero_grad()
+        train_one(twin, 3 * step + 2)
+
+
+def backward_after_a_step_that_raised(stage: int) -> str:
+    """The error of going on without telling the engine; after `reset` training goes on."""
+    twin = ShardedTwin(DEFAULTS[stage])
+    model = start(twin)
+    handle = twin.optimizers[0].register_step_pre_hook(fail)
+    twin.backward(loss_of(model(twin.data(0, 2, 6))))
+    with contextlib.suppress(KeyError):
+        twin.step()
+    handle.remove()
+    twin.zero_grad()
+    message = ""
+    try:
+        twin.backward(loss_of(model(twin.data(1, 2, 6))))
+    except RuntimeError as error:
+        message = str(error)
+    twin.own.reset()
+    twin.zero_grad()
+    train_one(twin, 2)
+    return message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_torn_step_is_named(ranks: Launcher, stage: int) -> None:
+    """`zero_grad` after a step that raised does not reach the module: the next backward says so."""
+    for message in ranks(2)(backward_after_a_step_that_raised, stage):
+        assert "engine.reset()" in message
+
+
+SCRIPTS: list[Script] = [a_state_dict_that_raises, a_step_that_raises]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_training_goes_on(ranks: Launcher, script: Script) -> None:
+    for wrong in ranks(2)(play, script, DEFAULTS):
+        assert not wrong
+
+
+class Torn(torch.autograd.Function):
+    """Raises in the midst of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise KeyError("in backward")
+
+
+def torn_micro_batch(stage: int) -> dict[str, Any]:
+    """Two whole micro-batches, then one that is torn: none of their gradients is left in part."""
+    twin = ShardedTwin(DEFAULTS[stage])
+    model = start(twin)
+    for step in range(2):
+        loss_of(model(twin.data(step, 2, 6))).backward()
+    before = [twin.gradient(p) is not None for p in model.parameters()]
+    with contextlib.suppress(KeyError):
+        x = model.blocks[0](model.stem(twin.data(2, 2, 6)))
+        loss_of(model.head(model.blocks[2](model.blocks[1](Torn.apply(x))))).backward()
+    twin.reset()
+    after = [twin.gradient(p) is None and p.grad is None for p in model.parameters()]
+    loss_of(model(twin.data(3, 2, 6))).backward()
+    plain, by_hand = net(), Twin(twin.setting)
+    by_hand.shard(plain)
+    by_hand.backward(loss_of(plain(twin.data(3, 2, 6))))
+    wrong = []
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        gradient, expected = twin.gradient(p), by_hand.gradient(q)
+        if gradient is None or expected is None or not torch.equal(gradient, expected):
+            wrong.append(name)
+    return {"before": all(before), "after": all(after), "wrong": wrong}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_reset_drops_the_micro_batches_of_a_torn_step_whole(ranks: Launcher, stage: int) -> None:
+    for found in ranks(2, timeout=20)(torn_micro_batch, stage):
+        assert found == {"before": True, "after": True, "wrong": []}
+
+
+def incomplete_optimizer(stage: int) -> list[bool]:
+    """The first step is refused, as parameters are missing; the groups still hold the module's parameters."""
+    twin = ShardedTwin(DEFAULTS[stage])
+    model = net()
+    twin.shard(model)
+    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    twin.attach(optimizer)
+    loss_of(model(twin.data(0, 2, 6))).backward()
+    refused = False
+    try:
+        optimizer.step()
+    except ValueError as error:
+        refused = "in no optimizer" in str(error)
+    held: list[nn.Parameter] = optimizer.param_groups[0]["params"]
+    return [refused, all(a is b for a, b in zip(held, model.blocks.parameters(), strict=True))]
+
+
+def test_a_refused_step_leaves_the_groups_alone(ranks: Launcher) -> None:
+    for stage in (0, 1, 3):
+        assert ranks(2)(incomplete_optimizer, stage) == [[True, True]] * 2

@@ -1,0 +1,44 @@
+"""The step benchmark: its arithmetic is right, and its contenders do the same training. No times are asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ratios import bootstrap, round_ratio
+from benchmarks.step import default_pairs, main
+
+
+def test_a_steady_slowdown_cancels_in_a_round() -> None:
+    # A takes 1 and B takes 2, and the machine gets slower by 0.1 with every block.
+    assert round_ratio([[1.0], [2.1], [2.2], [1.3]]) == pytest.approx(2.3 / 4.3)
+
+
+def test_one_interrupted_step_does_not_count() -> None:
+    assert round_ratio([[1.0, 9.0, 1.0], [2.0], [2.0], [1.0]]) == 0.5
+
+
+def test_the_interval_holds_the_median_and_narrows_with_agreement() -> None:
+    wide = bootstrap([0.8, 0.9, 1.0, 1.1, 1.2])
+    assert wide.low <= wide.median <= wide.high and wide.median == 1.0
+    narrow = bootstrap([0.99, 1.0, 1.01])
+    assert narrow.high - narrow.low < wide.high - wide.low
+
+
+def test_stages_meet_the_peer_that_is_nearest() -> None:
+    assert default_pairs(["ddp", "fsdp2"], [1, 3]) == [("zero1", "ddp"), ("zero3", "fsdp2")]
+    assert default_pairs(["ddp"], [1, 3]) == [("zero1", "ddp")]
+    assert default_pairs(["ddp", "fsdp2"], []) == [("ddp", "fsdp2")]
+
+
+def test_the_contenders_do_the_same_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "step.json"
+    pairs = "zero0:ddp,zero1:ddp,zero2:ddp,zero3:fsdp2"
+    small = ["--model", "transformer-tiny", "--batch", "2", "--length", "16", "--accumulation", "2"]
+    main([*small, "--pairs", pairs, "--rounds", "1", "--block-steps", "1", "--warmup", "1", "--out", str(out)])
+    report = json.loads(out.read_text())
+    assert [entry["a"] for entry in report["pairs"]] == ["zero0", "zero1", "zero2", "zero3"]
+    assert all(entry["same_training"] for entry in report["pairs"])
+    assert "zero3 / fsdp2" in capsys.readouterr().out

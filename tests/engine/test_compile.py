@@ -1,0 +1,63 @@
+"""torch.compile of units and of whole models: the same training as uncompiled."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.nets import loss_of, net
+from tests.engine.twins import Setting, ShardedTwin, Twin, play
+from tests.launcher import Launcher
+
+SETTINGS = [Setting(0, "per_step"), Setting(2, "per_micro_batch"), Setting(3, "per_micro_batch")]
+WARM = 200
+"""Seconds: compiling is slow on a busy machine."""
+
+
+def compiled(twin: Twin, what: str, when: str, backend: str = "aot_eager") -> None:
+    """Only the engine's twin is compiled."""
+    torch._dynamo.reset()
+    model = net(depth=2)
+    own = isinstance(twin, ShardedTwin)
+
+    def compile_it() -> None:
+        if own and what == "units":
+            for block in model.blocks:
+                block.compile(backend=backend)
+        elif own and what == "in place":
+            model.compile(backend=backend)
+
+    if when == "before":
+        compile_it()
+    twin.shard(model)
+    if when == "after":
+        compile_it()
+    call: nn.Module = torch.compile(model, backend=backend) if own and what == "wrapped" else model
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    for step in range(3):
+        loss = loss_of(call(twin.data(step, 2, 6)))
+        twin.note(loss)
+        twin.backward(loss)
+        twin.clip(1.0)
+        twin.step()
+        twin.zero_grad()
+        with torch.no_grad():
+            twin.note(call(twin.data(20 + step, 2, 6)))
+
+
+@pytest.mark.parametrize(
+    "what, when", [("units", "before"), ("units", "after"), ("in place", "after"), ("wrapped", "after")]
+)
+def test_compiled_models_train_the_same(ranks: Launcher, what: str, when: str) -> None:
+    script = partial(compiled, what=what, when=when)
+    for wrong in ranks(2, timeout=WARM)(play, script, SETTINGS, tolerance=1e-6):
+        assert not wrong
+
+
+def test_inductor(ranks: Launcher) -> None:
+    script = partial(compiled, what="units", when="after", backend="inductor")
+    for wrong in ranks(2, timeout=WARM)(play, script, SETTINGS[2:], tolerance=1e-5):
+        assert not wrong

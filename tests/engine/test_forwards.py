@@ -1,0 +1,418 @@
+"""Units used in every way a model may use them: twice, never, out of order, nested, checkpointed, called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine.nets import Block, Net, loss_of, net, seeded
+from tests.engine.twins import DEFAULTS, Script, Setting, Twin, play
+from tests.launcher import Launcher
+
+STAGE_3 = [
+    Setting(3, "per_micro_batch"),
+    Setting(3, "per_micro_batch", {"prefetch": 0}),
+    Setting(3, "per_micro_batch", {"prefetch": 2, "release_after_forward": False}),
+]
+SOME = [Setting(0, "per_step"), Setting(2, "per_micro_batch"), *STAGE_3]
+
+
+def train(twin: Twin, model: nn.Module, call: Callable[[int, Tensor], Tensor], steps: int = 3) -> None:
+    """`call(step, x)` gives the output of a step."""
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    for step in range(steps):
+        output = call(step, twin.data(step, 2, 6))
+        twin.note(output)
+        twin.backward(loss_of(output))
+        twin.step()
+        twin.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------- order and number
+
+
+class Ordered(nn.Module):
+    """Runs its units in the order that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for number in order:
+            x = self.blocks[number](x)
+        return x
+
+
+ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3), (3, 2, 1, 0), (0, 0, 1, 1), (2, 0, 2, 0), (1,), (0, 1, 2, 3), (3, 3, 3)]
+
+
+def any_order_and_number(twin: Twin) -> None:
+    model = seeded(Ordered)
+    train(twin, model, lambda step, x: model(x, ORDERS[step]), steps=len(ORDERS))
+
+
+def order_changes_between_training_and_evaluation(twin: Twin) -> None:
+    model = seeded(Ordered)
+
+    def call(step: int, x: Tensor) -> Tensor:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                twin.note(model(x, ORDERS[-1 - step]).clone())
+        return model(x, ORDERS[step])
+
+    train(twin, model, call, steps=len(ORDERS))
+
+
+class Nested(nn.Module):
+    """Units inside units."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(6, 6)
+            self.inner = nn.ModuleList(Block() for _ in range(2))
+            self.after = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            for block in self.inner:
+                x = block(x)
+            return self.after(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Outer() for _ in range(2))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def nested_units(twin: Twin) -> None:
+    model = seeded(Nested)
+    train(twin, model, lambda step, x: model(x))
+
+
+class Recursive(nn.Module):
+    """A unit that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, depth: int) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        return x if depth == 0 else self(x, depth - 1) + x
+
+
+def a_unit_that_calls_itself(twin: Twin) -> None:
+    model = nn.Sequential(seeded(Recursive), seeded(Recursive, seed=1))
+    train(twin, model, lambda step, x: model[1](model[0](x, step), 2))
+
+
+def parts_called_directly(twin: Twin) -> None:
+    """Nobody calls the root's forward."""
+    model = net()
+
+    def call(step: int, x: Tensor) -> Tensor:
+        x = model.stem(x)
+        for block in list(model.blocks)[step % 2 :]:
+            x = block(x)
+        return model.head(x)
+
+    train(twin, model, call, steps=4)
+
+
+def parts_called_in_a_scope(twin: Twin) -> None:
+    """A training step that uses the root's own parameters itself."""
+    model = net()
+
+    def call(step: int, x: Tensor) -> Tensor:
+        with twin.scope():
+            x = model.stem(x)
+            for block in model.blocks:
+                x = block(x)
+            return model.head(x) * model.scale
+
+    train(twin, model, call)
+
+
+EXACT: list[tuple[Script, list[Setting]]] = [
+    (any_order_and_number, SOME),
+    (order_changes_between_training_and_evaluation, SOME),
+    (nested_units, [*SOME, Setting(3, "per_micro_batch", {"units": {"classes": ["Outer", "Block"]}})]),
+    (nested_units, [Setting(3, "per_micro_batch", {"units": {"patterns": ["layers.?", "layers.1.inner.0"]}})]),
+    (a_unit_that_calls_itself, SOME),
+    (parts_called_directly, SOME),
+    (parts_called_in_a_scope, SOME),
+]
+
+
+@pytest.mark.parametrize("script, settings", EXACT)
+def test_units_in_any_order_and_number(ranks: Launcher, script: Script, settings: list[Setting]) -> None:
+    for wrong in ranks(2)(play, script, settings):
+        assert not wrong
+
+
+# ----------------------------------------------------------------------------------------- inputs and outputs
+
+
+class Named(NamedTuple):
+    value: Tensor
+    other: Tensor
+
+
+@dataclass
+class Record:
+    value: Tensor
+    other: list[Tensor]
+
+
+class Opaque:
+    """A container that nobody knows how to look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Shaped(nn.Module):
+    """A unit with an output of the kind asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.side = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *, kind: str, extra: Any = None) -> Any:
+        y = torch.tanh(self.layer(x))
+        if extra is not None:
+            y = y + extra["shift"][0]
+        z = self.side(y) * y
+        kinds: dict[str, Callable[[], Any]] = {
+            "tensor": lambda: z,
+            "tuple": lambda: (z, y),
+            "list": lambda: [None, "text", [z], 3],
+            "dict": lambda: {"value": z, "other": {"deep": y}},
+            "named": lambda: Named(z, y),
+            "dataclass": lambda: Record(z, [y]),
+            "opaque": lambda: Opaque(z),
+            "view": lambda: z[:, :],
+            "same": lambda: x + 0 * z,
+        }
+        return kinds[kind]()
+
+
+def value_of(output: Any) -> Tensor:
+    if isinstance(output, (Record, Opaque, Named)):
+        return output.value
+    if isinstance(output, dict):
+        return output["value"]
+    if isinstance(output, tuple):
+        return output[0]
+    return output[2][0] if isinstance(output, list) else output
+
+
+class Shapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Shaped() for _ in range(3))
+
+    def forward(self, x: Tensor, kind: str, extra: Any = None) -> Any:
+        output: Any = None
+        for part in self.parts:
+            output = part(x=x, kind=kind, extra=extra)
+            x = value_of(output)
+        return output
+
+
+KINDS = ("tensor", "tuple", "list", "dict", "named", "dataclass", "opaque", "view", "same")
+
+
+def outputs_of_every_kind(twin: Twin) -> None:
+    model = seeded(Shapes)
+    train(twin, model, lambda step, x: value_of(model(x, kind=KINDS[step])), steps=len(KINDS))
+
+
+def inputs_inside_containers(twin: Twin) -> None:
+    """The only input that needs a gradient is inside a keyword argument."""
+    model = seeded(Shapes)
+
+    def call(step: int, x: Tensor) -> Tensor:
+        shift = twin.data(50 + step, 2, 6).requires_grad_(step > 0)
+        output = model(x, kind="dict", extra={"shift": [shift, None]})
+        return output["value"] + output["other"]["deep"]
+
+    train(twin, model, call)
+
+
+def only_one_output_is_used(twin: Twin) -> None:
+    model = seeded(Shapes)
+    train(twin, model, lambda step, x: model(x, kind="tuple")[1 - step % 2])
+
+
+def output_changed_in_place(twin: Twin) -> None:
+    model = seeded(Ordered)
+
+    def call(step: int, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = block(x).mul_(0.9)
+            x += 0.1
+        return x
+
+    train(twin, model, call)
+
+
+class Router(nn.Module):
+    """A unit that leaves a part of the loss in an attribute, as mixtures of experts do."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late, self.penalty = late, torch.zeros(())
+        self.gate, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        if self.late:
+            y = torch.tanh(self.layer(x))
+        self.penalty = (torch.tanh(self.gate(y)) @ self.gate.weight).square().mean()
+        return y if self.late else torch.tanh(self.layer(y))
+
+
+def a_loss_left_in_an_attribute(twin: Twin) -> None:
+    model = nn.Sequential(seeded(Router, False), seeded(Router, True, seed=1), seeded(Router, True, seed=2))
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    for step in range(3):
+        loss = loss_of(model(twin.data(step, 2, 6))) + sum(part.penalty for part in model)
+        twin.note(loss)
+        twin.backward(loss)
+        twin.step()
+        twin.zero_grad()
+
+
+CONTAINERS: list[Script] = [
+    outputs_of_every_kind,
+    inputs_inside_containers,
+    only_one_output_is_used,
+    output_changed_in_place,
+    a_loss_left_in_an_attribute,
+]
+
+
+@pytest.mark.parametrize("script", CONTAINERS, ids=lambda script: script.__name__)
+def test_inputs_and_outputs_of_any_kind(ranks: Launcher, script: Script) -> None:
+    for wrong in ranks(2)(play, script, SOME):
+        assert not wrong
+
+
+# --------------------------------------------------------------------------------------------- checkpointing
+
+
+class Checkpointed(nn.Module):
+    """Activation checkpointing around a unit, inside one, or around several."""
+
+    class Inside(nn.Module):
+        def __init__(self, run: Callable[..., Tensor]) -> None:
+            super().__init__()
+            self.run, self.block, self.last = run, Block(), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.run(self.block, x))
+
+    def __init__(self, where: str, reentrant: bool) -> None:
+        super().__init__()
+        run = partial(checkpoint, use_reentrant=reentrant)
+        self.where, self.run = where, run
+        self.stem = nn.Linear(6, 6)
+        make = partial(self.Inside, run) if where == "inside" else Block
+        self.blocks = nn.ModuleList(make() for _ in range(4))
+        self.head = nn.Linear(6, 6)
+
+    def pair(self, number: int, x: Tensor) -> Tensor:
+        return self.blocks[number + 1](self.blocks[number](x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.stem(x)))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.where == "several":
+            return self.run(self.pair, 2, self.run(self.pair, 0, x))
+        if self.where == "twice":  # the same units in two segments of one backward
+            return self.run(self.pair, 2, self.run(self.pair, 0, self.run(self.pair, 0, x)))
+        for number, block in enumerate(self.blocks):
+            inside = self.where == "inside" or (self.where == "mixed" and number % 2)
+            x = block(x) if inside else self.run(block, x)
+        return x
+
+
+def checkpointed(twin: Twin, where: str, reentrant: bool) -> None:
+    model = seeded(Checkpointed, where, reentrant)
+    train(twin, model, lambda step, x: model(x.requires_grad_()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["around", "inside", "several", "twice", "mixed"])
+def test_activation_checkpointing(ranks: Launcher, where: str, reentrant: bool) -> None:
+    # A re-entrant backward is several backwards, each of which is reduced by itself: equal up to rounding.
+    tolerance = 1e-5 if reentrant else 0.0
+    script = partial(checkpointed, where=where, reentrant=reentrant)
+    for wrong in ranks(2)(play, script, [*DEFAULTS, *STAGE_3], tolerance):
+        assert not wrong
+
+
+# ------------------------------------------------------------------------------------------------ exceptions
+
+
+class Fragile(Net):
+    """Raises in the midst of forward or backward when told to."""
+
+    fail = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        if self.fail == "forward":
+            raise MemoryError("in forward")
+        x = self.blocks[1](x)
+        if self.fail == "backward":
+            x.register_hook(self._raise)
+        return self.head(self.blocks[2](x)) * self.scale
+
+    @staticmethod
+    def _raise(_: Tensor) -> None:
+        raise MemoryError("in backward")
+
+
+def exceptions_and_reset(twin: Twin) -> None:
+    model = seeded(Fragile)
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    for step, fail in enumerate(["", "forward", "", "backward", "backward", "forward", ""]):
+        model.fail = fail
+        try:
+            loss = loss_of(model(twin.data(step, 2, 6)))
+            (loss if fail else loss * 1.0).backward() if fail else twin.backward(loss)
+        except MemoryError:
+            twin.reset()
+            model.zero_grad()
+            twin.reset()
+            continue
+        assert not fail
+        twin.note(loss)
+        twin.step()
+        twin.zero_grad()
+
+
+def test_training_goes_on_after_an_exception_and_reset(ranks: Launcher) -> None:
+    for wrong in ranks(2)(play, exceptions_and_reset, SOME):
+        assert not wrong

@@ -1,0 +1,465 @@
+"""Whole parameters on demand: state dicts, copies, `GatheredParameters`, `Init`, and guards on what is released."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.live import live_bytes, only_new
+from tests.engine.nets import Net, loss_of, net
+from tests.engine.twins import Setting, ShardedTwin
+from tests.launcher import Launcher, RankError
+from zero_strategy import sharding
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim import full_state
+
+STAGE_3 = Setting(3, "per_micro_batch")
+
+
+def setting_of(stage: int, **config: Any) -> Setting:
+    return Setting(stage, "per_step" if stage < 2 else "per_micro_batch", config)
+
+
+def sharded_net(stage: int = 3, **config: Any) -> tuple[ShardedTwin, Net]:
+    twin, model = ShardedTwin(setting_of(stage, **config)), net()
+    twin.shard(model)
+    return twin, model
+
+
+def trained(stage: int) -> tuple[ShardedTwin, Net]:
+    twin, model = sharded_net(stage)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
+    train_one(twin, model)
+    return twin, model
+
+
+def train_one(twin: ShardedTwin, model: nn.Module, step: int = 0) -> Tensor:
+    loss = loss_of(model(twin.data(step, 2, 6)))
+    loss.backward()
+    twin.step()
+    twin.zero_grad()
+    return loss.detach()
+
+
+def message_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+# --------------------------------------------------------------------------------------------- at rest, stage 3
+
+
+def at_rest() -> dict[str, Any]:
+    twin, model = trained(3)
+    shapes = {name: tuple(p.shape) for name, p in net().named_parameters()}
+    found: dict[str, Any] = {
+        "shapes": {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes,
+        "nan": all(bool(p.isnan().all()) for p in model.parameters()),
+        "storages": max(p.untyped_storage().nbytes() for p in model.blocks.parameters()),
+    }
+    with torch.no_grad():
+        model.blocks[1].up.weight.fill_(0.0)
+    found["written"] = message_of(lambda: model(twin.data(0, 2, 6)))
+    twin.reset()
+    found["again"] = bool(torch.isfinite(model(twin.data(0, 2, 6))).all())
+    twin.reset()
+    twin.own.clip_grad_norm_(1.0)
+    model.zero_grad()
+    with torch.no_grad():
+        found["evaluated"] = bool(torch.isfinite(model(twin.data(0, 2, 6))).all())
+        nn.init.constant_(model.scale, 1.0)
+        found["scalar"] = message_of(lambda: model(twin.data(0, 2, 6)))
+    return found
+
+
+def test_released_parameters_keep_their_shape_and_read_as_nan(ranks: Launcher) -> None:
+    for found in ranks(2)(at_rest):
+        assert found["shapes"] and found["nan"] and found["again"] and found["evaluated"]
+        assert found["storages"] <= 64
+        assert "blocks.1.up.weight" in found["written"] and "GatheredParameters" in found["written"]
+        assert "'scale'" in found["scalar"]
+
+
+# --------------------------------------------------------------------------------- state dicts, copies, casts
+
+
+def state_dicts(stage: int) -> dict[str, Any]:
+    twin, model = trained(stage)
+    state = model.state_dict()
+    block = model.blocks[1].state_dict()
+    head = {name: value.clone() for name, value in model.head.state_dict().items()}
+    plain = net(seed=9)
+    plain.load_state_dict(state)
+    found: dict[str, Any] = {
+        "finite": all(bool(value.isfinite().all()) for value in state.values()),
+        "part": all(torch.equal(value, state[f"blocks.1.{name}"]) for name, value in block.items()),
+        "head": all(torch.equal(value, state[f"head.{name}"]) for name, value in head.items()),
+        "same model": torch.equal(plain(twin.data(1, 2, 6)), model(twin.data(1, 2, 6))),
+    }
+    kept = {name: value.clone() for name, value in state.items()}
+    train_one(twin, model, 5)
+    model.load_state_dict(kept)
+    found["loaded"] = torch.equal(plain(twin.data(1, 2, 6)), model(twin.data(1, 2, 6)))
+    other = net(seed=4)
+    model.blocks[2].load_state_dict(other.blocks[2].state_dict())
+    plain.blocks[2].load_state_dict(other.blocks[2].state_dict())
+    found["part loaded"] = torch.equal(plain(twin.data(1, 2, 6)), model(twin.data(1, 2, 6)))
+    found["assign"] = message_of(lambda: model.load_state_dict(kept, assign=True))
+    bad = {name: value for name, value in kept.items() if name != "head.bias"}
+    found["missing"] = message_of(lambda: model.load_state_dict(bad))
+    found["mismatch"] = message_of(lambda: model.load_state_dict({**kept, "head.bias": torch.zeros(5)}))
+    found["goes on"] = bool(torch.isfinite(train_one(twin, model, 6)))
+    found["pinned"] = [unit.pinned for unit in twin.own.model.units]
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_dicts_are_whole_on_all_ranks(ranks: Launcher, stage: int) -> None:
+    for found in ranks(2)(state_dicts, stage):
+        for key in ("finite", "part", "head", "same model", "loaded", "part loaded", "goes on"):
+            assert found[key], key
+        assert "assign" in found["assign"]
+        assert "head.bias" in found["missing"] and "head.bias" in found["mismatch"]
+        assert set(found["pinned"]) == {0}
+
+
+def copies(stage: int) -> dict[str, Any]:
+    twin, model = trained(stage)
+
+    def save_and_load() -> nn.Module:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded: nn.Module = torch.load(buffer, weights_only=False)
+        return loaded
+
+    ways: dict[str, Callable[[], nn.Module]] = {
+        "deepcopy": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.loads(pickle.dumps(model)),
+        "save": save_and_load,
+        "part": lambda: copy.deepcopy(model.blocks[0].up),
+        "averaged": lambda: torch.optim.swa_utils.AveragedModel(model).module,
+    }
+    found: dict[str, Any] = {f"{way} released": message_of(make) for way, make in ways.items()}
+    with sharding.GatheredParameters(model.parameters()):
+        made = {way: make() for way, make in ways.items()}
+    x = twin.data(1, 2, 6)
+    part = made.pop("part")
+    found["part"] = all(bool(p.isfinite().all()) for p in part.parameters())
+    outputs = model(x)
+    for way, duplicate in made.items():
+        found[way] = torch.equal(duplicate(x), outputs)
+        optimizer = torch.optim.SGD(duplicate.parameters(), lr=0.1)
+        if twin.rank == 0:  # a copy trains alone, and may be cast
+            loss_of(duplicate(x)).backward()
+            optimizer.step()
+            duplicate.double()
+            duplicate(x.double())
+            duplicate.state_dict()
+    found["original"] = torch.equal(model(x), outputs) and model.head.weight.dtype == torch.float32
+    found["goes on"] = bool(torch.isfinite(train_one(twin, model, 6)))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_copies_are_refused_while_released_and_independent_otherwise(ranks: Launcher, stage: int) -> None:
+    for found in ranks(2)(copies, stage):
+        for key, value in found.items():
+            if not key.endswith("released"):
+                assert value is True, key
+            elif stage == 3:
+                assert "are released" in value and ("unit 'root'" in value or "unit 'blocks.0'" in value), key
+            else:
+                assert value == "no error", key
+
+
+def moves(stage: int) -> dict[str, str]:
+    _, model = trained(stage)
+    calls: dict[str, Callable[[], object]] = {
+        "cpu": model.cpu,
+        "float": model.float,
+        "same": lambda: model.to("cpu", torch.float32),
+        "half": model.half,
+        "double": model.double,
+        "dtype": lambda: model.to(torch.bfloat16),
+        "meta": lambda: model.to("meta"),
+        "part": model.blocks[1].up.half,
+        "empty": lambda: model.to_empty(device="cpu"),
+    }
+    found = {name: message_of(call) for name, call in calls.items()}
+    found["finite"] = str(all(bool(value.isfinite().all()) for value in model.state_dict().values()))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_casts_and_moves_are_refused_by_name(ranks: Launcher, stage: int) -> None:
+    for found in ranks(2)(moves, stage):
+        assert found.pop("finite") == "True"
+        found.pop("empty")
+        for name, message in found.items():
+            if name in ("cpu", "float", "same"):
+                assert message == "no error", name
+            else:
+                assert "is sharded" in message and "parameter '" in message, name
+
+
+# ------------------------------------------------------------------------------------------- GatheredParameters
+
+
+def gathered(stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
+    model = net()
+    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=5.0)
+    engine = ZeroEngine(model, config, compute_dtype=dtype)
+    twin = ShardedTwin(STAGE_3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine.attach(optimizer)
+    x = twin.data(0, 2, 6).to(dtype or torch.float32)
+    loss_of(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found: dict[str, Any] = {}
+    masters = {name: full_state.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+    with sharding.GatheredParameters(model.blocks[1].parameters()):
+        found["finite"] = all(bool(p.isfinite().all()) for p in model.blocks[1].parameters())
+    with sharding.GatheredParameters(iter([model.head.weight, model.scale]), modifier_rank=1), torch.no_grad():
+        model.head.weight[1] = 3.0 + twin.rank
+        model.scale.fill_(7.0 + twin.rank)
+    with sharding.GatheredParameters(model.blocks[0].up.bias, modifier_rank=0), torch.no_grad():
+        model.blocks[0].up.bias.zero_()
+    with sharding.GatheredParameters(nn.Parameter(torch.zeros(2)), modifier_rank=0):
+        pass
+    with sharding.GatheredParameters([*model.parameters()], modifier_rank=0, enabled=False):
+        pass
+    try:
+        with sharding.GatheredParameters(model.head.weight, modifier_rank=1), torch.no_grad():
+            model.head.weight.fill_(-1.0)
+            raise KeyError("inside")
+    except KeyError:
+        found["nested"] = "left"
+    found["rank"] = message_of(lambda: sharding.GatheredParameters(model.scale, modifier_rank=9).__enter__())
+    after = {name: full_state.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+    expected = {name: value.clone() for name, value in masters.items()}
+    expected["head.weight"][1] = 4.0
+    expected["scale"].fill_(8.0)
+    expected["blocks.0.up.bias"].zero_()
+    if stage < 3:  # whole parameters are changed in place, whatever happens then
+        expected.pop("head.weight")
+    found["wrong"] = [name for name, value in expected.items() if not torch.equal(value, after[name])]
+    state = model.state_dict()
+    cast = {name: value.to(dtype or torch.float32) for name, value in after.items()}
+    found["parameters"] = [n for n, v in cast.items() if not torch.equal(v, state[n]) and n in expected]
+    loss_of(model(x)).backward()
+    optimizer.step()
+    found["bytes"] = engine.state_bytes()["parameters"]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gathered_parameters_are_changed_by_one_rank(ranks: Launcher, stage: int, dtype: torch.dtype | None) -> None:
+    for found in ranks(2)(gathered, stage, dtype):
+        assert found["finite"] and found["nested"] == "left"
+        assert "modifier_rank 9" in found["rank"]
+        assert not found["wrong"], "values, also of masters that nobody changed"
+        assert not found["parameters"]
+
+
+def on_rank_0_only(call: str, late: bool) -> tuple[str, float]:
+    twin, model = sharded_net(rendezvous_seconds=1.0)
+    calls: dict[str, Callable[[], object]] = {
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict(net().state_dict()),
+        "gathered": lambda: sharding.GatheredParameters(model.scale).__enter__(),
+        "save": lambda: twin.own.save_checkpoint("/nonexistent"),
+    }
+    start = time.monotonic()
+    if twin.rank == 0:
+        return message_of(calls[call]), time.monotonic() - start
+    time.sleep(2.5 if late else 0.0)
+    return (message_of(calls[call]) if late else "not called"), time.monotonic() - start
+
+
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "gathered", "save"])
+def test_a_call_on_one_rank_only_is_an_error_within_seconds(ranks: Launcher, call: str) -> None:
+    (message, seconds), _ = ranks(2, timeout=15)(on_rank_0_only, call, False)
+    assert "rank(s) [1] did not come" in message and seconds < 5
+
+
+def test_a_rank_that_comes_too_late_does_not_hang(ranks: Launcher) -> None:
+    first, second = ranks(2, timeout=15)(on_rank_0_only, "state_dict", True)
+    assert "did not come" in first[0]
+    assert "rank(s) [0]" in second[0] and second[1] < 5
+
+
+# ---------------------------------------------------------------------------------------------------------- Init
+
+
+class Weighed(nn.Linear):
+    """Notes how many bytes are alive whenever it is initialised."""
+
+    peak = 0
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        Weighed.peak = max(Weighed.peak, live_bytes())
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(nn.Sequential(Weighed(width, width), nn.LayerNorm(width)) for _ in range(6))
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("fixed", torch.arange(4.0))
+        self.blocks[3][0].weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def built_on_meta(stage: int) -> dict[str, Any]:
+    with only_new():
+        return built_new_on_meta(stage)
+
+
+def built_new_on_meta(stage: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    before = live_bytes()
+    with sharding.Init():
+        model = Deep()
+    twin = ShardedTwin(STAGE_3)
+    found: dict[str, Any] = {
+        "meta": all(p.is_meta for p in model.parameters()),
+        "buffer": model.fixed.tolist(),
+        "frozen": not model.blocks[3][0].weight.requires_grad,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    objects = [id(p) for p in model.parameters()]
+    torch.manual_seed(10 + twin.rank)  # every rank draws other numbers; rank 0's count
+    Weighed.peak = 0
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
+    found["whole"] = sum(4 * p.numel() for p in model.parameters())
+    found["peak"], found["rest"] = Weighed.peak - before, live_bytes() - before
+    found["identity"] = [id(p) for p in model.parameters()] == objects
+    found["tie"] = model.head.weight is model.embedding.weight
+    found["weights"] = engine.full_state_dict()
+    engine.attach(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(4):
+        loss = model(torch.randint(0, 16, (2, 3), generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found["losses"] = losses
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_init_by_meta_device(ranks: Launcher, stage: int) -> None:
+    first, second = ranks(2)(built_on_meta, stage)
+    for found in (first, second):
+        assert found["meta"] and found["identity"] and found["tie"] and found["frozen"]
+        assert found["buffer"] == [0.0, 1.0, 2.0, 3.0]
+        assert found["losses"] == first["losses"] and all(value == value for value in found["losses"])
+        assert all(torch.equal(value, first["weights"][name]) for name, value in found["weights"].items())
+        block = found["whole"] / 6
+        if stage == 3:
+            assert found["peak"] <= 0.5 * found["whole"] + 3 * block, "at most the slices and a block at a time"
+            assert found["rest"] <= 0.55 * found["whole"]
+    weight = first["weights"]["blocks.0.0.weight"]
+    assert weight.abs().max() <= 1 / 8 and weight.std() > 0.05, "the module's own initialisation"
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def no_reset() -> str:
+    with sharding.Init():
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    return message_of(lambda: ZeroEngine(model, load_config(stage=3)))
+
+
+def test_init_without_reset_parameters_names_the_module(ranks: Launcher) -> None:
+    for message in ranks(2)(no_reset):
+        assert "'1'" in message and "Bare" in message and "reset_parameters" in message
+
+
+# ---------------------------------------------------------------------------------------------- whole state
+
+
+def whole_state(stage: int) -> dict[str, Any]:
+    twin, model = sharded_net(stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    found: dict[str, Any] = {}
+    p = model.blocks[1].up.weight
+    found["no optimizer"] = message_of(lambda: full_state.safe_get_full_optimizer_state(p, "exp_avg"))
+    twin.attach(optimizer)
+    found["none yet"] = full_state.safe_get_full_optimizer_state(p, "exp_avg") is None
+    found["no gradient"] = full_state.safe_get_full_grad(p) is None
+    loss_of(model(twin.data(0, 2, 6))).backward()
+    gradient = full_state.safe_get_full_grad(p)
+    assert gradient is not None
+    full_state.safe_set_full_grad(model.scale, torch.tensor(0.25))
+    full_state.safe_set_full_grad(p, gradient * 2)
+    again = full_state.safe_get_full_grad(p)
+    found["gradient"] = again is not None and torch.equal(again, gradient * 2)
+    twin.step()
+    moment = full_state.safe_get_full_optimizer_state(p, "exp_avg")
+    scalar = full_state.safe_get_full_optimizer_state(model.scale, "exp_avg")
+    step = full_state.safe_get_full_optimizer_state(p, "step")
+    found["moment"] = moment is not None and torch.allclose(moment, 0.1 * 2 * gradient, rtol=1e-6)
+    found["scalar"] = scalar is not None and scalar.shape == () and abs(float(scalar) - 0.025) < 1e-7
+    found["step"] = step is not None and float(step) == 1.0
+    full_state.safe_set_full_optimizer_state(p, torch.full_like(gradient, 0.5), "exp_avg")
+    full_state.safe_set_full_fp32_param(p, torch.full_like(gradient, 2.0))
+    moment = full_state.safe_get_full_optimizer_state(p, "exp_avg")
+    found["set"] = moment is not None and bool((moment == 0.5).all())
+    found["value"] = bool((model.state_dict()["blocks.1.up.weight"] == 2.0).all())
+    found["whole value"] = bool((full_state.safe_get_full_fp32_param(p) == 2.0).all())
+    found["shape"] = message_of(lambda: full_state.safe_set_full_fp32_param(p, torch.zeros(3)))
+    found["foreign"] = message_of(lambda: full_state.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2))))
+    found["key"] = message_of(lambda: full_state.safe_set_full_optimizer_state(p, gradient, "momentum"))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_state_is_read_and_written(ranks: Launcher, stage: int) -> None:
+    for world in (2, 3):
+        by_rank = ranks(world)(whole_state, stage)
+        for found in by_rank:
+            assert "no attached optimizer" in found.pop("no optimizer")
+            assert "(3,)" in found.pop("shape") and "(2,)" in found.pop("foreign")
+            found.pop("key")
+            assert all(found.values()), found
+
+
+def test_an_error_of_one_rank_reaches_the_test(ranks: Launcher) -> None:
+    """The oracle of the tests above: a rank that raises alone fails the run."""
+    with pytest.raises(RankError):
+        ranks(2, timeout=15)(raise_on_rank_1)
+
+
+def raise_on_rank_1() -> None:
+    if ShardedTwin(STAGE_3).rank:
+        raise RuntimeError("rank 1")

@@ -1,0 +1,203 @@
+"""Units that are held whole while an optimizer steps show the new values, as plain modules do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.nets import Net, loss_of, net
+from tests.engine.twins import DEFAULTS, Script, Setting, ShardedTwin, Twin, play
+from tests.launcher import Launcher
+from zero_strategy.optim.full_state import safe_set_full_fp32_param
+from zero_strategy.sharding import GatheredParameters
+
+KEPT = Setting(3, "per_micro_batch", {"release_after_forward": False})
+
+
+def start(twin: Twin, lr: float = 0.1) -> Net:
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=lr, foreach=False))
+    return model
+
+
+def hold(twin: Twin, *parts: nn.Module, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+    """`GatheredParameters` for the sharded twin; plain parameters are whole anyway."""
+    if not isinstance(twin, ShardedTwin):
+        return nullcontext()
+    return GatheredParameters([p for part in parts for p in part.parameters()], modifier_rank)
+
+
+def train_one(twin: Twin, model: nn.Module, step: int) -> None:
+    loss = loss_of(model(twin.data(step, 2, 6)))
+    twin.note(loss)
+    twin.backward(loss)
+    twin.step()
+    twin.zero_grad()
+
+
+def steps_in_a_scope(twin: Twin) -> None:
+    """Manual optimization: the root is held by the scope while the optimizer steps."""
+    model = start(twin)
+    for step in range(3):
+        with twin.scope():
+            for micro in range(2):
+                train_one(twin, model, 2 * step + micro)
+                twin.note(model.scale, model.head.weight)
+            twin.note(model.scale * model.head(twin.data(step, 2, 6)))
+
+
+def steps_inside_gathered_parameters(twin: Twin) -> None:
+    model = start(twin)
+    for round_, parts in enumerate([[model], [model.blocks[1]], [model.head, model.blocks[0], model.blocks[2]]]):
+        with hold(twin, *parts):
+            for step in range(2):
+                train_one(twin, model, 2 * round_ + step)
+                twin.note(*[p for part in parts for p in part.parameters()])
+
+
+def modifier_rank_after_a_step(twin: Twin) -> None:
+    """What the step changed is kept, and what the rank changed on top of it."""
+    model = start(twin)
+    for step in range(3):
+        with hold(twin, model.blocks[step], model.head, modifier_rank=step % 2):
+            train_one(twin, model, step)
+            with torch.no_grad():
+                if not isinstance(twin, ShardedTwin) or twin.rank == step % 2:
+                    model.head.bias.add_(0.5 * step)
+    train_one(twin, model, 3)
+
+
+def part_of_the_parameters_steps(twin: Twin) -> None:
+    """One of two optimizers steps while everything is held."""
+    model = net()
+    twin.shard(model)
+    body = torch.optim.SGD(model.blocks.parameters(), lr=0.3)
+    rest = torch.optim.AdamW([*model.stem.parameters(), *model.head.parameters(), model.scale], lr=0.1, foreach=False)
+    twin.attach(body, rest)
+    for step in range(4):
+        with twin.scope(), hold(twin, model):
+            loss = loss_of(model(twin.data(step, 2, 6)))
+            twin.backward(loss)
+            twin.step(body if step % 2 else rest)
+            twin.note(*model.parameters())
+            twin.note(model(twin.data(10 + step, 2, 6)))
+            twin.zero_grad()
+
+
+def values_set_while_held(twin: Twin) -> None:
+    """Other updates than an optimizer's: a state dict, and a value for the master."""
+    model = start(twin)
+    others = net(seed=4).state_dict()
+    for step in range(2):
+        with hold(twin, model):
+            train_one(twin, model, step)
+            model.load_state_dict({name: value * (step + 1) for name, value in others.items()})
+            twin.note(*model.parameters(), model(twin.data(20, 2, 6)))
+            new = torch.full_like(model.head.weight, 0.25)
+            if isinstance(twin, ShardedTwin):
+                safe_set_full_fp32_param(model.head.weight, new)
+            else:
+                model.head.weight.data.copy_(new)
+            twin.note(*model.parameters(), model(twin.data(21, 2, 6)))
+            train_one(twin, model, 5 + step)
+
+
+def interrupted_forwards(twin: Twin, error: type[BaseException], reset: bool) -> None:
+    """An exception leaves a forward; nobody needs to tell the engine for values to be right."""
+    model = start(twin)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for step, place in enumerate([model.blocks[1].up, model.head, model.blocks[0], model.stem]):
+        train_one(twin, model, 3 * step)
+        handle = place.register_forward_pre_hook(fail)
+        with contextlib.suppress(error), twin.scope() if step == 1 else nullcontext():
+            model(twin.data(3 * step + 1, 2, 6))
+        with contextlib.suppress(error), torch.no_grad():
+            model(twin.data(3 * step + 1, 2, 6))
+        handle.remove()
+        if reset:
+            twin.reset()
+        for later in range(2):
+            train_one(twin, model, 3 * step + 1 + later)
+        with torch.no_grad():
+            twin.note(model(twin.data(50, 2, 6)))
+
+
+SCRIPTS: list[Script] = [
+    steps_in_a_scope,
+    steps_inside_gathered_parameters,
+    modifier_rank_after_a_step,
+    part_of_the_parameters_steps,
+    values_set_while_held,
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_held_values_follow_every_update(ranks: Launcher, script: Script) -> None:
+    for wrong in ranks(2)(play, script, [*DEFAULTS, KEPT]):
+        assert not wrong
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_values_stay_fresh_after_an_interrupted_forward(ranks: Launcher, error: type[BaseException]) -> None:
+    for reset in (False, True):
+        for wrong in ranks(2)(play, partial(interrupted_forwards, error=error, reset=reset), [*DEFAULTS, KEPT]):
+            assert not wrong, f"reset: {reset}"
+
+
+def released_again(call: str) -> dict[str, list[bool]]:
+    """Which units are whole: after an interrupted call, and after `reset`."""
+    twin = ShardedTwin(Setting(3, "per_micro_batch"))
+    model = start(twin)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    part = model.blocks[1].up
+    register = part.register_forward_pre_hook if call == "forward" else part.register_state_dict_pre_hook
+    handle = register(fail)
+    with contextlib.suppress(KeyboardInterrupt):
+        model(twin.data(0, 2, 6)) if call == "forward" else model.state_dict()
+    handle.remove()
+    found = {"interrupted": [unit.gathered for unit in twin.own.model.units]}
+    twin.reset()
+    found["reset"] = [bool(p.isfinite().any()) for p in model.parameters()]
+    return found
+
+
+def test_reset_releases_what_an_interrupt_left_whole(ranks: Launcher) -> None:
+    for call in ("forward", "state_dict"):
+        for found in ranks(2)(released_again, call):
+            assert any(found["interrupted"]), "else there is nothing to release"
+            assert not any(found["reset"]), call
+
+
+def second_backwards(make: Callable[[Twin], Net], stage: int | None) -> str:
+    """The error of a backward through values that a step has replaced, or 'silent'."""
+    twin = Twin(DEFAULTS[0]) if stage is None else ShardedTwin(DEFAULTS[stage])
+    model = make(twin)
+    loss: Tensor = loss_of(model(twin.data(0, 2, 6)))
+    loss.backward(retain_graph=True)
+    for optimizer in twin.optimizers:
+        optimizer.step()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "silent"
+
+
+def test_a_backward_through_replaced_values_is_an_error_as_in_plain_torch(ranks: Launcher) -> None:
+    for stage in (None, 0, 1, 2, 3):
+        for message in ranks(2)(second_backwards, start, stage):
+            assert "modified by an inplace operation" in message, stage

@@ -1,0 +1,105 @@
+"""Scripts drawn at random: branches that differ by rank, any mix of backwards, freezing, clearing, two optimizers."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.nets import Block, loss_of, seeded
+from tests.engine.twins import SETTINGS, Setting, Twin, play
+from tests.launcher import Launcher
+
+STEPS = 5
+
+
+class Experts(nn.Module):
+    """Any sequence of units, then a layer of the root; a parameter of the root and one in each unit may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+        self.extra = nn.Parameter(torch.randn(6))
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, order: list[int], extra: bool) -> Tensor:
+        x = x + self.extra if extra else x
+        for number in order:
+            x = self.experts[number](x, extra)
+        return self.out(x)
+
+
+class Expert(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, extra: bool) -> Tensor:
+        x = super().forward(x)
+        return x * self.gain if extra else x
+
+
+def random_script(twin: Twin, seed: int, branches: bool) -> None:
+    """All ranks draw the same script; with `branches`, each its own way through the model."""
+    common, own = random.Random(seed), random.Random(1000 * seed + (twin.rank if branches else 0))
+    model = seeded(Experts)
+    frozen = [p for p in model.parameters() if common.random() < 0.15]
+    for p in frozen:
+        p.requires_grad_(False)
+    twin.shard(model)
+    first = torch.optim.SGD(model.experts.parameters(), lr=0.02, momentum=0.9, foreach=False)
+    second = torch.optim.SGD([model.extra, *model.out.parameters()], lr=0.02, momentum=0.5, foreach=False)
+    twin.attach(first, second)
+    batch = 0
+    for _ in range(STEPS):
+        for p in frozen:
+            p.requires_grad_(common.random() < 0.5)
+        model.out.requires_grad_(True)
+        for _ in range(common.randint(1, 4)):
+            batch += 1
+            order = [own.randrange(4) for _ in range(own.randint(0, 4))]
+            extra = own.random() < 0.5
+            output = model(twin.data(batch, 2, 6), order, extra)
+            sync, twice = common.random() < 0.5, common.random() < 0.2
+            twin.note(output)
+            twin.backward(loss_of(output), sync=sync, retain_graph=twice)
+            if twice:
+                twin.backward(output.square().sum(), sync=common.random() < 0.5)
+            what = common.random()
+            if what < 0.1:
+                twin.zero_grad(set_to_none=common.random() < 0.5)
+            elif what < 0.15:
+                twin.assign(model.out.bias, None)
+            elif what < 0.2:
+                twin.assign(model.out.bias, torch.full((6,), 0.1))
+            elif what < 0.3:
+                with torch.no_grad():
+                    twin.note(model(twin.data(batch, 2, 6), [0, 1], True))
+            elif what < 0.4:
+                twin.note(*torch.autograd.grad(loss_of(model(twin.data(batch, 2, 6), [], True)), [model.out.weight]))
+        if common.random() < 0.3:
+            twin.clip(1.0, optimizer=common.choice([first, second]))
+        stepping = common.choice([[first], [second], [first, second], [first, second]])
+        twin.step(*stepping)
+        twin.zero_grad(*stepping, set_to_none=common.random() < 0.7)
+    twin.note(*[twin.gradient(p) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_scripts(ranks: Launcher, seed: int) -> None:
+    script = partial(random_script, seed=seed, branches=False)
+    for wrong in ranks(2)(play, script, SETTINGS, tolerance=2e-5):
+        assert not wrong
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_random_scripts_with_branches_by_rank(ranks: Launcher, seed: int) -> None:
+    settings = [setting for setting in SETTINGS if setting.stage < 3]
+    settings += [Setting(2, "per_step"), Setting(1, "per_micro_batch")]
+    script = partial(random_script, seed=seed, branches=True)
+    for world in (2, 3) if seed % 4 == 0 else (2,):
+        for wrong in ranks(world)(play, script, settings, tolerance=2e-5):
+            assert not wrong, world

@@ -1,0 +1,64 @@
+"""The `pytorch_lightning` package, whose classes are not those of `lightning.pytorch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from tests.integrations.trainers import PLAIN, Net, error, join, loader, weights
+from tests.launcher import Launcher
+from zero_strategy import load_from_checkpoint
+
+
+def fit(tmp: str) -> tuple[float, str]:
+    import pytorch_lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.mse_loss(self.net(batch[0]).squeeze(-1), batch[1])
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    join()
+    found = {}
+    for strategy in ("ddp", "zero3"):
+        module = Module()
+        trainer = pl.Trainer(
+            strategy=strategy,
+            devices=dist.get_world_size(),
+            precision="32-true",
+            gradient_clip_val=0.1,
+            max_epochs=1,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            **PLAIN,  # type: ignore[arg-type]
+        )
+        trainer.fit(module, loader(), loader(8))
+        found[strategy] = weights(module)
+    trainer.save_checkpoint(f"{tmp}/pl.ckpt")
+    again = Module()
+    trainer.validate(again, loader(8), ckpt_path=f"{tmp}/pl.ckpt", verbose=False)
+    assert error(weights(load_from_checkpoint(Module, f"{tmp}/pl.ckpt")), found["zero3"]) == 0
+    return error(found["zero3"], found["ddp"]), type(trainer.strategy).__module__
+
+
+def test_trains_as_ddp_and_saves(ranks: Launcher, tmp_path: Path) -> None:
+    for found, module in ranks(2)(fit, str(tmp_path)):
+        assert found < 2e-6
+        assert module == "zero_strategy.integrations.pytorch_lightning"

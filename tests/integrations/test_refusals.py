@@ -1,0 +1,119 @@
+"""What cannot work is refused on all ranks, by name and with a way out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from tests.integrations.trainers import Module, error, loader, raises, train, trainer, weights, zero
+from tests.launcher import Launcher
+from zero_strategy import ZeroStrategy
+from zero_strategy.integrations.settings import check_device
+
+
+def averaging() -> float:
+    for stage in (1, 2, 3):
+        for callback in (StochasticWeightAveraging(swa_lrs=1e-2), WeightAveraging()):
+            with raises(ValueError, type(callback).__name__, f"stage {stage}", "stage=0"):
+                trainer(zero(stage), callbacks=[callback]).fit(Module(), loader())
+    trainer("zero3", callbacks=[WeightAveraging()]).test(Module(), loader(8), verbose=False)  # averages nothing
+    flags: dict[str, Any] = {"max_epochs": 4}
+    swa = [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1) for _ in range(2)]
+    return error(train(Module(), 0, callbacks=[swa[0]], **flags), train(Module(), None, callbacks=[swa[1]], **flags))
+
+
+def test_averaging_callbacks_need_whole_parameters(ranks: Launcher) -> None:
+    """At stage 0, where they are allowed, they do what they do in one process."""
+    for found in ranks(2)(averaging):
+        assert found < 1e-5
+
+
+class Optimizing(Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        own = list(self.parameters())
+        if self.kind == "foreign":
+            return torch.optim.Adam(copy.deepcopy(own))
+        if self.kind == "missing":
+            return torch.optim.Adam(own[:-1])
+        if self.kind == "twice":
+            self.automatic_optimization = False
+            return torch.optim.Adam(own), torch.optim.SGD(own[-1:], 0.1)
+        return torch.optim.LBFGS(own)
+
+
+def optimizers() -> None:
+    for kind, exception, parts in (
+        ("foreign", ValueError, ["Adam", "not a parameter of the sharded module"]),
+        ("missing", ValueError, ["net.out.bias", "no optimizer", "requires_grad_"]),
+        ("twice", ValueError, ["net.out.bias", "two optimizers"]),
+        ("whole", TypeError, ["LBFGS", "stage 0"]),
+    ):
+        with raises(exception, *parts):
+            trainer("zero2").fit(Optimizing(kind), loader())
+
+
+def test_optimizers_that_do_not_fit_the_module(ranks: Launcher) -> None:
+    ranks(2)(optimizers)
+
+
+class OwnPrecision(MixedPrecision):
+    """Somebody's own."""
+
+
+def plugins() -> None:
+    with raises(TypeError, "OwnPrecision", "bf16-mixed"):
+        trainer("zero3", plugins=[OwnPrecision("bf16-mixed", "cpu")])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with raises(ValueError, "MixedPrecision", "loss_scale"):
+        trainer("zero3", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    with raises(ValueError, "devices=4", "world size (2)"):
+        trainer("zero3", devices=4).fit(Module(), loader())
+
+
+def test_plugins_and_numbers_of_devices(ranks: Launcher) -> None:
+    ranks(2)(plugins)
+
+
+def resharding() -> None:
+    module = Module()
+    trainer(zero(3)).fit(module, loader())
+    with raises(RuntimeError, "stage was 3 and is 1", "build the module anew"):
+        trainer(zero(1)).fit(module, loader())
+    with raises(RuntimeError, "dtype", "bfloat16"):
+        trainer(zero(3), precision="bf16-true").fit(module, loader())
+    twin = copy.deepcopy(Module())
+    trainer(zero(1)).fit(twin, loader())
+    assert error(weights(twin), weights(module)) < 2e-6
+
+
+def test_one_module_one_sharding(ranks: Launcher) -> None:
+    ranks(2)(resharding)
+
+
+def test_devices_without_collectives() -> None:
+    for name in ("mps", "xla"):
+        with pytest.raises(ValueError, match=f"{name}.*accelerator"):
+            check_device(torch.device(name), "Trainer")
+
+
+def test_settings() -> None:
+    from datetime import timedelta
+
+    with pytest.raises(ValueError, match="Trainer"):
+        ZeroStrategy(precision="bf16-mixed")
+    with pytest.raises(ValueError, match="stage is 4"):
+        ZeroStrategy(stage=4)
+    with pytest.raises(ValueError, match=r"stag.*stage"):
+        ZeroStrategy({"stag": 3})
+    with pytest.raises(ValueError, match="same thing"):
+        ZeroStrategy(timeout=timedelta(seconds=5), timeout_seconds=5.0)
+    assert ZeroStrategy(timeout=timedelta(seconds=5)).config.timeout_seconds == 5

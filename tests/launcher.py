@@ -1,0 +1,399 @@
+"""Pools of gloo ranks: processes that stand in for a cluster, started once and reused by many tests.
+
+    test process                         rank processes (forked from a server that has torch loaded)
+    ------------                         -----------------------------------------------------------
+    run = ranks(2)
+    run(function, *args)  -- pipe -->    init_process_group(gloo) under a name of this run
+                                         function(*args)
+    [result, result]      <-- pipe --    wait for the other ranks, destroy_process_group
+
+Each run has a process group of its own, so no run sees the subgroups or the half-finished collectives of
+another. The store lives in the test process: its port is chosen by the kernel, and it survives the death of
+any rank. A failure (an exception, a death, a timeout) raises :class:`RankError` and discards the pool; the
+next run starts a fresh one. Ranks end with the test process, also when that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+T = TypeVar("T")
+MAX_WORLD = 4
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo"]
+"""Loaded once, in the server; the last because the first optimizer of any process loads it."""
+_LOG_TAIL = 20_000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on one rank."""
+
+    kind: Literal["raised", "died", "hung"]
+    """``hung``: gave no answer before the timeout, or within the grace after another rank had failed."""
+    text: str
+    """The traceback; or how the process died; or the stacks of a hung process."""
+    exception: str = ""
+    """Qualified class name of the exception, for ``raised``."""
+    log: str = ""
+    """The end of what the rank wrote to stdout and stderr in this run."""
+
+
+class RankError(RuntimeError):
+    """A run failed on at least one rank; ``failures`` is in the order in which they became known."""
+
+    def __init__(self, summary: str, failures: dict[int, Failure], results: dict[int, Any]) -> None:
+        self.failures = failures
+        self.results = results
+        parts = [summary]
+        for rank, failure in failures.items():
+            parts.append(f"--- rank {rank} {failure.kind} ---\n{failure.text.rstrip()}")
+            if failure.log.strip() and failure.kind != "hung":
+                parts.append(f"--- rank {rank}, output ---\n{failure.log.rstrip()}")
+        super().__init__("\n".join(parts))
+
+
+@dataclass(frozen=True)
+class _Job:
+    number: int
+    import_path: list[str]
+    env: dict[str, str]
+    call: bytes
+
+
+@dataclass(frozen=True)
+class _Reply:
+    ok: bool
+    payload: bytes = b""
+    exception: str = ""
+    text: str = ""
+
+
+def _dumps(value: object) -> bytes:
+    # torch.save, not the pickler of multiprocessing: no file descriptors, no shared memory behind a result.
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return buffer.getvalue()
+
+
+def _loads(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+# ------------------------------------------------------------------------------------------ the rank's side
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the test process is gone, even while the main thread waits in a collective."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _prepare_process(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    # A keyboard interrupt reaches the whole process group; the test process decides what ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # The pool kills its ranks itself; a rank that counts as a daemon could start no DataLoader workers.
+    cast(Any, multiprocessing.current_process())._config["daemon"] = False
+    # Back to the platform's default, as in any process: our own start method is inherited otherwise.
+    multiprocessing.set_start_method(None, force=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+@contextlib.contextmanager
+def _clean_state(env: Mapping[str, str]) -> Iterator[None]:
+    """Gives a run the same random, dtype, thread and environment state, whatever ran before it."""
+    environment = dict(os.environ)
+    directory = os.getcwd()
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+        gc.collect()
+
+
+def _wait_for_all(store: Store, world: int) -> None:
+    """A barrier on the store: one on the group could pair up with a collective that another rank waits in.
+
+    Needed because a rank that closes its sockets early can take from a slower one the data still under way.
+    """
+    if store.add("finished", 1) == world:
+        store.set("all finished", "")
+    store.wait(["all finished"], timedelta(days=1))
+
+
+def _execute(job: _Job, rank: int, world: int, store: Store) -> _Reply:
+    sys.path[:] = job.import_path
+    try:
+        with _clean_state(job.env):
+            function, args, kwargs = _loads(job.call)
+            run_store = PrefixStore(f"run{job.number}", store)
+            dist.init_process_group("gloo", store=run_store, rank=rank, world_size=world)
+            payload = _dumps(function(*args, **kwargs))
+            _wait_for_all(run_store, world)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return _Reply(ok=True, payload=payload)
+    except BaseException as error:  # whatever it is, the test process must hear of it
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        return _Reply(ok=False, exception=name, text=traceback.format_exc())
+
+
+def _serve(rank: int, world: int, port: int, connection: Connection, log_path: str) -> None:
+    _prepare_process(log_path)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    while True:
+        try:
+            job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        reply = _execute(job, rank, world, store)
+        connection.send_bytes(pickle.dumps(reply))
+        if not reply.ok:
+            # The group is left as it is: closing it would add errors on other ranks that explain nothing.
+            connection.poll(None)
+            return
+
+
+# ---------------------------------------------------------------------------------- the test process's side
+
+
+class RankPool:
+    """``world`` rank processes. After a failed run it is closed and cannot be used again."""
+
+    def __init__(self, world: int) -> None:
+        if not 1 <= world <= MAX_WORLD:
+            raise ValueError(f"a pool has 1 to {MAX_WORLD} ranks, not {world}")
+        self.world = world
+        self.closed = False
+        self._runs = 0
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._connections: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world, self._store.port, theirs, str(self._log(rank))),
+                name=f"rank{rank}of{world}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [cast(int, process.pid) for process in self._processes]
+
+    def run(
+        self,
+        function: Callable[..., T],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 60.0,
+        grace: float = 1.0,
+        env: Mapping[str, str] | None = None,
+    ) -> list[T]:
+        """The results of ``function`` on every rank, in rank order; or raises :class:`RankError`."""
+        __tracebackhide__ = True
+        if "<" in getattr(function, "__qualname__", ""):
+            raise TypeError(f"{function.__qualname__} is not at module level: ranks import it by name")
+        call = _dumps((function, args, dict(kwargs or {})))
+        self._runs += 1
+        job = pickle.dumps(_Job(self._runs, list(sys.path), dict(env or {}), call))
+        offsets = [self._log_size(rank) for rank in range(self.world)]
+        for connection in self._connections:
+            # A rank that died between two runs has closed its pipe; waiting for its answer reports that.
+            with contextlib.suppress(OSError):
+                connection.send_bytes(job)
+        try:
+            results, failures = self._collect(timeout, grace, offsets)
+        except BaseException:
+            self.close(patience=0.0)
+            raise
+        if failures or len(results) < self.world:
+            summary = _summary(failures, timeout)
+            self._add_hung(results, failures, offsets)
+            self.close(patience=0.0)
+            raise RankError(f"{function.__module__}.{function.__qualname__}: {summary}", failures, results)
+        return [results[rank] for rank in range(self.world)]
+
+    def _collect(self, timeout: float, grace: float, offsets: list[int]) -> tuple[dict[int, Any], dict[int, Failure]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        deadline = time.monotonic() + timeout
+        while waiting := [r for r in range(self.world) if r not in results and r not in failures]:
+            left = deadline - time.monotonic()
+            by_pipe = {self._connections[rank]: rank for rank in waiting}
+            ready = multiprocessing.connection.wait(list(by_pipe), left) if left > 0 else []
+            if not ready:
+                break
+            for pipe in ready:
+                rank = by_pipe[cast(Connection, pipe)]
+                try:
+                    reply: _Reply = pickle.loads(cast(Connection, pipe).recv_bytes())
+                except (EOFError, OSError):
+                    failures[rank] = self._death(rank, offsets[rank])
+                else:
+                    if reply.ok:
+                        results[rank] = _loads(reply.payload)
+                    else:
+                        failures[rank] = Failure(
+                            "raised", reply.text, reply.exception, self._log_tail(rank, offsets[rank])
+                        )
+                if rank in failures:
+                    deadline = min(deadline, time.monotonic() + grace)
+        return results, failures
+
+    def _death(self, rank: int, offset: int) -> Failure:
+        process = self._processes[rank]
+        process.join(1.0)
+        code = process.exitcode or 0
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return Failure("died", f"the process ended {how}", log=self._log_tail(rank, offset))
+
+    def _add_hung(self, results: dict[int, Any], failures: dict[int, Failure], offsets: list[int]) -> None:
+        """Adds the ranks without an answer, with their stacks, which a signal makes them write to the log."""
+        hung = [r for r in range(self.world) if r not in results and r not in failures]
+        sizes = {rank: self._log_size(rank) for rank in hung}
+        for rank in hung:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        end = time.monotonic() + 15.0
+        while time.monotonic() < end and any(self._log_size(rank) == size for rank, size in sizes.items()):
+            time.sleep(0.02)
+        if hung:
+            time.sleep(0.5)
+        for rank in hung:
+            tail = self._log_tail(rank, offsets[rank])
+            failures[rank] = Failure("hung", tail, log=tail)
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.log"
+
+    def _log_size(self, rank: int) -> int:
+        log = self._log(rank)
+        return log.stat().st_size if log.exists() else 0
+
+    def _log_tail(self, rank: int, offset: int) -> str:
+        log = self._log(rank)
+        return log.read_bytes()[offset:][-_LOG_TAIL:].decode(errors="replace") if log.exists() else ""
+
+    def close(self, patience: float = 2.0) -> None:
+        """Ends the processes: idle ones end as their pipe closes, the others after ``patience`` seconds."""
+        if self.closed:
+            return
+        self.closed = True
+        for connection in self._connections:
+            connection.close()
+        end = time.monotonic() + patience
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._folder.cleanup()
+
+
+def _summary(failures: dict[int, Failure], timeout: float) -> str:
+    if not failures:
+        return f"no answer from every rank within {timeout:g} s"
+    rank, first = next(iter(failures.items()))
+    last_line = first.text.strip().splitlines()[-1] if first.text.strip() else ""
+    return f"rank {rank} {first.kind} first: {last_line}"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs functions on ``world`` ranks; what a test gets from the fixture ``ranks``."""
+
+    launcher: Launcher
+    world: int
+    timeout: float
+    grace: float
+    env: Mapping[str, str] | None
+
+    def __call__(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        __tracebackhide__ = True
+        pool = self.launcher.pool(self.world)
+        return pool.run(function, args, kwargs, timeout=self.timeout, grace=self.grace, env=self.env)
+
+
+class Launcher:
+    """The pools of one test process, by world size. A pool that failed is replaced at its next use."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(
+        self, world: int, *, timeout: float = 60.0, grace: float = 1.0, env: Mapping[str, str] | None = None
+    ) -> Runner:
+        """A runner on ``world`` ranks.
+
+        Args:
+            world: number of ranks, 1 to 4.
+            timeout: seconds until a run without an answer from every rank is given up.
+            grace: seconds that the other ranks have to answer after one has failed.
+            env: environment variables that the ranks see during a run.
+        """
+        return Runner(self, world, timeout, grace, env)
+
+    def pool(self, world: int) -> RankPool:
+        pool = self._pools.get(world)
+        if pool is None or pool.closed:
+            pool = self._pools[world] = RankPool(world)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()

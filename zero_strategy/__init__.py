@@ -1,0 +1,43 @@
+"""ZeRO-1/2/3 sharding for PyTorch Lightning, Fabric and plain torch.
+
+Importing this package compiles nothing, touches no GPU and imports no framework: public names are loaded on first use.
+It makes the strategy names "zero1", "zero2" and "zero3" known to Lightning, whichever of the two is imported first.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from zero_strategy.registration import install as _install
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "ZeroConfig": "zero_strategy.config",
+    "load_config": "zero_strategy.config",
+    "ZeroEngine": "zero_strategy.engine",
+    "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
+    "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
+}
+_ROOMS = ("checkpoint", "config", "distributed", "engine", "integrations", "optim", "registration", "sharding")
+
+__all__ = ["__version__", "ZeroStrategy", *sorted(_PUBLIC)]
+
+_install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    if name == "ZeroStrategy":  # of the Lightning that is in use
+        from zero_strategy.integrations.namespaces import default_trainer_namespace, strategy_class
+
+        return strategy_class(default_trainer_namespace())
+    if name in _ROOMS:
+        return import_module(f"zero_strategy.{name}")
+    raise AttributeError(f"module 'zero_strategy' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC, *_ROOMS, "ZeroStrategy"})

@@ -1,0 +1,23 @@
+"""Checkpoints: plain safetensors files under the model's own names, written in place by all ranks."""
+
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, plan_files
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, OptimizerRecord, WeightRecord
+from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
+from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.checkpoint.writer import LATEST_NAME, CheckpointWriter, Piece
+
+__all__ = [
+    "LATEST_NAME",
+    "MANIFEST_NAME",
+    "CheckpointPlan",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "FileKind",
+    "FileLayout",
+    "Manifest",
+    "OptimizerRecord",
+    "Piece",
+    "TensorSpec",
+    "WeightRecord",
+    "plan_files",
+]

@@ -1,0 +1,118 @@
+"""Finds what a path given by a user means: a checkpoint, its parent, a Hugging Face model, or one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_strategy.checkpoint.exact_json import parse_object
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, is_inner_path
+from zero_strategy.checkpoint.plan import INDEX_NAME
+from zero_strategy.checkpoint.replace import all_beside
+from zero_strategy.checkpoint.writer import LATEST_NAME, RECEIPTS_NAME
+
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where weights are.
+
+    Attributes:
+        directory: directory that the paths are relative to.
+        manifest: None for weights that are no checkpoint of ours.
+        weight_files: paths of the files with weights.
+        weight_map: name -> file, where an index says so.
+    """
+
+    directory: Path
+    manifest: Manifest | None
+    weight_files: tuple[str, ...]
+    weight_map: Mapping[str, str] | None = None
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Resolves a path to a checkpoint or to plain weights.
+
+    Args:
+        path: a checkpoint directory, its parent with a `latest` file, a Hugging Face model directory, or
+            one safetensors file.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: naming the path, if it is none of these or is an incomplete checkpoint.
+    """
+    found = Path(os.path.abspath(path))
+    if not found.exists():
+        found = _moved_aside(found)
+    if found.is_file():
+        return Location(found.parent, None, (found.name,))
+    if not (found / MANIFEST_NAME).is_file() and (found / LATEST_NAME).is_file():
+        found = _follow_latest(found)
+    if not (found / MANIFEST_NAME).is_file() and _is_plain_model(found):
+        return _plain_model(found)
+    manifest = Manifest.load(found)
+    files = dict.fromkeys(entry.file for entry in manifest.weights.values())
+    weight_map = {name: entry.file for name, entry in manifest.weights.items()}
+    return Location(found, manifest, tuple(files), weight_map)
+
+
+def parse_aliases(metadata: Mapping[str, str], source: str) -> dict[str, str]:
+    """The tied names in the header metadata of a safetensors file.
+
+    Only our own files have them; what another tool keeps under that key is ignored.
+    """
+    try:
+        aliases = json.loads(metadata.get("aliases", "{}"))
+    except ValueError:
+        return {}
+    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+        return {}
+    return aliases
+
+
+def _moved_aside(target: Path) -> Path:
+    """The place of a checkpoint whose replacement was cut off between two renames."""
+    for path in reversed(all_beside(target, "old")):
+        if (path / MANIFEST_NAME).is_file():
+            message = f"{target} is missing; reading what it was before a save that crashed: {path}"
+            warnings.warn(message, stacklevel=2)
+            return path
+    raise ValueError(f"{target}: no such file or directory")
+
+
+def _follow_latest(parent: Path) -> Path:
+    name = (parent / LATEST_NAME).read_text().strip()
+    if not is_inner_path(name) or "/" in name:
+        raise ValueError(f"{parent / LATEST_NAME}: {name!r} is not the name of a directory beside it")
+    target = parent / name
+    return target if target.exists() else _moved_aside(target)
+
+
+def _is_plain_model(directory: Path) -> bool:
+    # These two exist only in our checkpoints: without a manifest such a one is not plain but incomplete.
+    if (directory / RECEIPTS_NAME).exists() or (directory / "optimizer").exists():
+        return False
+    return (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
+
+
+def _plain_model(directory: Path) -> Location:
+    if (directory / SINGLE_NAME).is_file():  # where both are there, Hugging Face's loaders take this one
+        return Location(directory, None, (SINGLE_NAME,))
+    source = str(directory / INDEX_NAME)
+    weight_map = parse_object((directory / INDEX_NAME).read_bytes(), source).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{source}: has no weight_map")
+    files = dict.fromkeys(weight_map.values())
+    for file in files:
+        if not isinstance(file, str) or not is_inner_path(file):
+            raise ValueError(f"{source}: {file!r} is not the path of a file beside it")
+        if not (directory / file).is_file():
+            raise ValueError(f"{directory}: file {file} is missing")
+    return Location(directory, None, tuple(files), weight_map)

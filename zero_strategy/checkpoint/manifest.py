@@ -1,0 +1,265 @@
+"""The manifest: what a checkpoint holds, and the sign that it is complete.
+
+It is written last. A directory without a valid one is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import torch
+
+from zero_strategy.checkpoint.exact_json import decode, encode, parse_object
+from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "zero_strategy.checkpoint"
+VERSION = 1
+
+Scalar = None | bool | int | float | str
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WeightRecord:
+    """Dtype, shape and file (path relative to the checkpoint) of one weight."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """What one optimizer saved.
+
+    Attributes:
+        states: state kind, such as "exp_avg" -> its file.
+        scalars: parameter name -> state key, such as "step" -> value; floats come back bit for bit.
+        param_groups: hyper-parameters of each group; tuples come back as tuples.
+    """
+
+    states: Mapping[str, str] = field(default_factory=dict)
+    scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
+    param_groups: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint.
+
+    Attributes:
+        files: relative path of every other file -> bytes.
+        weights: name -> record, each tensor under its first name only.
+        aliases: further name of a tied tensor -> first name.
+        optimizers: optimizer name -> record.
+        counters: steps, epochs and the like.
+        world_size: ranks that saved; for information.
+        stage: ZeRO stage that saved; for information.
+        user: anything that JSON can hold.
+    """
+
+    files: Mapping[str, int]
+    weights: Mapping[str, WeightRecord]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
+    counters: Mapping[str, Scalar] = field(default_factory=dict)
+    world_size: int = 1
+    stage: int = 0
+    user: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """The manifest's text.
+
+        Raises:
+            TypeError, ValueError: naming the entry that JSON cannot hold without loss, or that is malformed.
+        """
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "world_size": self.world_size,
+            "stage": self.stage,
+            "counters": encode(self.counters, "counters"),
+            "aliases": dict(self.aliases),
+            "optimizers": {name: _encode_optimizer(name, entry) for name, entry in self.optimizers.items()},
+            "user": encode(self.user, "user"),
+            "files": dict(self.files),
+            "weights": {
+                name: {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "file": entry.file}
+                for name, entry in self.weights.items()
+            },
+        }
+        text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+        self.from_json(text, "manifest")  # what could not be read back must not be written
+        return text
+
+    @classmethod
+    def from_json(cls, data: bytes, source: str) -> Manifest:
+        """Parses and checks a manifest.
+
+        Args:
+            data: the text.
+            source: its file, for errors.
+
+        Raises:
+            ValueError: naming `source` and the entry, if anything is missing, unknown or malformed.
+        """
+        content = parse_object(data, source)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{source}: format is {content.get('format')!r}, expected {FORMAT!r}")
+        if content.get("version") != VERSION:
+            raise ValueError(
+                f"{source}: format version {content.get('version')!r}; this package reads {VERSION}"
+            )
+        try:
+            _keys(content, set(_FIELDS) | {"format", "version"}, "manifest")
+            manifest = cls(**{key: parse(content[key], key) for key, parse in _FIELDS.items()})
+            _check_references(manifest)
+        except _Malformed as error:
+            raise ValueError(f"{source}: {error}") from None
+        return manifest
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Reads the manifest of a checkpoint and checks that its files are there in full length.
+
+        Raises:
+            ValueError: naming the file and what is wrong with it.
+        """
+        path = directory / MANIFEST_NAME
+        if not path.is_file():
+            raise ValueError(f"{directory}: not a complete checkpoint: it has no {MANIFEST_NAME}")
+        manifest = cls.from_json(path.read_bytes(), str(path))
+        for name, size in manifest.files.items():
+            file = directory / name
+            if not file.is_file():
+                raise ValueError(f"{directory}: file {name} is missing")
+            if (actual := file.stat().st_size) != size:
+                raise ValueError(f"{directory}: file {name} has {actual} bytes, the manifest says {size}")
+        return manifest
+
+
+def is_inner_path(path: str) -> bool:
+    """Whether a relative path written with "/" stays inside its directory."""
+    parts = PurePosixPath(path).parts
+    return bool(parts) and str(PurePosixPath(path)) == path and parts[0] != "/" and ".." not in parts
+
+
+class _Malformed(Exception):
+    """Something in a manifest is not as it must be; the caller adds the file's name."""
+
+
+def _encode_optimizer(name: str, entry: OptimizerRecord) -> dict[str, Any]:
+    where = f"optimizers.{name}"
+    return {
+        "states": dict(entry.states),
+        "param_groups": encode(list(entry.param_groups), f"{where}.param_groups"),
+        "scalars": encode(entry.scalars, f"{where}.scalars"),
+    }
+
+
+def _check_references(manifest: Manifest) -> None:
+    referenced = [(f"weight {name!r}", entry.file) for name, entry in manifest.weights.items()]
+    for optimizer, entry in manifest.optimizers.items():
+        referenced += [(f"state {kind!r} of optimizer {optimizer!r}", p) for kind, p in entry.states.items()]
+    for what, path in referenced:
+        if path not in manifest.files:
+            raise _Malformed(f"{what} is in {path!r}, which is not among the files")
+    for alias, name in manifest.aliases.items():
+        if name not in manifest.weights or alias in manifest.weights:
+            raise _Malformed(f"alias {alias!r} of {name!r} does not lead from a free name to a weight")
+
+
+def _keys(value: Any, expected: set[str], where: str) -> None:
+    if not isinstance(value, dict):
+        raise _Malformed(f"{where} is no object")
+    if missing := expected - value.keys():
+        raise _Malformed(f"{where} lacks {sorted(missing)}")
+    if unknown := value.keys() - expected:
+        raise _Malformed(f"{where} has the unknown keys {sorted(unknown)}")
+
+
+def _count(value: Any, where: str) -> int:
+    if type(value) is not int or value < 0:
+        raise _Malformed(f"{where} is {value!r}, expected a count")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _Malformed(f"{where} is {value!r}, expected a string")
+    return value
+
+
+def _scalar(value: Any, where: str) -> Scalar:
+    result = _decode(value, where)
+    if not isinstance(result, Scalar):
+        raise _Malformed(f"{where} is {value!r}, expected a single value")
+    return result
+
+
+def _decode(value: Any, where: str) -> Any:
+    try:
+        return decode(value)
+    except (TypeError, ValueError) as error:
+        raise _Malformed(f"{where}: {error}") from None
+
+
+def _mapping(parse: Callable[[Any, str], T]) -> Callable[[Any, str], dict[str, T]]:
+    def parse_mapping(value: Any, where: str) -> dict[str, T]:
+        if not isinstance(value, dict):
+            raise _Malformed(f"{where} is no object")
+        return {key: parse(item, f"{where}.{key}") for key, item in value.items()}
+
+    return parse_mapping
+
+
+def _files(value: Any, where: str) -> dict[str, int]:
+    files = _mapping(_count)(value, where)
+    for path in files:
+        if not is_inner_path(path):
+            raise _Malformed(f"{where} has {path!r}, which is not a path inside the checkpoint")
+    return files
+
+
+def _weight(value: Any, where: str) -> WeightRecord:
+    _keys(value, {"dtype", "shape", "file"}, where)
+    dtype = DTYPES.get(_text(value["dtype"], f"{where}.dtype"))
+    if dtype is None:
+        raise _Malformed(f"{where} has the unknown dtype {value['dtype']!r}")
+    if not isinstance(value["shape"], list):
+        raise _Malformed(f"{where}.shape is no list")
+    shape = tuple(_count(size, f"{where}.shape") for size in value["shape"])
+    return WeightRecord(dtype, shape, _text(value["file"], f"{where}.file"))
+
+
+def _optimizer(value: Any, where: str) -> OptimizerRecord:
+    _keys(value, {"states", "scalars", "param_groups"}, where)
+    groups = _decode(value["param_groups"], f"{where}.param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise _Malformed(f"{where}.param_groups is no list of objects")
+    return OptimizerRecord(
+        states=_mapping(_text)(value["states"], f"{where}.states"),
+        scalars=_mapping(_mapping(_scalar))(value["scalars"], f"{where}.scalars"),
+        param_groups=groups,
+    )
+
+
+def _user(value: Any, where: str) -> dict[str, Any]:
+    return _mapping(_decode)(value, where)
+
+
+_FIELDS: dict[str, Callable[[Any, str], Any]] = {
+    "files": _files,
+    "weights": _mapping(_weight),
+    "aliases": _mapping(_text),
+    "optimizers": _mapping(_optimizer),
+    "counters": _mapping(_scalar),
+    "world_size": _count,
+    "stage": _count,
+    "user": _user,
+}

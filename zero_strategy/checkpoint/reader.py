@@ -1,0 +1,258 @@
+"""Reads any element range of any tensor of a checkpoint, straight into the tensor's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from zero_strategy.checkpoint.header import read_layout
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
+from zero_strategy.checkpoint.locate import locate, parse_aliases
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.plan import FileKind
+from zero_strategy.checkpoint.transfer import Transfer
+
+
+class CheckpointReader:
+    """A checkpoint, or plain weights, open for reading. It keeps no file open between calls.
+
+    Args:
+        directory: a checkpoint, its parent with a `latest` file, a Hugging Face model directory, or one
+            safetensors file. The last two have weights only, and no manifest.
+        chunk_bytes: most bytes read at once, and the host memory used for tensors on other devices.
+
+    Raises:
+        ValueError: naming the file and what is wrong, if anything is missing, truncated or inconsistent.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20) -> None:
+        location = locate(directory)
+        self.directory = location.directory
+        self._manifest = location.manifest
+        self._transfer = Transfer(chunk_bytes)
+        self._layouts: dict[str, FileLayout] = {}
+        self._identities: dict[str, tuple[int, int, int, int]] = {}
+        self._weight_files = self._open_weights(location.weight_files, location.weight_map)
+        self._weights = MappingProxyType(
+            {name: self._layouts[file].specs[name] for name, file in self._weight_files.items()}
+        )
+        self.aliases = self._read_aliases(location.weight_files)
+        self._check_weight_records()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest.
+
+        Raises:
+            ValueError: if these are plain weights.
+        """
+        if self._manifest is None:
+            raise ValueError(f"{self.directory}: plain weights, not a checkpoint with a manifest")
+        return self._manifest
+
+    @property
+    def has_manifest(self) -> bool:
+        """False for plain weights."""
+        return self._manifest is not None
+
+    @property
+    def weights(self) -> Mapping[str, TensorSpec]:
+        """Name -> spec of every stored weight, without aliases."""
+        return self._weights
+
+    def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
+        """Tensor state of an optimizer.
+
+        Returns:
+            State kind -> parameter name -> spec.
+
+        Raises:
+            ValueError: if the checkpoint has no such optimizer.
+        """
+        record = self.manifest.optimizers.get(optimizer)
+        if record is None:
+            known = sorted(self.manifest.optimizers)
+            raise ValueError(f"{self.directory}: has no optimizer {optimizer!r}; it has {known}")
+        return {kind: self._layout(path).specs for kind, path in record.states.items()}
+
+    def spec(self, name: str, kind: FileKind = "model") -> TensorSpec:
+        """Spec of a tensor; its name is the stored one where `name` is an alias.
+
+        Raises:
+            ValueError: if there is no such tensor.
+        """
+        layout, stored = self._find(name, kind)
+        return layout.specs[stored]
+
+    def read(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        out: torch.Tensor | None = None,
+        kind: FileKind = "model",
+    ) -> torch.Tensor:
+        """Reads elements [start, stop) of a row-major flattened tensor.
+
+        Args:
+            name: the tensor, or an alias of it.
+            start: first element.
+            stop: one past the last element; None for the tensor's end.
+            out: 1-D, contiguous, of the stored dtype, with stop - start elements, on any device. None makes
+                a new tensor on the CPU.
+            kind: "model", or (optimizer, state kind).
+
+        Returns:
+            `out`, filled.
+
+        Raises:
+            ValueError: if there is no such tensor or range, `out` has another size, or the file is damaged
+                or was replaced after this reader was opened.
+            TypeError: if `out` has another dtype or is not 1-D and contiguous.
+        """
+        layout, stored = self._find(name, kind)
+        spec = layout.specs[stored]
+        stop = spec.numel if stop is None else stop
+        offset, _ = layout.span(stored, start, stop)
+        if out is None:
+            out = torch.empty(stop - start, dtype=spec.dtype)
+        _check_out(name, spec.dtype, stop - start, out)
+        path = self.directory / layout.path
+        fd = self._reopen(layout.path)
+        try:
+            self._transfer.read(fd, out, offset)
+        except EOFError as error:
+            raise ValueError(f"{path}: truncated inside tensor {stored!r}: {error}") from None
+        finally:
+            os.close(fd)
+        return out
+
+    def full(self, name: str, kind: FileKind = "model") -> torch.Tensor:
+        """Reads a whole tensor, in its shape, on the CPU."""
+        return self.read(name, kind=kind).view(self.spec(name, kind).shape)
+
+    def extra(self, path: str) -> bytes:
+        """Content of a file that the manifest lists, such as one that was given to `commit`.
+
+        Raises:
+            ValueError: if the manifest lists no such file.
+        """
+        if path not in self.manifest.files:
+            raise ValueError(f"{self.directory}: the manifest lists no file {path!r}")
+        return (self.directory / path).read_bytes()
+
+    def check_against(self, specs: Iterable[TensorSpec]) -> None:
+        """Checks that a model's tensors are those of the checkpoint.
+
+        Tied tensors may be given under any or all of their names. Dtypes may differ: a model can be
+        loaded in another precision than it was saved in.
+
+        Args:
+            specs: all tensors of the model.
+
+        Raises:
+            ValueError: listing every missing, unexpected and wrongly shaped name.
+        """
+        weights = self.weights
+        missing, shapes, used = [], [], set()
+        for spec in specs:
+            stored = weights.get(self._stored_name(spec.name, weights))
+            if stored is None:
+                missing.append(spec.name)
+                continue
+            used.add(stored.name)
+            if stored.shape != spec.shape:
+                shapes.append(f"{spec.name} (checkpoint {stored.shape}, model {spec.shape})")
+        unexpected = [name for name in weights if name not in used]
+        problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
+        lines = [f"\n  {what} ({len(n)}): " + ", ".join(n) for what, n in problems.items() if n]
+        if lines:
+            raise ValueError(f"{self.directory}: not a checkpoint of this model:" + "".join(lines))
+
+    def _stored_name(self, name: str, stored: Mapping[str, object]) -> str:
+        return name if name in stored else self.aliases.get(name, name)
+
+    def _find(self, name: str, kind: FileKind) -> tuple[FileLayout, str]:
+        if kind == "model":
+            stored = self._stored_name(name, self._weight_files)
+            if stored not in self._weight_files:
+                raise ValueError(f"{self.directory}: has no tensor {name!r}")
+            return self._layout(self._weight_files[stored]), stored
+        optimizer, state = kind
+        record = self.manifest.optimizers.get(optimizer)
+        path = record.states.get(state) if record else None
+        if path is None:
+            raise ValueError(f"{self.directory}: has no state {state!r} of an optimizer {optimizer!r}")
+        layout = self._layout(path)
+        stored = self._stored_name(name, layout.specs)
+        if stored not in layout.specs:
+            raise ValueError(f"{self.directory / path}: has no tensor {name!r}")
+        return layout, stored
+
+    def _layout(self, path: str) -> FileLayout:
+        """Reads a file's header at first use."""
+        if path not in self._layouts:
+            fd = os.open(self.directory / path, os.O_RDONLY)
+            try:
+                self._layouts[path] = read_layout(fd, path, str(self.directory / path))
+                self._identities[path] = _identity(fd)
+            finally:
+                os.close(fd)
+        return self._layouts[path]
+
+    def _reopen(self, path: str) -> int:
+        fd = os.open(self.directory / path, os.O_RDONLY)
+        if _identity(fd) != self._identities[path]:
+            os.close(fd)
+            raise ValueError(f"{self.directory / path}: was replaced or changed while it was being read")
+        return fd
+
+    def _open_weights(self, files: Iterable[str], weight_map: Mapping[str, str] | None) -> dict[str, str]:
+        """Reads the headers of all weights files; returns name -> file."""
+        found: dict[str, str] = {}
+        for file in files:
+            for name in self._layout(file).specs:
+                if name in found:
+                    raise ValueError(f"{self.directory}: tensor {name!r} is in {found[name]} and in {file}")
+                found[name] = file
+        for name, file in (weight_map or {}).items():
+            if found.get(name) != file:
+                raise ValueError(f"{self.directory / file}: has no tensor {name!r}, which should be there")
+        return found
+
+    def _read_aliases(self, files: Iterable[str]) -> dict[str, str]:
+        if self._manifest is not None:
+            return dict(self._manifest.aliases)
+        aliases: dict[str, str] = {}
+        for file in files:
+            aliases |= parse_aliases(self._layout(file).metadata, file)
+        return {alias: name for alias, name in aliases.items() if name in self._weight_files}
+
+    def _check_weight_records(self) -> None:
+        records = self._manifest.weights if self._manifest is not None else {}
+        for name, record in records.items():
+            spec = self._layouts[record.file].specs[name]
+            if (spec.dtype, spec.shape) != (record.dtype, record.shape):
+                raise ValueError(
+                    f"{self.directory / record.file}: tensor {name!r} is {spec.dtype} {spec.shape}, "
+                    f"the manifest says {record.dtype} {record.shape}"
+                )
+        if self._manifest is not None and (unlisted := self._weight_files.keys() - records.keys()):
+            raise ValueError(f"{self.directory}: the manifest does not list {sorted(unlisted)}")
+
+
+def _identity(fd: int) -> tuple[int, int, int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _check_out(name: str, dtype: torch.dtype, numel: int, out: torch.Tensor) -> None:
+    if out.dtype != dtype:
+        raise TypeError(f"tensor {name!r} is stored as {dtype}, out has {out.dtype}")
+    if out.dim() != 1 or not out.is_contiguous() or out.device.type == "meta":
+        raise TypeError(f"out for tensor {name!r} must be 1-D, contiguous and not on the meta device")
+    if out.numel() != numel:
+        raise ValueError(f"out for {numel} elements of tensor {name!r} has {out.numel()}")

@@ -1,0 +1,106 @@
+"""Moves bytes between files and flat tensors of any device, in bounded memory.
+
+A CPU tensor is written from and read into its own memory. Any other device goes through one host buffer
+of `chunk_bytes`, made at first use and kept for the next tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import torch
+
+if sys.byteorder != "little":
+    raise ImportError("checkpoints are little-endian, and this machine is not")
+
+
+class Transfer:
+    """Positional reads and writes of tensors.
+
+    Args:
+        chunk_bytes: most bytes moved in one system call, and the size of the host buffer.
+    """
+
+    def __init__(self, chunk_bytes: int = 32 << 20) -> None:
+        if chunk_bytes <= 0:
+            raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
+        self._chunk_bytes = chunk_bytes
+        self._buffer: torch.Tensor | None = None
+
+    def write(self, fd: int, data: torch.Tensor, offset: int) -> None:
+        """Writes a flat tensor.
+
+        Args:
+            fd: descriptor open for writing.
+            data: 1-D, contiguous.
+            offset: byte offset in the file of the first element.
+
+        Raises:
+            OSError: if the file system does not take all bytes.
+        """
+        flat = _as_bytes(data)
+        for begin in range(0, flat.numel(), self._chunk_bytes):
+            chunk = flat[begin : begin + self._chunk_bytes]
+            if not _on_host(chunk):
+                chunk = self._staging(chunk).copy_(chunk)
+            _write_all(fd, _memory(chunk), offset + begin)
+
+    def read(self, fd: int, out: torch.Tensor, offset: int) -> None:
+        """Fills a flat tensor.
+
+        Args:
+            fd: descriptor open for reading.
+            out: 1-D, contiguous.
+            offset: byte offset in the file of the first element.
+
+        Raises:
+            EOFError: if the file ends too early.
+        """
+        flat = _as_bytes(out)
+        for begin in range(0, flat.numel(), self._chunk_bytes):
+            chunk = flat[begin : begin + self._chunk_bytes]
+            if _on_host(chunk):
+                _read_all(fd, _memory(chunk), offset + begin)
+            else:
+                staging = self._staging(chunk)
+                _read_all(fd, _memory(staging), offset + begin)
+                chunk.copy_(staging)
+
+    def _staging(self, chunk: torch.Tensor) -> torch.Tensor:
+        if self._buffer is None:
+            pinned = chunk.device.type == "cuda"
+            self._buffer = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer[: chunk.numel()]
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type != "meta"
+    return tensor.detach().view(torch.uint8)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The memory of a CPU byte tensor, which the caller must keep alive."""
+    assert tensor.dtype == torch.uint8 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
+
+
+def _write_all(fd: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        done = os.pwrite(fd, memory, offset)
+        if done == 0:
+            raise OSError("the file system accepted no bytes")
+        memory, offset = memory[done:], offset + done
+
+
+def _read_all(fd: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        done = os.preadv(fd, [memory], offset)
+        if done == 0:
+            raise EOFError(f"the file ends {len(memory)} bytes too early")
+        memory, offset = memory[done:], offset + done

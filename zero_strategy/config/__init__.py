@@ -1,0 +1,31 @@
+"""The config: its schema, its sources, and where each value comes from.
+
+Example:
+    config = load_config("zero.yaml", stage=2)
+    resolved = resolve(config, world_size=8, facts={"samples_per_step": batch_fact(8, 2, 4)})
+    print(resolved.explain())
+"""
+
+from .load import load_config, load_layers
+from .resolve import Fact, ResolvedConfig, batch_fact, resolve
+from .schema import CheckpointConfig, LossScaleConfig, MeshConfig, PrecisionConfig, UnitsConfig, ZeroConfig
+from .section import Setting
+from .sources import Layer, preset
+
+__all__ = [
+    "CheckpointConfig",
+    "Fact",
+    "Layer",
+    "LossScaleConfig",
+    "MeshConfig",
+    "PrecisionConfig",
+    "ResolvedConfig",
+    "Setting",
+    "UnitsConfig",
+    "ZeroConfig",
+    "batch_fact",
+    "load_config",
+    "load_layers",
+    "preset",
+    "resolve",
+]

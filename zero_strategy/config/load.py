@@ -1,0 +1,131 @@
+"""From sources to one `ZeroConfig`: every key is checked, every value remembers where it came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from .rules import ACCEPTS, check_value, wrong_type
+from .schema import ZeroConfig
+from .section import DEFAULT, Section, Setting, default_of, is_section, typed_fields
+from .sources import Layer, plain, read_file, read_mapping
+from .unknown import DEEPSPEED_KEY, deepspeed_key, owned_key, unknown_key
+
+S = TypeVar("S", bound=Section)
+
+ConfigSource = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str]
+"""What `load_config` reads. A DictConfig is a Mapping."""
+
+
+def load_config(source: ConfigSource | None = None, **overrides: Any) -> ZeroConfig:
+    """Reads a config and puts keyword overrides on top of it.
+
+    Nested mappings merge key by key, lists are replaced as a whole:
+
+        load_config("zero.yaml", stage=2, mesh={"replicate": 2})
+
+    Args:
+        source: A `ZeroConfig`, a mapping, an OmegaConf DictConfig (as from Hydra), or the path of a YAML
+            file. None starts from the defaults.
+        **overrides: Settings that win over the source. A section is a mapping, or an instance of its
+            dataclass, which replaces the section as a whole.
+
+    Returns:
+        A new config. `ZeroConfig.explain` shows where each value came from.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        TypeError: If a value is not of its declared type. Nothing is converted, except int to float.
+        ValueError: If a key is unknown or owned by a framework, or a value is not accepted.
+    """
+    settings: dict[str, Setting] = {}
+    if isinstance(source, ZeroConfig):
+        source.check()
+        settings.update(source.settings())
+    elif source is not None:
+        settings.update(_settings(_read(source)))
+    settings.update(_settings(Layer(overrides, "user: keyword")))
+    return _build(ZeroConfig, settings)
+
+
+def load_layers(layers: Iterable[Layer]) -> ZeroConfig:
+    """Merges layers that name their own origin; later ones win.
+
+    This is for the frameworks' faces, which read settings at places of their own:
+
+        load_layers([Layer(preset("zero2"), 'Trainer(strategy="zero2")'), Layer(keywords, "user: keyword")])
+    """
+    settings: dict[str, Setting] = {}
+    for layer in layers:
+        settings.update(_settings(layer))
+    return _build(ZeroConfig, settings)
+
+
+def _read(source: Any) -> Layer:
+    if isinstance(source, Mapping):
+        return read_mapping(source)
+    if isinstance(source, (str, os.PathLike)):
+        return read_file(source)
+    expected = "a ZeroConfig, a mapping, a DictConfig or the path of a YAML file"
+    raise TypeError(wrong_type("config", source, expected, None))
+
+
+def _settings(layer: Layer) -> Iterator[tuple[str, Setting]]:
+    """Yields the checked settings of a layer under their full keys."""
+    if DEEPSPEED_KEY in layer.values:
+        # Said first: the other keys of such a file would each get an error of their own.
+        raise ValueError(deepspeed_key(layer.values[DEEPSPEED_KEY], layer.origin))
+    yield from _walk(layer.values, ZeroConfig, layer)
+
+
+def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> Iterator[tuple[str, Setting]]:
+    known = {field.name: (field, hint) for field, hint in typed_fields(section)}
+    for name, raw in values.items():
+        if not isinstance(name, str):
+            place = f"a key of '{section.prefix[:-1]}'" if section.prefix else "a key"
+            raise TypeError(wrong_type(place, name, "str", layer.origin))
+        if name not in known:
+            raise ValueError(unknown_key(ZeroConfig, section, name, layer.origin))
+        field, hint = known[name]
+        key = section.prefix + name
+        value = plain(raw, key, layer.origin)
+        if is_section(hint):
+            yield from _subsection(key, value, hint, layer)
+        else:
+            value = check_value(key, value, hint, field.metadata.get(ACCEPTS), layer.origin)
+            unset = layer.spells_defaults and value == default_of(field)
+            yield key, Setting(value, DEFAULT if unset else layer.origin)
+
+
+def _subsection(key: str, value: Any, section: type[Section], layer: Layer) -> Iterator[tuple[str, Setting]]:
+    if isinstance(value, section):
+        value.check()
+        # An instance is complete: it replaces what other layers said about this section.
+        yield from value.settings()
+    elif isinstance(value, Mapping):
+        yield from _walk(value, section, layer)
+    else:
+        # `precision: bf16-mixed` is a value of the framework's key of the same name.
+        owned = owned_key(ZeroConfig, key, layer.origin) if isinstance(value, (str, int)) else None
+        if owned is not None:
+            raise ValueError(owned)
+        names = ", ".join(field.name for field, _ in typed_fields(section))
+        raise TypeError(wrong_type(key, value, f"a mapping with keys among {names}", layer.origin))
+
+
+def _build(section: type[S], settings: Mapping[str, Setting]) -> S:
+    """Builds a section and those below it, and records the origin of each setting."""
+    values: dict[str, Any] = {}
+    for field, hint in typed_fields(section):
+        key = section.prefix + field.name
+        if is_section(hint):
+            values[field.name] = _build(hint, settings)
+        elif key in settings:
+            values[field.name] = settings[key].value
+    built = section(**values)
+    for name in values:
+        setting = settings.get(section.prefix + name)
+        if setting is not None:
+            built.record(name, getattr(built, name), setting.origin)
+    return built

@@ -1,0 +1,145 @@
+"""From a config to the values a run uses: what was left open is derived, what a framework owns is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .schema import ZeroConfig
+from .section import Setting, table
+
+WORLD_SIZE = "world_size"
+
+
+class Fact(NamedTuple):
+    """A value that somebody else owns, and where it was read."""
+
+    value: Any
+    """The value."""
+    origin: str
+    """Where it was read, such as ``Trainer(accumulate_grad_batches=4)``, or ``derived: ...``."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The values that a run uses. Made by `resolve`."""
+
+    config: ZeroConfig
+    """The settings. No value is left None."""
+    world_size: int
+    """Number of ranks."""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    """What the framework owns, by name."""
+
+    @property
+    def shard(self) -> int:
+        """Ranks that the state is divided among."""
+        shard = self.config.mesh.shard
+        assert shard is not None, "resolve() derives mesh.shard"
+        return shard
+
+    @property
+    def gradient_reduction(self) -> str:
+        """When gradients are reduced: ``per_step`` or ``per_micro_batch``."""
+        reduction = self.config.gradient_reduction
+        assert reduction is not None, "resolve() derives gradient_reduction"
+        return reduction
+
+    def settings(self) -> Iterator[tuple[str, Setting]]:
+        """Yields the full key, value and origin of every setting, of the world size and of the facts."""
+        inert = _without_effect(self.config)
+        for key, setting in self.config.settings():
+            note = f" (no effect: {inert[key]})" if key in inert else ""
+            yield key, Setting(setting.value, setting.origin + note)
+        yield WORLD_SIZE, Setting(self.world_size, "process group")
+        for name, fact in self.facts.items():
+            yield name, Setting(fact.value, fact.origin)
+
+    def explain(self) -> str:
+        """A table of everything that is in effect: key, value, origin."""
+        # A fact about the world size takes the place of our own row.
+        return table(dict(self.settings()).items())
+
+
+def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | None = None) -> ResolvedConfig:
+    """Derives what the config leaves open.
+
+    Args:
+        config: The config; it is not changed.
+        world_size: Number of ranks in the process group.
+        facts: What the framework owns, by name. A fact named ``world_size`` says where that number was set.
+
+    Raises:
+        TypeError: If a value is not of its declared type.
+        ValueError: If a value is not accepted, the mesh does not fit the world size, or a fact contradicts
+            the world size or bears the name of a setting.
+    """
+    _check_count("world_size", world_size)
+    config = deepcopy(config)
+    # Fields can be assigned after loading.
+    config.check()
+    _resolve_mesh(config, world_size)
+    if config.gradient_reduction is None:
+        reduction = "per_step" if config.stage < 2 else "per_micro_batch"
+        config.record("gradient_reduction", reduction, f"derived: stage {config.stage}")
+    facts = {name: Fact(*fact) for name, fact in (facts or {}).items()}
+    _check_facts(config, world_size, facts)
+    return ResolvedConfig(config, world_size, facts)
+
+
+def batch_fact(ranks: int, micro_batch: int, accumulation: int) -> Fact:
+    """The samples of one optimizer step, from the numbers that make it up.
+
+    Args:
+        ranks: Data-parallel ranks.
+        micro_batch: Samples that one rank takes in one forward pass.
+        accumulation: Micro-batches per optimizer step.
+    """
+    for name, value in (("ranks", ranks), ("micro_batch", micro_batch), ("accumulation", accumulation)):
+        _check_count(name, value)
+    samples = ranks * micro_batch * accumulation
+    return Fact(samples, f"derived: {ranks} ranks x {micro_batch} x {accumulation}")
+
+
+def _resolve_mesh(config: ZeroConfig, world_size: int) -> None:
+    mesh = config.mesh
+    given = f"mesh.replicate is {mesh.replicate} [{config.origin_of('mesh.replicate')}]"
+    if world_size % mesh.replicate:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f"{given}; accepted: a divisor of the world size {world_size}: {divisors}")
+    shard = world_size // mesh.replicate
+    if mesh.shard is None:
+        mesh.record("shard", shard, f"derived: world size {world_size} / replicate {mesh.replicate}")
+    elif mesh.shard != shard:
+        both = f"mesh.shard is {mesh.shard} [{config.origin_of('mesh.shard')}] and {given}"
+        ranks = f"{mesh.shard * mesh.replicate} ranks, but the world size is {world_size}"
+        raise ValueError(f"{both}, {ranks}; accepted: {shard}, None")
+
+
+def _check_facts(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact]) -> None:
+    owned = dict(config.settings())
+    for name, fact in facts.items():
+        if name in owned:
+            raise ValueError(f"fact {name!r} [{fact.origin}] is also a setting; a value has one owner")
+    stated = facts.get(WORLD_SIZE)
+    if stated is not None and stated.value != world_size:
+        raise ValueError(
+            f"world_size is {stated.value} [{stated.origin}]; the process group has {world_size} ranks"
+        )
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected int")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; accepted: 1 or more")
+
+
+def _without_effect(config: ZeroConfig) -> dict[str, str]:
+    """Settings that the other settings leave without effect, with the reason."""
+    if config.stage == 3:
+        return {}
+    reason = f"stage {config.stage} keeps parameters whole"
+    return {"prefetch": reason, "release_after_forward": reason}

@@ -1,0 +1,102 @@
+"""Where settings are read from: files, mappings, Hydra nodes, presets. Each becomes a `Layer`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# PyYAML is what omegaconf itself reads files with.
+import yaml  # type: ignore[import-untyped, unused-ignore]
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .rules import wrong_type
+from .section import Section
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+}
+
+
+class Layer(NamedTuple):
+    """Settings from one place. Of several layers the later ones win, key by key."""
+
+    values: Mapping[str, Any]
+    """Nested mappings of settings."""
+    origin: str
+    """Where they came from, such as ``user: zero.yaml`` or ``Trainer(strategy="zero2")``."""
+    spells_defaults: bool = False
+    """True if the source holds all keys, set or not (a structured config): values equal to the default then
+    count as default."""
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The settings that a strategy name such as ``"zero2"`` stands for, as a fresh mapping.
+
+    Raises:
+        ValueError: If there is no such name.
+    """
+    if name not in _PRESETS:
+        raise ValueError(f"unknown strategy name {name!r}; accepted: {', '.join(map(repr, _PRESETS))}")
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in _PRESETS[name].items()}
+
+
+def read_mapping(source: Mapping[str, Any]) -> Layer:
+    """Makes a layer of a plain mapping or of a DictConfig, whose interpolations are resolved."""
+    if not isinstance(source, DictConfig):
+        return Layer(source, "user: mapping")
+    origin, node_type = "user: DictConfig", OmegaConf.get_type(source)
+    structured = isinstance(node_type, type) and issubclass(node_type, Section)
+    return Layer(_plain_mapping(source, origin), origin, spells_defaults=structured)
+
+
+def read_file(source: str | os.PathLike[str]) -> Layer:
+    """Makes a layer of a YAML file. Interpolations, such as ``${oc.env:NAME}``, are resolved.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        TypeError: If the file holds something other than a mapping.
+        ValueError: If the file is not valid YAML or an interpolation cannot be resolved.
+    """
+    path, shown = Path(source).expanduser(), os.fspath(source)
+    if not path.exists():
+        hint = f" ({shown!r} is a strategy name: use preset({shown!r}))" if shown in _PRESETS else ""
+        raise FileNotFoundError(errno.ENOENT, f"no config file{hint}", shown)
+    origin = f"user: {shown}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        # PyYAML tells the kind of document: OmegaConf would read the bare word `foo` as {foo: null}.
+        document = yaml.compose(text)
+        if document is not None and not isinstance(document, yaml.MappingNode):
+            raise TypeError(f"the config file {shown} holds a {document.id}; expected a mapping of settings")
+        node = OmegaConf.create(text)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ValueError(f"the config file {shown} cannot be read as YAML: {error}") from error
+    return Layer(_plain_mapping(node, origin), origin)
+
+
+def plain(value: Any, key: str, origin: str) -> Any:
+    """Turns an OmegaConf container into dicts and lists, interpolations resolved; other values pass through.
+
+    Raises:
+        ValueError: If a mandatory value is missing or an interpolation cannot be resolved.
+    """
+    if not isinstance(value, Container):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        at = error.full_key or key or "the config"
+        raise ValueError(f"{at} [{origin}] cannot be resolved: {error.msg or error}") from error
+
+
+def _plain_mapping(source: Any, origin: str) -> Mapping[str, Any]:
+    values = plain(source, "", origin)
+    if not isinstance(values, Mapping):
+        raise TypeError(wrong_type("config", values, "a mapping of settings", origin))
+    return values

@@ -1,0 +1,8 @@
+"""Process groups, the device mesh and collectives: the only room that calls `torch.distributed`."""
+
+from zero_strategy.distributed.collectives import Communicator, PendingWork
+from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.mesh import Mesh
+from zero_strategy.distributed.rendezvous import RendezvousError, StoreRendezvous
+
+__all__ = ["CommunicationCounters", "Communicator", "Mesh", "PendingWork", "RendezvousError", "StoreRendezvous"]

@@ -1,0 +1,61 @@
+"""A bounded wait for the other ranks, outside of any collective.
+
+A call that only makes sense on all ranks (a gathering `state_dict`, a save) meets here first. A rank that does not
+come is named within seconds, where a collective would block for the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+
+class RendezvousError(RuntimeError):
+    """Some ranks did not arrive at a call that needs all of them."""
+
+
+class StoreRendezvous:
+    """Numbered meeting points over the process group's key-value store.
+
+    Args:
+        rank: This rank in the world.
+        world_size: Number of ranks that must arrive.
+        timeout: Seconds to wait for the last one.
+        prefix: Keeps meetings of different engines apart; equal on all ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: float, prefix: str) -> None:
+        self.rank, self.world_size, self.timeout, self.prefix = rank, world_size, timeout, prefix
+        self._round = 0
+
+    def meet(self, call: str) -> None:
+        """Return when all ranks have reached this meeting with the same `call`.
+
+        Raises:
+            RendezvousError: If a rank has not come in time, or came with another call; names ranks and calls.
+        """
+        if self.world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+        self._round += 1
+        key = f"zero_strategy/{self.prefix}/{self._round}"
+        store.set(f"{key}/{self.rank}", call)
+        deadline, pause = time.monotonic() + self.timeout, 0.0005
+        waiting = [rank for rank in range(self.world_size) if rank != self.rank]
+        while waiting:
+            waiting = [rank for rank in waiting if not store.check([f"{key}/{rank}"])]
+            if waiting and time.monotonic() > deadline:
+                store.delete_key(f"{key}/{self.rank}")  # a rank that comes later shall not believe we are here
+                self._round -= 1
+                raise RendezvousError(
+                    f"{call} needs all {self.world_size} ranks; rank {self.rank} waited {self.timeout:g} s and rank(s) "
+                    f"{waiting} did not come. Call it on every rank (not under `if rank == 0`)."
+                )
+            time.sleep(pause if waiting else 0)
+            pause = min(pause * 1.5, 0.05)
+        if self._round > 1:  # everybody is here, so everybody has left the meeting before
+            store.delete_key(f"zero_strategy/{self.prefix}/{self._round - 1}/{self.rank}")
+        calls = {rank: store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)}
+        if len(set(calls.values())) > 1:
+            raise RendezvousError(f"ranks came to different calls: {calls}")

@@ -1,0 +1,468 @@
+"""The engine: owns the training step of one module, on behalf of every face.
+
+    engine = ZeroEngine(module, load_config(stage=3))
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine.attach(optimizer)
+    loss = module(batch)            # gathers and releases by itself
+    loss.backward()                 # reduces by itself
+    engine.clip_grad_norm_(1.0)
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy import engine_state
+from zero_strategy.checkpoint import CheckpointReader
+from zero_strategy.config import ResolvedConfig, ZeroConfig, load_config, resolve
+from zero_strategy.distributed import CommunicationCounters, Mesh
+from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
+from zero_strategy.optim.full_state import full_states
+from zero_strategy.optim.norm import global_norm
+from zero_strategy.sharding import ShardedModel
+
+_engine_numbers = itertools.count()
+_STEP_OVER, _NOTHING = -1, -2
+"""What ranks tell each other in place of a unit's number while some have no batch: the step is over; no step here."""
+
+
+class ZeroEngine:
+    """Shards a module in place and trains it like plain torch.
+
+    Args:
+        module: The module; its parameters' objects, names and shapes stay as they are.
+        config: Anything `load_config` takes, or a resolved config.
+        compute_dtype: Dtype that floating-point parameters and buffers take (bf16 or fp16 with fp32 master weights),
+            or None to keep theirs.
+        weights: A checkpoint or Hugging Face directory to take the weights from, each rank its own slices. A model
+            built under `sharding.Init()` then needs no `reset_parameters`.
+        device: Where parameters that are on the meta device become real; default: where the module's other tensors
+            are, else the CPU.
+
+    Attributes:
+        module: The module.
+        config: The resolved config.
+        model: Units and buckets of the module.
+        optimizers: The attached optimizers.
+        scaler: The loss scaler, for fp16 only.
+
+    Raises:
+        ValueError: If the mesh does not fit the world, or the module cannot be sharded; names the parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Any = None,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self.config: ResolvedConfig = (
+            config if isinstance(config, ResolvedConfig) else resolve(load_config(config), world)
+        )
+        zero: ZeroConfig = self.config.config
+        self.module = module
+        self.mesh = Mesh.build(
+            replicate=zero.mesh.replicate,
+            shard=self.config.shard,
+            timeout=zero.timeout_seconds,
+            rendezvous_seconds=zero.rendezvous_seconds,
+            name=f"engine{next(_engine_numbers)}",
+        )
+        self.model = ShardedModel(
+            module, self.mesh, zero, compute_dtype, device=device, initialise=weights is None
+        )
+        if compute_dtype is not None:
+            _cast_buffers(module, compute_dtype)
+        self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
+        self.optimizers: list[ShardedOptimizer] = self.model.optimizers
+        self._checked: list[int] | None = None
+        self._checks: list[Any] = []
+        if weights is not None:
+            self.load_weights(weights)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self.model.placement.stage
+
+    @property
+    def counters(self) -> CommunicationCounters:
+        """What this rank sent."""
+        return self.mesh.counters
+
+    # ---- optimizers ----
+
+    def attach(self, *optimizers: Optimizer) -> None:
+        """Let torch optimizers over this module's parameters update shards. Their `step()` and groups stay in use.
+
+        Raises:
+            TypeError: If one is not elementwise (stages 1 to 3).
+            ValueError: If one holds a foreign parameter, or two hold the same one.
+        """
+        for optimizer in optimizers:
+            if any(sharded.optimizer is optimizer for sharded in self.optimizers):
+                continue
+            self._check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer])
+            check = optimizer.register_step_pre_hook(self._check_before_first_step)  # before groups are exchanged
+            try:
+                self.optimizers.append(ShardedOptimizer(optimizer, self.model))
+            except (TypeError, ValueError):
+                check.remove()
+                raise
+            self._checks.append(check)
+        self._checked = None
+
+    def detach(self) -> None:
+        """Let go of all optimizers, for example to attach new ones; their states are dropped."""
+        for sharded in self.optimizers:
+            sharded.detach()
+        for check in self._checks:
+            check.remove()
+        self._checks.clear()
+        self.optimizers.clear()
+
+    def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """The shards behind an attached optimizer.
+
+        Raises:
+            ValueError: If it is not attached.
+        """
+        inner = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer and AcceleratedOptimizer wrap it
+        for sharded in self.optimizers:
+            if sharded.optimizer is optimizer or sharded.optimizer is inner:
+                return sharded
+        raise ValueError(f"{type(optimizer).__name__} is not attached to this engine; call engine.attach(optimizer)")
+
+    def check_optimizers(self) -> None:
+        """Raise if a trainable parameter is in no optimizer, or a parameter in two.
+
+        Raises:
+            ValueError: Naming the parameters and the way out.
+        """
+        self._check_twice([sharded.optimizer for sharded in self.optimizers])
+        held = {id(parameter) for sharded in self.optimizers for parameter in sharded.parameters()}
+        missing = [name for name, p in self.model.names() if p.requires_grad and id(p) not in held]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} trainable parameter(s) are in no optimizer, e.g. {missing[:5]}: add them to one, or "
+                "freeze them with requires_grad_(False)"
+            )
+        self._checked = self._group_sizes()
+
+    def _check_twice(self, optimizers: Sequence[Optimizer]) -> None:
+        holders: dict[int, list[str]] = {}
+        for optimizer in optimizers:
+            for parameter in {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
+                holders.setdefault(parameter, []).append(type(optimizer).__name__)
+        twice = [name for name, p in self.model.names() if len(holders.get(id(p), [])) > 1]
+        if twice:
+            names = next(" and ".join(names) for names in holders.values() if len(names) > 1)
+            raise ValueError(
+                f"parameter(s) {twice[:5]} are in two optimizers ({names}); give each parameter to one of them"
+            )
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
+
+    def _check_before_first_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._checked != self._group_sizes():  # the first step, or a group was added since
+            self.check_optimizers()
+
+    # ---- the step ----
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside may keep gradients on this rank; legal at every stage (see `GradientReducer.no_sync`)."""
+        return self.model.reducer.no_sync()
+
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """Code inside may use root parameters outside of any module's forward (a `training_step`)."""
+        self.model.reducer.hook_trainable()
+        gatherer = self.model.gatherer
+        if gatherer is None:
+            yield
+            return
+        root = gatherer.units[0]
+        gatherer.enter(root)
+        try:
+            yield
+        finally:
+            gatherer.leave(root, backward_follows=torch.is_grad_enabled())
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        optimizer: Optimizer | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale gradients so that their norm over all ranks is at most `max_norm`. A collective.
+
+        Args:
+            max_norm: The bound.
+            norm_type: Any positive p, or inf.
+            optimizer: Whose gradients; default: those of all attached optimizers together.
+            error_if_nonfinite: Raise, on every rank, instead of multiplying by nan.
+
+        Returns:
+            The norm before clipping, 0-d float32.
+
+        Raises:
+            ValueError: If max_norm is negative.
+            RuntimeError: If the norm is not finite and `error_if_nonfinite`.
+        """
+        if max_norm < 0:
+            raise ValueError(f"max_norm must not be negative, not {max_norm}")
+        norm = self.grad_norm(norm_type, optimizer)
+        if error_if_nonfinite and not norm.finite:
+            raise RuntimeError(f"the gradient norm of order {norm_type} is {norm.value}; gradients were not clipped")
+        coefficient = norm.coefficient(max_norm)
+        for sharded in self._chosen(optimizer):
+            sharded.scale_gradients(coefficient)
+        return torch.tensor(norm.value, dtype=torch.float32)
+
+    def clip_grad_value_(self, clip_value: float, optimizer: Optimizer | None = None) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value].
+
+        Raises:
+            ValueError: If clip_value is negative.
+        """
+        if clip_value < 0:
+            raise ValueError(f"clip_value must not be negative, not {clip_value}")
+        for sharded in self._chosen(optimizer):
+            sharded.clip_values(clip_value)
+
+    def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
+        """Norm of the mean gradients over all ranks. A collective."""
+        chosen = self._chosen(optimizer)
+        self.model.reducer.settle()
+        shards = [shard for sharded in chosen for shard in sharded.gradient_shards()]
+        return global_norm(shards, norm_type, self.model.norm_groups)
+
+    def _chosen(self, optimizer: Optimizer | None) -> list[ShardedOptimizer]:
+        return self.optimizers if optimizer is None else [self.sharded(optimizer)]
+
+    # ---- fp16 ----
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on: scaled in fp16, unchanged otherwise."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    def unscale_gradients(self, optimizer: Optimizer) -> bool:
+        """Undo the loss scale in an optimizer's gradients; the next step is skipped if one is not finite.
+
+        A collective: all ranks decide alike. Call once per step, before clipping.
+
+        Returns:
+            Whether the step will be taken.
+        """
+        if self.scaler is None:
+            return True
+        sharded = self.sharded(optimizer)
+        finite = sharded.norm(float("inf")).finite
+        sharded.scale_gradients(1.0 / self.scaler.scale)
+        sharded.skip_next = not finite
+        return finite
+
+    # ---- whole tensors ----
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The module's whole parameters and persistent buffers, copied to the host, on every rank; all ranks call it.
+
+        Names and order are `state_dict()`'s, tied names included. One unit at a time is whole on the device.
+        """
+        self.mesh.rendezvous.meet("full_state_dict()")
+        copies: dict[int, Tensor] = {}
+        for unit in self.model.units:
+            with self.model.gathered([p for bucket in unit.buckets for p in bucket.parameters]):
+                for bucket in unit.buckets:
+                    copies.update({id(p): p.detach().to("cpu", copy=True) for p in bucket.parameters})
+        return {
+            name: copies[id(tensor)] if id(tensor) in copies else tensor.detach().to("cpu", copy=True)
+            for name, tensor in engine_state.state_dict_entries(self.module, tied=True)
+        }
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An attached optimizer's whole state, on the host of every rank, in the form of its own `state_dict()`.
+
+        All ranks call it.
+        """
+        sharded = self.sharded(optimizer)
+        self.mesh.rendezvous.meet("optimizer_state_dict()")
+        states: dict[int, dict[str, Any]] = {}
+        for parameter, values in full_states(self.model, sharded):
+            states[id(parameter)] = values
+        with sharded.whole_state(states):
+            return sharded.optimizer.state_dict()
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """The same by parameter name: {name: {"exp_avg": tensor, ..., "step": tensor}}. All ranks call it."""
+        names = {id(parameter): name for name, parameter in self.model.names()}
+        self.mesh.rendezvous.meet("full_optimizer_state()")
+        return {
+            names[id(parameter)]: values for parameter, values in full_states(self.model, self.sharded(optimizer))
+        }
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Divide a whole state, in the form of `optimizer.state_dict()`, among the ranks.
+
+        Raises:
+            ValueError: If its param groups do not fit.
+        """
+        self.sharded(optimizer).load_whole(state_dict)
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        user: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+        optimizers: bool = True,
+        update_latest: bool = True,
+    ) -> None:
+        """Write a checkpoint directory; all ranks call it, each writes its own part in place.
+
+        Args:
+            directory: The checkpoint; replaced atomically if it exists. `latest` beside it names it afterwards.
+            user: JSON-able values for the manifest.
+            extra_files: Further small files, {relative path: bytes}; rank 0's are written.
+            optimizers: Write optimizer state and master weights too.
+            update_latest: Let `latest` beside the directory name it.
+
+        Raises:
+            RendezvousError: If a rank does not call it in time.
+            OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was.
+        """
+        engine_state.save(
+            self,
+            directory,
+            user=user,
+            extra_files=extra_files,
+            optimizers=optimizers,
+            update_latest=update_latest,
+        )
+
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True
+    ) -> CheckpointReader:
+        """Load a checkpoint written at any world size and stage; all ranks call it.
+
+        Args:
+            directory: The checkpoint, or the folder with `latest`.
+            strict: Missing and unexpected names are errors.
+            optimizers: Load optimizer state and master weights too.
+
+        Returns:
+            The reader, for the manifest and extra files.
+
+        Raises:
+            ValueError: Listing every tensor that does not fit.
+        """
+        reader = self.load_weights(directory, strict=strict)
+        if optimizers and self.optimizers:
+            engine_state.load_optimizers(self, reader)
+        return reader
+
+    def load_weights(
+        self, source: str | os.PathLike[str] | CheckpointReader, *, strict: bool = True
+    ) -> CheckpointReader:
+        """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
+        reader = source if isinstance(source, CheckpointReader) else CheckpointReader(source)
+        engine_state.load_weights(self, reader, strict=strict)
+        return reader
+
+    def load_optimizers(self, source: str | os.PathLike[str] | CheckpointReader) -> None:
+        """Load optimizer state, master weights and the loss scale only."""
+        reader = source if isinstance(source, CheckpointReader) else CheckpointReader(source)
+        engine_state.load_optimizers(self, reader)
+
+    # ---- ranks with different numbers of batches ----
+
+    @contextmanager
+    def shared_step(self) -> Iterator[None]:
+        """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3).
+
+        While there are such ranks, those with a batch tell them of every unit before they gather it.
+        """
+        gatherer = self.model.gatherer
+        if gatherer is None or self.mesh.world_size == 1 or all(self._exchange(1)):
+            yield
+            return
+        gatherer.release_idle()  # as in `drain`: nothing is gathered on any rank
+        gatherer.announce = self._announce
+        try:
+            yield
+        finally:
+            gatherer.announce = None
+            gatherer.release_idle()
+            self._exchange(_STEP_OVER)
+
+    def drain(self) -> None:
+        """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
+        gatherer = self.model.gatherer
+        if gatherer is None or self.mesh.world_size == 1:
+            return
+        gatherer.release_idle()
+        while any(self._exchange(0)):
+            while (number := max(self._exchange(_NOTHING))) >= 0:
+                gatherer.units[number].gather()
+                gatherer.units[number].release()
+
+    def _announce(self, number: int) -> None:
+        everyone = self._exchange(number)
+        if len({other for other in everyone if other != _NOTHING}) > 1:
+            names = {
+                rank: "the end of the step" if other == _STEP_OVER else repr(self.model.units[other].name)
+                for rank, other in enumerate(everyone)
+                if other != _NOTHING
+            }
+            raise RuntimeError(
+                f"ranks evaluate different parts of the model, which stage 3 cannot serve while it is sharded: {names}"
+            )
+
+    def _exchange(self, number: int) -> list[int]:
+        return [int(other) for other in self.mesh.control.exchange_small(torch.tensor([number], dtype=torch.int32))]
+
+    def state_bytes(self) -> dict[str, int]:
+        """Persistent bytes of model state on this rank: parameters, gradients, optimizer (master weights included)."""
+        buckets = self.model.buckets
+        return {
+            "parameters": sum(bucket.persistent_bytes() for bucket in buckets),
+            "gradients": sum(bucket.persistent_bytes() for bucket in self.model.gradients),
+            "optimizer": sum(bucket.master_bytes() for bucket in buckets)
+            + sum(sharded.state_bytes() for sharded in self.optimizers),
+        }
+
+    def reset(self) -> None:
+        """Return to the resting state after an exception was caught in a forward or a backward."""
+        self.model.reducer.reset()
+        self.model.guards.reset()
+        for sharded in self.optimizers:
+            sharded.restore()
+        if self.model.gatherer is not None:
+            self.model.gatherer.reset()
+
+
+@torch.no_grad()
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point buffers follow the parameters, as with `module.to(dtype)`."""
+    for owner in module.modules():
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(owner, key, buffer.to(dtype))

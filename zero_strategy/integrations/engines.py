@@ -1,0 +1,87 @@
+"""One engine per module for its whole life, however many Trainers and runs the module goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_strategy.config import ResolvedConfig
+from zero_strategy.engine import ZeroEngine
+
+_SLOT = "_zero_strategy_engine"
+
+
+class _EngineSlot:
+    """Keeps a module's engine alive with the module; a copy of the module is not sharded and gets an empty one."""
+
+    def __init__(self, engine: ZeroEngine | None = None, compute_dtype: torch.dtype | None = None) -> None:
+        self.engine, self.compute_dtype = engine, compute_dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _EngineSlot:
+        return _EngineSlot()
+
+    def __reduce__(self) -> tuple[type[_EngineSlot], tuple[()]]:
+        return _EngineSlot, ()
+
+
+def engine_of(module: nn.Module) -> ZeroEngine | None:
+    """The engine that shards `module`, or None."""
+    slot = module.__dict__.get(_SLOT)
+    return slot.engine if isinstance(slot, _EngineSlot) else None
+
+
+def engine_for(
+    module: nn.Module, config: ResolvedConfig, compute_dtype: torch.dtype | None, device: torch.device | None = None
+) -> ZeroEngine:
+    """The module's engine, made now if it has none.
+
+    Args:
+        module: The module; it is moved to `device` before it is sharded.
+        config: The settings that are asked for.
+        compute_dtype: See `ZeroEngine`.
+        device: Where to; None leaves it where it is.
+
+    Raises:
+        RuntimeError: If the module is sharded with other settings already; names them.
+    """
+    engine = engine_of(module)
+    if engine is None:
+        if device is not None:
+            move_to(module, device)
+        engine = ZeroEngine(module, config, compute_dtype=compute_dtype, device=device)
+        _tell_dtype(module, compute_dtype)
+        module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype)
+        return engine
+    slot: _EngineSlot = module.__dict__[_SLOT]
+    before, now = dict(engine.config.config.settings()), dict(config.config.settings())
+    differences = [
+        f"{key} was {before[key].value} and is {now[key].value} [{now[key].origin}]"
+        for key in now
+        if before[key].value != now[key].value
+    ]
+    if slot.compute_dtype != compute_dtype:
+        differences.append(f"the parameters' dtype was {slot.compute_dtype} and is {compute_dtype}")
+    if engine.config.world_size != config.world_size:
+        differences.append(f"the world size was {engine.config.world_size} and is {config.world_size}")
+    if differences:
+        raise RuntimeError(
+            f"{type(module).__name__} is sharded already, with other settings: {'; '.join(differences)}. A module "
+            "keeps its sharding for life: use the same settings, or build the module anew and load a checkpoint."
+        )
+    return engine
+
+
+def _tell_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Let `LightningModule.dtype` say what parameters are now, as `module.to(dtype)` would."""
+    for child in module.modules():
+        if dtype is not None and "_dtype" in child.__dict__:
+            child.__dict__["_dtype"] = dtype
+
+
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Move a module that is not sharded yet; parameters on the meta device have nothing to move."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.device not in (device, torch.device("meta")) for tensor in tensors):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

@@ -1,0 +1,27 @@
+"""ZeRO for the Trainer of `lightning.pytorch`.
+
+import zero_strategy
+Trainer(strategy="zero3")                                            # or "zero1", "zero2", "zero3_spawn", ...
+Trainer(strategy=zero_strategy.ZeroStrategy(stage=3, prefetch=2))
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+
+from zero_strategy.integrations.namespaces import strategy_class
+from zero_strategy.integrations.trainer import TrainerStrategy
+from zero_strategy.integrations.trainer_precision import TrainerPrecision
+
+__all__ = ["ZeroPrecision", "ZeroStrategy", "strategy_class"]
+
+
+class ZeroPrecision(TrainerPrecision, Precision):
+    """Precision plugin of `ZeroStrategy`; made from `Trainer(precision=...)`."""
+
+
+class ZeroStrategy(TrainerStrategy, DDPStrategy):
+    """Shards optimizer state, gradients and parameters over the ranks."""
+
+    precision_class = ZeroPrecision

@@ -1,0 +1,24 @@
+"""ZeRO for `lightning_fabric`: `Fabric(strategy="zero3")` or `Fabric(strategy=ZeroStrategy(stage=3))`."""
+
+from __future__ import annotations
+
+from lightning_fabric.plugins.precision import Precision
+from lightning_fabric.strategies.ddp import DDPStrategy
+
+from zero_strategy.integrations.fabric_precision import FabricPrecision, ScaledFabricPrecision
+from zero_strategy.integrations.fabric_strategy import FabricStrategy
+
+
+class ZeroPrecision(FabricPrecision, Precision):
+    """Precision plugin of `ZeroStrategy`; made from `Fabric(precision=...)`."""
+
+
+class ZeroScaledPrecision(ScaledFabricPrecision, Precision):
+    """The same for fp16, with loss scaling."""
+
+
+class ZeroStrategy(FabricStrategy, DDPStrategy):
+    """Shards optimizer state, gradients and parameters over the ranks."""
+
+    plain_precision = ZeroPrecision
+    scaled_precision = ZeroScaledPrecision

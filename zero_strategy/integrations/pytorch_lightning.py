@@ -1,0 +1,19 @@
+"""ZeRO for the Trainer of `pytorch_lightning`; as `zero_strategy.integrations.lightning`."""
+
+from __future__ import annotations
+
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import DDPStrategy
+
+from zero_strategy.integrations.trainer import TrainerStrategy
+from zero_strategy.integrations.trainer_precision import TrainerPrecision
+
+
+class ZeroPrecision(TrainerPrecision, Precision):
+    """Precision plugin of `ZeroStrategy`; made from `Trainer(precision=...)`."""
+
+
+class ZeroStrategy(TrainerStrategy, DDPStrategy):
+    """Shards optimizer state, gradients and parameters over the ranks."""
+
+    precision_class = ZeroPrecision

@@ -1,0 +1,384 @@
+"""The Trainer's strategy: which engine call each of Lightning's hooks is. Shared by both Trainer namespaces.
+
+connect -> setup_environment -> [configure_model] -> setup: move, shard, configure_optimizers, attach
+training_step, backward, optimizer_step, clipping     the engine's hooks do the work
+validation_step, ...                                  ranks may have different numbers of batches
+save_checkpoint, load_checkpoint                      see `trainer_checkpoint`
+teardown                                              nothing moves: shards stay usable for saving, testing, fitting
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy.config import (
+    CheckpointConfig,
+    LossScaleConfig,
+    MeshConfig,
+    PrecisionConfig,
+    ResolvedConfig,
+    UnitsConfig,
+    ZeroConfig,
+    resolve,
+)
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.callbacks import refuse_averaging
+from zero_strategy.integrations.engines import engine_for, engine_of
+from zero_strategy.integrations.facts import trainer_facts
+from zero_strategy.integrations.failure import FailureAgreement, end_children_at_exit
+from zero_strategy.integrations.precision import precision_of
+from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
+from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
+from zero_strategy.integrations.trainer_precision import TrainerPrecision
+from zero_strategy.sharding import Init
+
+if TYPE_CHECKING:
+    from typing import Any as _Base
+else:
+    _Base = object
+
+
+class TrainerStrategy(TrainerCheckpoints, _Base):
+    """What `ZeroStrategy` of either Trainer namespace does.
+
+    Attributes:
+        config: The settings, as given.
+        engine: The engine of the connected module, from `setup` on.
+        load_weights_only: See the argument.
+    """
+
+    precision_class: ClassVar[type[TrainerPrecision]]
+
+    def __init__(
+        self,
+        config: ZeroConfig | dict[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        stage: int | None = None,
+        units: UnitsConfig | dict[str, Any] | None = None,
+        mesh: MeshConfig | dict[str, Any] | None = None,
+        precision: PrecisionConfig | dict[str, Any] | None = None,
+        gradient_reduction: str | None = None,
+        prefetch: int | None = None,
+        release_after_forward: bool | None = None,
+        loss_scale: LossScaleConfig | dict[str, Any] | None = None,
+        checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        elementwise_optimizers: list[str] | None = None,
+        timeout_seconds: float | None = None,
+        rendezvous_seconds: float | None = None,
+        load_weights_only: bool | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        """Takes a config, or its settings as keywords; keywords win. See `ZeroConfig` for each.
+
+        Args:
+            config: A `ZeroConfig`, a mapping, or the path of a YAML file.
+            stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+            units: What is sharded, gathered and released together.
+            mesh: How the ranks are laid out, for hybrid sharding.
+            precision: Dtypes of master weights and gradients. (That of the computation is the Trainer's `precision`.)
+            gradient_reduction: `per_step` or `per_micro_batch`.
+            prefetch: Units that are gathered ahead under stage 3.
+            release_after_forward: Free gathered parameters between forward and backward under stage 3.
+            loss_scale: Dynamic loss scaling for fp16.
+            checkpoint: How checkpoints are written.
+            elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
+            timeout_seconds: Seconds until a collective times out.
+            rendezvous_seconds: Seconds that our own waits on other ranks last at most.
+            load_weights_only: False lets checkpoints hold arbitrary pickled objects. (A Trainer does not pass
+                `fit(weights_only=...)` on to a strategy that loads after set-up, as this one does.)
+            accelerator: As in Lightning's strategies.
+            parallel_devices: As in Lightning's strategies.
+            cluster_environment: As in Lightning's strategies.
+            checkpoint_io: Writes checkpoints as whole files, from rank 0; by default they are sharded directories.
+            precision_plugin: A `ZeroPrecision`; by default made from `Trainer(precision=...)`.
+            process_group_backend: As in Lightning's strategies.
+            timeout: `timeout_seconds` under the name that Lightning's strategies have.
+            start_method: How processes are started: `popen`, `spawn`, `fork` or `forkserver`.
+        """
+        self.config = read_settings(
+            config,
+            timeout,
+            stage=stage,
+            units=units,
+            mesh=mesh,
+            precision=precision,
+            gradient_reduction=gradient_reduction,
+            prefetch=prefetch,
+            release_after_forward=release_after_forward,
+            loss_scale=loss_scale,
+            checkpoint=checkpoint,
+            elementwise_optimizers=elementwise_optimizers,
+            timeout_seconds=timeout_seconds,
+            rendezvous_seconds=rendezvous_seconds,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=self.config.timeout_seconds),
+            start_method=start_method,
+        )
+        self.load_weights_only = load_weights_only
+        self.engine: ZeroEngine | None = None
+        self._whole_files = checkpoint_io is not None
+        self._failure = FailureAgreement(self.config.rendezvous_seconds)
+        self._failed = False
+        self._drained = True
+
+    # ---- plugins and settings ----
+
+    @property
+    def is_distributed(self) -> bool:
+        """Ranks see different data; without this Lightning neither samples nor logs as if they did."""
+        return True
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision plugin, always a `ZeroPrecision` once the Trainer is made."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and not isinstance(plugin, self.precision_class):
+            plugin = self.precision_class(precision_of(plugin, "Trainer"))
+        self._precision_plugin = plugin
+
+    def explain(self) -> str:
+        """A table of every setting in effect, the Trainer's included: key, value, where it was set."""
+        return self._resolve().explain()
+
+    def _resolve(self) -> ResolvedConfig:
+        world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+        module = self._lightning_module
+        trainer = None if module is None else module._trainer
+        return resolve(self.config, world_size, {} if trainer is None else trainer_facts(trainer, world_size))
+
+    # ---- set-up ----
+
+    def setup_environment(self) -> None:
+        """Process group, and the checks that need no model."""
+        check_device(self.root_device, "Trainer")
+        super().setup_environment()
+        check_world_size(self.num_nodes, self.num_processes, "Trainer")
+        self.precision_plugin.device_type = self.root_device.type
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == "fit":
+            refuse_averaging(trainer.callbacks, self.config.stage)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        """Modules built inside; with `empty_init` their parameters take memory only when they are sharded.
+
+        Under stage 3 they are built on the host, as the whole model may not fit a device.
+        """
+        device = torch.device("cpu") if self.config.stage == 3 else self.root_device
+        with Init(enabled=bool(empty_init)), device, self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module, unless that is done; make and attach its optimizers when fitting."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module, fitting = self.lightning_module, trainer.state.fn == "fit"
+        if engine_of(module) is None:
+            # Later calls would replace modules that are sharded.
+            if fitting and self._layer_sync:
+                self._layer_sync.apply(module)
+            self.precision_plugin.convert_module(module)
+        compute_dtype = self.precision_plugin.plan.compute_dtype
+        self.engine = engine_for(module, self._resolve(), compute_dtype, self.root_device)
+        if self._failed:
+            self.engine.reset()
+            self._failed = False
+        self.precision_plugin.engine = self.engine
+        self.precision_plugin.adopt(self.engine, self.config.loss_scale)
+        self.model = module
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Call `configure_optimizers` and let its optimizers update shards."""
+        assert self.engine is not None
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        self.engine.detach()  # those of an earlier fit
+        real = [optimizer for optimizer in self.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
+        self.engine.attach(*real)
+        if real:
+            self.engine.check_optimizers()
+
+    def model_to_device(self) -> None:
+        """Nothing: the module was moved before it was sharded."""
+
+    def configure_ddp(self) -> None:
+        """Nothing: there is no wrapper."""
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        return model
+
+    # ---- steps ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `training_step`, its root parameters whole."""
+        assert self.lightning_module is not None and self.engine is not None
+        with self.precision_plugin.train_step_context(), self.engine.forward_scope():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `validation_step`."""
+        with self._evaluation_step(self.precision_plugin.val_step_context()) as module:
+            return module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `test_step`."""
+        with self._evaluation_step(self.precision_plugin.test_step_context()) as module:
+            return module.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `predict_step`."""
+        with self._evaluation_step(self.precision_plugin.predict_step_context()) as module:
+            return module.predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluation_step(self, context: Any) -> Iterator[Any]:
+        assert self.lightning_module is not None and self.engine is not None
+        self._drained = False
+        with self.engine.shared_step(), context, self.engine.forward_scope():
+            yield self.lightning_module
+        if self._ends_a_loader():
+            self._drain()
+
+    def _ends_a_loader(self) -> bool:
+        """Whether this rank's loop is known to have had the last batch of a data loader.
+
+        Ranks without a batch must drain there: what follows is a reduction of metrics over all ranks.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        predicting = trainer.state.fn == "predict"
+        loop: Any = trainer.predict_loop if predicting else trainer._evaluation_loop
+        if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+            return False  # the step itself takes batches, any number of them
+        if loop.batch_progress.is_last_batch:
+            return True
+        one_after_the_other = loop._combined_loader._mode == "sequential"
+        return one_after_the_other and loop.batch_progress.current.ready in accumulate(loop.max_batches)
+
+    def _drain(self) -> None:
+        if not self._drained:
+            self._drained = True
+            assert self.engine is not None
+            self.engine.drain()
+
+    def on_validation_start(self) -> None:
+        """A loop begins in which this rank may have fewer batches than others."""
+        self._drained = False
+
+    def on_test_start(self) -> None:
+        """As `on_validation_start`."""
+        self._drained = False
+
+    def on_predict_start(self) -> None:
+        """As `on_validation_start`."""
+        self._drained = False
+
+    def on_validation_end(self) -> None:
+        """Where the last batch was not known, ranks wait for the others here."""
+        self._drain()
+
+    def on_test_end(self) -> None:
+        """As `on_validation_end`."""
+        self._drain()
+
+    def on_predict_end(self) -> None:
+        """As `on_validation_end`."""
+        self._drain()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The loss scale follows the steps of the batch before."""
+        self.precision_plugin.update_scale()
+
+    # ---- backward and optimizer ----
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Backwards of accumulated micro-batches: gradients may stay on this rank."""
+        assert self.engine is not None
+        with self.engine.no_sync():
+            yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Nothing: gradients are reduced by hooks."""
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        """The optimizer's whole state, made when it is looked into; all ranks must then look."""
+        return self._optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+    # ---- the end ----
+
+    @property
+    def _interrupted(self) -> bool:
+        module = self._lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer is not None and trainer.state.status == "interrupted"
+
+    def _alone(self) -> bool:
+        """Whether other ranks may be waiting elsewhere, so that no collective may be begun."""
+        if not self._interrupted:
+            return False
+        assert self._lightning_module is not None
+        return not self._failure.together(f"global step {self._lightning_module.trainer.global_step}")
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; nothing after an exception of this rank alone."""
+        if not self._alone():
+            super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank `src`; this rank's own after an exception of this rank alone."""
+        return obj if self._alone() else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks; this rank's own after an exception of this rank alone."""
+        return tensor if self._alone() else super().reduce(tensor, group, reduce_op)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that a step was torn apart, and let no child process wait for this one for ever."""
+        self._failed = True
+        self._failure.forget()
+        end_children_at_exit(self.launcher)
+
+    def teardown(self) -> None:
+        """Tear the plugins down. No collective, and nothing is moved: shards stay where they are."""
+        if not self._failed:
+            self.precision_plugin.update_scale()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None and self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

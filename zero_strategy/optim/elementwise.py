@@ -1,0 +1,66 @@
+"""Which optimizers may see a parameter in pieces: those whose update of an element needs that element alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""Classes of `torch.optim`; per-tensor state of theirs is scalar and the same in every piece."""
+
+_REASONS = {
+    "Adafactor": "it factors the second moment over rows and columns and needs whole matrices",
+    "LBFGS": "it evaluates the loss several times per step and couples all elements",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it updates rows of sparse gradients; gradients here are dense",
+    "LAMB": "its trust ratio needs the norm of each whole parameter",
+    "Lamb": "its trust ratio needs the norm of each whole parameter",
+    "LARS": "its trust ratio needs the norm of each whole parameter",
+    "Shampoo": "it preconditions whole matrices",
+}
+
+
+def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, whole: bool = False) -> None:
+    """Raise unless the optimizer may update pieces of parameters.
+
+    Args:
+        optimizer: The optimizer.
+        asserted: Class names that the user declares to be elementwise.
+        whole: Every rank holds whole parameters (stage 0), so that any optimizer serves that steps once per gradient.
+
+    Raises:
+        TypeError: Naming the class, the reason, and the way out.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in asserted:
+            return
+        if cls.__module__.startswith("torch.optim") and cls.__name__ in ELEMENTWISE:
+            # Unwrapped: torch puts a profiling wrapper around `step` of whichever class is made first.
+            if inspect.unwrap(type(optimizer).step) is inspect.unwrap(getattr(cls, "step")):  # noqa: B009
+                return
+            break
+    name = type(optimizer).__name__
+    if whole and not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        return
+    reason = _REASONS.get(name, "its update may need more than the element it changes")
+    supported = ", ".join(f"torch.optim.{known}" for known in ELEMENTWISE if hasattr(torch.optim, known))
+    raise TypeError(
+        f"optimizer {name} cannot run on sharded parameters: {reason}. Use one of {supported}; if {name} updates every "
+        f"element from that element's own gradient and state alone, say so with elementwise_optimizers=[{name!r}], or "
+        "use stage 0, where every rank holds whole parameters."
+    )

@@ -1,0 +1,157 @@
+"""Whole fp32 parameters, gradients and optimizer states of sharded parameters, read and written by every rank.
+
+All ranks call these together. Names and meaning are DeepSpeed's `safe_get_full_*` and `safe_set_full_*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.sharding.model import ShardedModel
+from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.registry import sharded_model_of
+
+
+def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """Whole optimizer state, on the host, of every parameter that has any. A collective, bucket by bucket."""
+    held = {id(parameter) for parameter in sharded.parameters()}
+    for bucket in model.buckets:
+        local: dict[int, dict[str, Any]] = {}
+        for index, parameter in enumerate(bucket.parameters):
+            if id(parameter) in held and (state := sharded.state_of(parameter)):
+                local[index] = state
+        summary = {
+            index: {key: _describe(value) for key, value in state.items()} for index, state in local.items()
+        }
+        merged: dict[int, dict[str, Any]] = {}
+        for part in model.mesh.control.gather_objects(summary):
+            for index, keys in part.items():
+                merged.setdefault(index, {}).update(keys)
+        whole: dict[int, dict[str, Any]] = {index: {} for index in merged}
+        for key, dtype in sorted({(k, d) for keys in merged.values() for k, (d, _) in keys.items() if d}, key=str):
+            flat = model.assemble(bucket, {i: s[key] for i, s in local.items() if key in s}, getattr(torch, dtype))
+            for index, keys in merged.items():
+                if key in keys:
+                    segment = bucket.layout.segments[index]
+                    whole[index][key] = flat[segment.offset : segment.stop].view(segment.shape).cpu().clone()
+        for index, keys in merged.items():
+            whole[index].update({key: value for key, (dtype, value) in keys.items() if not dtype})
+            order = list(keys)
+            yield bucket.parameters[index], {key: whole[index][key] for key in order}
+
+
+def _describe(value: Any) -> tuple[str, Any]:
+    """(dtype name, None) of a per-element state, ("", value) of a scalar one."""
+    if isinstance(value, Tensor) and value.dim():
+        return str(value.dtype).removeprefix("torch."), None
+    return "", value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """The whole parameter from its fp32 master copy where there is one, of `param`'s shape.
+
+    Raises:
+        ValueError: If no engine shards `param`.
+    """
+    model, bucket, index = _find(param)
+    piece = bucket.piece_of.get(index)
+    values = {} if piece is None else {index: bucket.master[piece.offset : piece.offset + piece.numel]}
+    return _segment(model, bucket, index, values, bucket.master.dtype)
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set the parameter and its master copy from a whole `value`, the same on all ranks."""
+    model, bucket, index = _find(param)
+    _check_shape(param, value)
+    bucket.set_master(index, value)
+    bucket.publish().wait()
+    model.forget_gathered()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole mean gradient, or None if the parameter holds none (as `p.grad` in plain torch)."""
+    model, bucket, index = _find(param)
+    model.reducer.settle()
+    gradients = model.gradient_of(bucket)
+    if index not in gradients.live:
+        return None
+    owned = gradients.owned_gradients()
+    return _segment(model, bucket, index, {index: owned[index]} if index in owned else {}, gradients.dtype)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the parameter's gradient by a whole `value`, the same on all ranks."""
+    model, bucket, index = _find(param)
+    _check_shape(param, value)
+    model.reducer.settle()
+    model.gradient_of(bucket).replace(index, value.detach().to(param.device))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """The whole optimizer state `optim_state_key` ("exp_avg", ...), or None before the first step.
+
+    Raises:
+        ValueError: If no attached optimizer holds `param`.
+    """
+    model, bucket, index = _find(param)
+    value = _holder(model, param).state_of(param).get(optim_state_key)
+    mine = None if value is None else _describe(value)
+    known = [found for found in model.mesh.control.gather_objects(mine) if found is not None]
+    if not known:
+        return None
+    dtype, scalar = known[0]
+    if not dtype:
+        return scalar if isinstance(scalar, Tensor) else torch.tensor(scalar)
+    return _segment(model, bucket, index, {} if value is None else {index: value}, getattr(torch, dtype))
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace the optimizer state `optim_state_key` by a whole `value`, the same on all ranks.
+
+    Raises:
+        ValueError: If the optimizer has no such state for the parameter yet.
+    """
+    model, bucket, index = _find(param)
+    _check_shape(param, value)
+    piece = bucket.piece_of.get(index)
+    if piece is None:
+        return
+    state = _holder(model, param).state_of(param)
+    if optim_state_key not in state:
+        raise ValueError(f"no optimizer state {optim_state_key!r} for this parameter; it has {sorted(state)}")
+    state[optim_state_key].copy_(value.reshape(-1)[piece.start : piece.stop].view_as(state[optim_state_key]))
+
+
+def _find(param: nn.Parameter) -> tuple[ShardedModel, ParameterBucket, int]:
+    model = sharded_model_of(param)
+    place = None if model is None else model.place(param)
+    if model is None or place is None:
+        raise ValueError(f"no engine shards this parameter of shape {tuple(param.shape)}")
+    return model, *place
+
+
+def _holder(model: ShardedModel, param: nn.Parameter) -> ShardedOptimizer:
+    for sharded in model.optimizers:
+        if any(param is held for held in sharded.parameters()):
+            return sharded
+    raise ValueError(f"no attached optimizer holds this parameter of shape {tuple(param.shape)}")
+
+
+def _segment(
+    model: ShardedModel, bucket: ParameterBucket, index: int, values: dict[int, Tensor], dtype: torch.dtype
+) -> Tensor:
+    segment = bucket.layout.segments[index]
+    flat = model.assemble(bucket, values, dtype)
+    return flat[segment.offset : segment.stop].view(segment.shape).clone()
+
+
+def _check_shape(param: nn.Parameter, value: Tensor) -> None:
+    if value.shape != param.shape:
+        raise ValueError(f"value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")

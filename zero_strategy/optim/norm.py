@@ -1,0 +1,125 @@
+"""Norms of sharded gradients: one figure for every stage, and the clip that follows from it.
+
+Squares are summed in float64, so that the norm does not depend on how the elements are divided (up to the last bit of
+a float64, which the float32 coefficient does not see). Non-finite values are a flag of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_strategy.distributed import Communicator
+
+_CHUNK = 1 << 16
+"""Elements turned to float64 at a time on the CPU: half a megabyte, which stays in the cache."""
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """The norm of a set of gradients over all ranks.
+
+    Attributes:
+        value: The norm (inf or nan if a gradient is).
+        finite: Whether every element of every gradient on every rank is finite.
+    """
+
+    value: float
+    finite: bool
+
+    def coefficient(self, max_norm: float) -> float:
+        """What gradients are multiplied by so that their norm is at most `max_norm`; 1.0 below it.
+
+        The formula is `torch.nn.utils.clip_grad_norm_`'s: max_norm / (norm + 1e-6), at most 1.
+        """
+        return min(1.0, max_norm / (self.value + 1e-6)) if not math.isnan(self.value) else math.nan
+
+
+def global_norm(shards: Iterable[Tensor], norm_type: float, groups: Iterable[Communicator]) -> GradientNorm:
+    """The norm of all ranks' `shards` together.
+
+    Args:
+        shards: This rank's parts, flat; every element of a gradient lies on exactly one rank of `groups`.
+        norm_type: Any positive p, or inf.
+        groups: Communicators over which the parts are spread (the shard axis, and model-parallel groups).
+
+    Raises:
+        ValueError: If `norm_type` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
+    shards = list(shards)
+    is_max = math.isinf(norm_type)
+    if is_max:
+        parts = [shard.detach().abs().max().double() for shard in shards if shard.numel()]
+        local = torch.stack(parts).max().cpu() if parts else torch.zeros((), dtype=torch.float64)
+    else:
+        parts = [power_sum(shard.detach(), norm_type) for shard in shards]
+        local = torch.stack(parts).sum().cpu() if parts else torch.zeros((), dtype=torch.float64)
+    total = local.reshape(1)
+    for group in groups:
+        values = torch.stack(group.exchange_small(total))
+        total = values.amax(dim=0) if is_max else values.sum(dim=0)
+    value = float(total)
+    finite = math.isfinite(value)
+    return GradientNorm(value if is_max or not finite else value ** (1.0 / norm_type), finite)
+
+
+def power_sum(values: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Sum of |x| ** norm_type over a flat tensor, in float64, on its device."""
+    if values.device.type != "cpu" or norm_type != 2.0:
+        norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
+        return norm**norm_type
+    total = torch.zeros((), dtype=torch.float64)
+    scratch = torch.empty(min(_CHUNK, values.numel()), dtype=torch.float64)
+    for start in range(0, values.numel(), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        wide = scratch[: chunk.numel()].copy_(chunk)
+        total += torch.dot(wide, wide)
+    return total
+
+
+def get_global_norm_of_tensors(
+    tensors: Iterable[Tensor], norm_type: float = 2.0, group: dist.ProcessGroup | None = None
+) -> float:
+    """Norm of tensors of which every rank of `group` holds its own part; -1 never stands for an overflow.
+
+    Args:
+        tensors: This rank's tensors, any shape and floating dtype.
+        norm_type: Any positive p, or inf.
+        group: The ranks to sum over, or None for this rank alone.
+    """
+    from zero_strategy.distributed import CommunicationCounters
+
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    groups = [] if group is None else [Communicator(group, CommunicationCounters())]
+    return global_norm(flat, norm_type, groups).value
+
+
+def clip_tensors_by_global_norm(
+    tensors: Iterable[Tensor],
+    max_norm: float = 1.0,
+    norm_type: float = 2.0,
+    group: dist.ProcessGroup | None = None,
+    eps: float = 1e-6,
+) -> float:
+    """Scale tensors in place so that their norm over `group` is at most `max_norm`; returns the norm before.
+
+    Raises:
+        ValueError: If `max_norm` is negative.
+    """
+    if max_norm < 0:
+        raise ValueError(f"max_norm must not be negative, not {max_norm}")
+    tensors = list(tensors)
+    value = get_global_norm_of_tensors(tensors, norm_type, group)
+    coefficient = max_norm / (value + eps)
+    if coefficient < 1.0:
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.mul_(coefficient)
+    return value

@@ -1,0 +1,310 @@
+"""Any elementwise torch optimizer, run on the pieces of parameters that this rank owns.
+
+The user's optimizer object stays what it is: same instance, same `param_groups` with the module's own parameters, same
+hyper-parameter dicts (so schedulers work). Only while `step()` runs does each group list this rank's pieces instead:
+flat fp32 views into the master buffers, with flat views of the reduced gradients. The public step hooks of
+`torch.optim.Optimizer` do the exchange, so it does not matter who calls `step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy.optim.elementwise import check_elementwise
+from zero_strategy.optim.norm import GradientNorm, global_norm
+from zero_strategy.sharding.layout import Piece
+from zero_strategy.sharding.model import ShardedModel
+from zero_strategy.sharding.parameters import ParameterBucket
+
+SCALAR_STATES = ("step", "eta", "mu", "mu_product")
+"""Per-parameter 0-d states of torch's optimizers."""
+
+
+class ShardedOptimizer:
+    """The tie between one torch optimizer and a sharded model.
+
+    Args:
+        optimizer: The optimizer over parameters of `model`; state that it has already is divided.
+        model: The sharded model.
+
+    Attributes:
+        optimizer: The user's object.
+        skip_next: Leave parameters and state alone in the next `step()` (agreed by all ranks).
+
+    Raises:
+        TypeError: If the optimizer is not elementwise.
+        ValueError: If it holds a parameter that is not the model's; names its place.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        check_elementwise(optimizer, model.config.elementwise_optimizers, whole=not model.placement.shard_optimizer)
+        self.optimizer, self.model = optimizer, model
+        self.skip_next = False
+        self._pieces: dict[int, tuple[nn.Parameter, Piece | None]] = {}
+        self._whole: list[list[nn.Parameter]] | None = None
+        self.state: dict[Tensor, Any] = {}
+        self._check_groups()
+        self._divide_existing_state()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+        ]
+
+    # ---- parameters and pieces ----
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The module parameters of all groups, in group order."""
+        groups = self._whole or [group["params"] for group in self.optimizer.param_groups]
+        for group in groups:
+            yield from group
+
+    def _check_groups(self) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if self.model.place(parameter) is None:
+                    raise ValueError(
+                        f"parameter {index} of param group {number} of {type(self.optimizer).__name__}, shape "
+                        f"{tuple(parameter.shape)}, is not a parameter of the sharded module. Build the optimizer from "
+                        "that module's parameters() (not from a copy, and not before the module was moved)."
+                    )
+
+    def piece(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """This rank's part of `parameter` as the optimizer sees it, flat and fp32 where a master copy is kept."""
+        known = self._pieces.get(id(parameter))
+        place = self.model.place(parameter)
+        assert place is not None
+        bucket, index = place
+        found = bucket.piece_of.get(index)
+        if found is None:
+            return None
+        view = bucket.master[found.offset : found.offset + found.numel]
+        if not bucket.placement.shard_optimizer and parameter.dim():  # whole: show its real shape
+            view = view.view(parameter.shape)
+        if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
+            self._pieces[id(parameter)] = known = (nn.Parameter(view), found)
+        return known[0]
+
+    def _divide_existing_state(self) -> None:
+        existing = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for parameter, values in existing.items():
+            assert isinstance(parameter, nn.Parameter)
+            self._keep_pieces(parameter, values)
+
+    def _keep_pieces(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
+        """Keep this rank's part of a parameter's whole state; low precision becomes the piece's fp32."""
+        piece = self.piece(parameter)
+        if piece is None:
+            return
+        _, cut = self._pieces[id(parameter)]
+        assert cut is not None
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            if is_elementwise_state(key, value, parameter.shape):
+                part = value.detach().reshape(-1)[cut.start : cut.stop]
+                dtype = piece.dtype if value.dtype == parameter.dtype else value.dtype
+                kept[key] = torch.empty(part.shape, dtype=dtype, device=piece.device).copy_(part).view(piece.shape)
+            else:
+                kept[key] = value.clone() if isinstance(value, Tensor) else value
+        self.state[piece] = kept
+
+    # ---- the step ----
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        changed = _run_closure_first(args, kwargs)
+        self.restore()  # an earlier step may have raised before its end
+        self.model.reducer.settle()
+        self._check_groups()
+        self._swap_in()
+        return changed
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        buckets = self._stepped
+        self._swap_back()
+        if self.skip_next:
+            self.skip_next = False
+            return
+        for work in [bucket.publish() for bucket in buckets]:
+            work.wait()
+        for parameter in self._stepped_parameters:
+            torch.autograd.graph.increment_version(parameter)  # so that a backward through old values is noticed
+        self.model.forget_gathered()
+
+    def _swap_in(self) -> None:
+        self._stepped: list[ParameterBucket] = []
+        self._stepped_parameters: list[nn.Parameter] = []
+        gradients: dict[int, dict[int, Tensor]] = {}
+        self._whole = [group["params"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            pieces = []
+            for parameter in group["params"]:
+                place = self.model.place(parameter)
+                assert place is not None
+                bucket, index = place
+                gradient_bucket = self.model.gradient_of(bucket)
+                if index in gradient_bucket.live:
+                    self._stepped_parameters.append(parameter)
+                    if bucket not in self._stepped:
+                        self._stepped.append(bucket)
+                piece = self.piece(parameter)
+                if piece is None:
+                    continue
+                if not self.skip_next:
+                    if id(bucket) not in gradients:
+                        gradients[id(bucket)] = gradient_bucket.owned_gradients()
+                    gradient = gradients[id(bucket)].get(index)
+                    piece.grad = None if gradient is None else gradient.to(piece.dtype).view(piece.shape)
+                pieces.append(piece)
+            group["params"] = pieces
+        self.optimizer.state.update(self.state)
+
+    def _swap_back(self) -> None:
+        assert self._whole is not None
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
+            for piece in group["params"]:
+                piece.grad = None
+            group["params"] = whole
+        self._whole = None
+        self.state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+
+    # ---- gradients ----
+
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's part of every gradient that the next step will use, each element once over the shard axis."""
+        return [shard for _, shard in self._named_shards(unique=True)]
+
+    def _named_shards(self, *, unique: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        rank = self.model.mesh.shard_rank
+        gradients: dict[int, dict[int, Tensor]] = {}
+        for parameter in self.parameters():
+            place = self.model.place(parameter)
+            assert place is not None
+            bucket, index = place
+            if id(bucket) not in gradients:
+                gradients[id(bucket)] = self.model.gradient_of(bucket).owned_gradients()
+            gradient = gradients[id(bucket)].get(index)
+            if gradient is None:
+                continue
+            if unique and not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
+                pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(rank))
+                cuts = [piece for piece in pieces if piece.index == index]
+                gradient = gradient[cuts[0].start : cuts[0].stop] if cuts else gradient[:0]
+            yield parameter, gradient
+
+    def norm(self, norm_type: float = 2.0) -> GradientNorm:
+        """Norm of this optimizer's gradients over all ranks. A collective."""
+        self.model.reducer.settle()
+        return global_norm(self.gradient_shards(), norm_type, [*self.model.norm_groups])
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply this optimizer's gradients."""
+        for _, gradient in self._named_shards(unique=False):
+            gradient.mul_(factor)
+
+    @torch.no_grad()
+    def clip_values(self, limit: float) -> None:
+        """Clamp every element of this optimizer's gradients to [-limit, limit]."""
+        self.model.reducer.settle()
+        for _, gradient in self._named_shards(unique=False):
+            gradient.clamp_(-limit, limit)
+
+    # ---- state ----
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """This rank's optimizer state of `parameter`: flat pieces and scalars; empty before its first step."""
+        piece = self.piece(parameter)
+        return {} if piece is None else dict(self.state.get(piece, {}))
+
+    def set_state_of(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
+        """Replace this rank's optimizer state of `parameter`."""
+        piece = self.piece(parameter)
+        if piece is not None:
+            self.state[piece] = values
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank, master weights left out."""
+        tensors = [value for values in self.state.values() for value in values.values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def load_whole(self, state_dict: dict[str, Any]) -> None:
+        """Take a whole state in the optimizer's own `state_dict()` form, keep this rank's pieces of it.
+
+        Raises:
+            ValueError: If its param groups do not fit (torch's own message).
+        """
+        self.optimizer.load_state_dict({**state_dict, "state": {}})  # torch would cast and move whole moments
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        self.state.clear()
+        for number, parameter in zip(numbers, self.parameters(), strict=True):
+            if number in state_dict["state"]:
+                self._keep_pieces(parameter, state_dict["state"][number])
+
+    def detach(self) -> None:
+        """Let go of the optimizer; its state on this rank is dropped."""
+        self.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.state.clear()
+
+    @property
+    def torn(self) -> bool:
+        """Whether a step began and did not end."""
+        return self._whole is not None
+
+    def restore(self) -> None:
+        """Put the module's parameters back into the groups after a step that raised."""
+        if self._whole is not None:
+            self._swap_back()
+
+    @contextmanager
+    def whole_state(self, states: dict[int, dict[str, Any]]) -> Iterator[None]:
+        """Let the optimizer hold the given whole states (by parameter id) inside the block."""
+        for parameter in self.parameters():
+            if id(parameter) in states:
+                self.optimizer.state[parameter] = states[id(parameter)]
+        try:
+            yield
+        finally:
+            self.optimizer.state.clear()
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        if self.state and not optimizer.state:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.state_dict() would hand out an empty state: this rank holds only its "
+                "part. Call engine.optimizer_state_dict(optimizer) on all ranks, or engine.save_checkpoint(...)."
+            )
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if state_dict.get("state"):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.load_state_dict() cannot divide a whole state among ranks: call "
+                "engine.load_optimizer_state_dict(optimizer, state_dict) instead."
+            )
+
+
+def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
+    return isinstance(value, Tensor) and value.shape == shape and (len(shape) > 0 or key not in SCALAR_STATES)
+
+
+def _run_closure_first(args: Any, kwargs: Any) -> Any:
+    """Evaluate a closure before gradients are exchanged for pieces; elementwise optimizers do so first anyway."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs

@@ -1,0 +1,95 @@
+"""`GatheredParameters` and `Init`: whole parameters on demand, and models that are never whole on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zero_strategy.sharding.registry import sharded_model_of
+
+
+class GatheredParameters:
+    """Hold sharded parameters whole inside a `with` block; every rank must enter it.
+
+    Args:
+        params: One parameter, or any iterable of them. Parameters that no engine shards are left alone.
+        modifier_rank: The rank whose changes are kept, broadcast and sharded again at the end. With None, changes to
+            parameters that stage 3 released are dropped.
+        enabled: Do nothing if False.
+
+    Raises:
+        RendezvousError: If a rank does not enter in time (stage 3).
+
+    The name and arguments are DeepSpeed's `zero.GatheredParameters`.
+    """
+
+    def __init__(
+        self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None, enabled: bool = True
+    ) -> None:
+        self._parameters = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._modifier_rank, self._enabled = modifier_rank, enabled
+        self._stack = ExitStack()
+        self._buckets: list[Any] = []
+
+    def __enter__(self) -> None:
+        if not self._enabled:
+            return
+        models = {id(model): model for model in map(sharded_model_of, self._parameters) if model is not None}
+        for model in models.values():
+            if self._modifier_rank is not None and not 0 <= self._modifier_rank < model.mesh.world_size:
+                raise ValueError(
+                    f"modifier_rank {self._modifier_rank} is not a rank of this mesh of {model.mesh.world_size}"
+                )
+            if model.placement.shard_parameters:
+                model.mesh.rendezvous.meet("entering sharding.GatheredParameters")
+            self._buckets += self._stack.enter_context(model.gathered(self._parameters))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            if kind is None and self._modifier_rank is not None:
+                for bucket in self._buckets:
+                    bucket.adopt(self._modifier_rank)
+            self._stack.close()
+
+
+class Init:
+    """Build a model whose parameters take no memory until an engine shards them.
+
+    Inside the block every registered parameter moves to the meta device; buffers stay real. The engine gives
+    parameters memory and values (from `reset_parameters`, or from a checkpoint) one unit at a time.
+
+    Args:
+        enabled: Do nothing if False.
+
+    Example:
+        >>> with sharding.Init():
+        ...     model = Model()
+        >>> engine = ZeroEngine(model, load_config(stage=3))
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._handle: Any = None
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._handle = register_module_parameter_registration_hook(cast(Any, _to_meta))
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None or parameter.is_meta:
+        return parameter
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)

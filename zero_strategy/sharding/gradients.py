@@ -1,0 +1,326 @@
+"""The gradients of one bucket: local sums, the reduction, and what `p.grad` shows.
+
+`local` (whole bucket) collects this rank's own gradients; a reduction turns it into `reduced` (owned elements), the
+mean over ranks. Under `per_step` reduction `local` stays and `reduced` is its owned part; under `per_micro_batch` it
+lives only while a backward runs.
+
+Order of summation (documented, so that a single process can repeat it):
+    per_step         g = (sum over ranks r, in order, of (sum over micro-batches a, in order, of g[r, a])) / ranks
+    per_micro_batch  g = sum over micro-batches a, in order, of ((sum over ranks r, in order, of g[r, a]) / ranks)
+
+`p.grad` of a parameter that holds a gradient is a *handle*: where whole gradients are kept it is the gradient itself,
+else one NaN expanded to the parameter's shape. `zero_grad()` removes or overwrites the handle, which is how the bucket
+learns of it, without any hook on the optimizer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_strategy.distributed import PendingWork
+from zero_strategy.sharding.parameters import ParameterBucket
+
+
+class GradientBucket:
+    """Gradient buffers of one `ParameterBucket`.
+
+    Args:
+        bucket: The parameters.
+        dtype: Dtype in which gradients are accumulated.
+        reduce_dtype: Dtype in which they are sent and summed over ranks.
+        per_step: Keep the whole local sum until the step, instead of reducing every micro-batch.
+
+    Attributes:
+        live: Indices of parameters that hold a reduced gradient.
+        local_live: Indices of parameters with local, not yet reduced gradients.
+        late: Gradients that came after the bucket had left in this backward, by index.
+    """
+
+    def __init__(self, bucket: ParameterBucket, dtype: torch.dtype, reduce_dtype: torch.dtype, per_step: bool) -> None:
+        self.bucket, self.dtype, self.reduce_dtype, self.per_step = bucket, dtype, reduce_dtype, per_step
+        self.live: set[int] = set()
+        self.local_live: set[int] = set()
+        self.late: dict[int, Tensor] = {}
+        self.local: Tensor | None = None
+        self.reduced: Tensor | None = None
+        self._earlier: Tensor | None = None
+        self._work: PendingWork | None = None
+        self._spread: PendingWork | None = None
+        self._summed = False
+        self._empty = True  # `reduced` holds no sum yet
+        self._shows_gradient = bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype
+        self._handles: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
+
+    # ---- accumulation on this rank ----
+
+    def begin(self) -> None:
+        """Prepare for gradients of a new backward: notice `zero_grad`, keep earlier reduced sums apart."""
+        self.finish()
+        self.sync_handles()
+        self._set_aside()
+
+    def resume(self, index: int) -> None:
+        """Go on as before `begin`: no gradient of parameter `index` came to be added."""
+        if self._work is not None:
+            self.finish()
+        self._restore()
+        if index in self.live or index in self.local_live:
+            self.show(index)
+
+    def _set_aside(self) -> None:
+        """Save the reduced sum from the buffer that is about to collect new local gradients."""
+        if self.per_step and self.reduced is not None:
+            if not self._empty and self._earlier is None:
+                self._earlier = self.reduced.clone()
+                self._show_all()
+            self.reduced = None
+
+    def _restore(self) -> None:
+        """Undo `_set_aside` where nothing was collected since."""
+        if self._earlier is not None and not self.local_live and self.local is not None and self._work is None:
+            self.reduced = self.local[self.bucket.owned]
+            self.reduced.copy_(self._earlier)
+            self._earlier = None
+            self._show_all()
+
+    def accumulate(self, index: int, gradient: Tensor) -> None:
+        """Add this rank's `gradient` of parameter `index` to the local sum."""
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._work is not None:  # a parameter that fires after its bucket has left: it takes the next one
+            known = self.late.get(index)
+            self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
+            return
+        if self.local is None:
+            self.local = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+        view = self._local_view(index)
+        if index in self.local_live:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self.local_live.add(index)
+
+    def _local_view(self, index: int) -> Tensor:
+        segment = self.bucket.layout.segments[index]
+        assert self.local is not None
+        return self.local[segment.offset : segment.stop].view(segment.shape)
+
+    def admit_late(self) -> None:
+        """Let gradients that came after the bucket had left into the next reduction."""
+        late, self.late = self.late, {}
+        if late:
+            self._set_aside()
+        for index, gradient in late.items():
+            self.accumulate(index, gradient)
+
+    # ---- reduction over ranks ----
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Start the reduction; parameters without a local gradient contribute zeros."""
+        assert self._work is None
+        self._set_aside()
+        if self.local is None:
+            self.local = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+        elif len(self.local_live) < len(self.bucket.parameters):
+            for index in range(len(self.bucket.parameters)):
+                if index not in self.local_live:
+                    self._local_view(index).zero_()
+        self.local_live.clear()
+        self._sent = self.local if self.reduce_dtype == self.dtype else self.local.to(self.reduce_dtype)
+        self._work, self._summed = self.bucket.mesh.reduce.reduce_scatter(self._sent), False
+
+    @torch.no_grad()
+    def finish_sum(self) -> None:
+        """Complete the sum over ranks and take the mean; where whole gradients are kept, start spreading it."""
+        if self._work is None or self._summed:
+            return
+        self._summed = True
+        self._work.wait()
+        mesh, own = self.bucket.mesh, self._sent[self.bucket.slice]
+        if mesh.replicate.size > 1:
+            mesh.replicate.all_reduce(own)
+        if mesh.world_size > 1:
+            own.mul_(1.0 / mesh.world_size)
+        if not self.bucket.placement.shard_optimizer:
+            self._spread = mesh.reduce.all_gather(self._sent)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for a reduction under way and add its result to what is already reduced."""
+        if self._work is None:
+            return
+        self.finish_sum()
+        if self._spread is not None:
+            self._spread.wait()
+        assert self.local is not None
+        owned = self.bucket.owned
+        self._work = self._spread = None
+        if self.per_step:
+            if self._sent is not self.local:
+                self.local[owned].copy_(self._sent[owned])
+            self.reduced = self.local[owned]
+            if self._earlier is not None:
+                self.reduced.add_(self._earlier)
+                self._earlier = None
+                self._show_all()
+        else:
+            if self.reduced is None:
+                self.reduced = torch.empty(owned.stop - owned.start, dtype=self.dtype, device=self.bucket.device)
+            if self._empty:
+                self.reduced.copy_(self._sent[owned])
+            else:
+                self.reduced.add_(self._sent[owned])
+            self.local = None
+        self._empty = False
+        del self._sent
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Drop every gradient, also one under way."""
+        self.finish()
+        self.live.clear()
+        self.local_live.clear()
+        self.late.clear()
+        for parameter in self.bucket.parameters:
+            parameter.grad = None
+        self._earlier, self._empty = None, True
+        if self.reduced is not None:
+            self.reduced.zero_()
+        if not self.per_step:
+            self.local = None
+
+    # ---- what p.grad shows ----
+
+    def show(self, index: int) -> None:
+        """Set `p.grad` of a parameter that holds a gradient to its handle."""
+        self.bucket.parameters[index].grad = self._handle(index)
+
+    def _show_all(self) -> None:
+        """Whether `p.grad` is the gradient itself changed: it is not while a part of the sum is set aside."""
+        if self._shows_gradient:
+            for index in self.live:
+                self.show(index)
+
+    def _handle(self, index: int) -> Tensor:
+        if self._shows_gradient and self._earlier is None:
+            whole = self.local if self.per_step else self.reduced
+            if whole is not None:
+                self._versions.pop(index, None)
+                segment = self.bucket.layout.segments[index]
+                handle = self._handles.get(index)
+                if handle is None or handle.data_ptr() != whole.data_ptr() + segment.offset * whole.element_size():
+                    self._handles[index] = whole[segment.offset : segment.stop].view(segment.shape)
+                return self._handles[index]
+        if index not in self._handles or index not in self._versions:
+            shape = self.bucket.layout.segments[index].shape
+            # A tensor of its own per parameter, so that its version counter tells who was written to.
+            poison = torch.full((1,), float("nan"), dtype=self.bucket.dtype, device=self.bucket.device)
+            self._handles[index] = poison[0].expand(shape) if self._numel(index) else poison[:0].view(shape)
+            self._versions[index] = self._handles[index]._version
+        return self._handles[index]
+
+    def _numel(self, index: int) -> int:
+        return self.bucket.layout.segments[index].numel
+
+    @torch.no_grad()
+    def sync_handles(self) -> None:
+        """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
+        for index, parameter in enumerate(self.bucket.parameters):
+            shown, handle = parameter.grad, self._handles.get(index)
+            if shown is None:
+                if index in self.live or index in self.local_live:
+                    self._drop(index)
+            elif shown is not handle:
+                self.replace(index, shown)
+            elif index in self._versions and handle._version != self._versions[index]:
+                self._check_zeroed(index, handle)
+                self._zero(index)
+                del self._handles[index]
+                self.show(index)
+
+    def _drop(self, index: int) -> None:
+        self.live.discard(index)
+        self.local_live.discard(index)
+        if not self.live:
+            self._earlier, self._empty = None, True
+        for values in self._reduced_parts(index):
+            values.zero_()
+        if index in self._versions and self._handles[index]._version != self._versions[index]:
+            del self._handles[index], self._versions[index]  # zeroed in place, then removed
+
+    def _check_zeroed(self, index: int, handle: Tensor) -> None:
+        """Writing zeros is the one change that a handle stands for."""
+        if handle.numel() and bool(handle.as_strided((1,), (1,)) != 0):
+            del self._handles[index]
+            self.show(index)
+            self._refuse(index)
+
+    def _refuse(self, index: int) -> None:
+        raise RuntimeError(
+            f"the gradient of parameter {self.bucket.names[index]!r} was changed through p.grad, which is no whole "
+            f"gradient at stage {self.bucket.placement.stage}: it reads as NaN. Clip with engine.clip_grad_norm_ or "
+            "engine.clip_grad_value_; read and write it with safe_get_full_grad and safe_set_full_grad of "
+            "zero_strategy.optim.full_state."
+        )
+
+    def _zero(self, index: int) -> None:
+        if index in self.local_live:
+            self._local_view(index).zero_()
+        for values in self._reduced_parts(index):
+            values.zero_()
+
+    def replace(self, index: int, gradient: Tensor) -> None:
+        """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
+        if index in self._versions and gradient.numel() and bool(gradient.isnan().all()):
+            self._refuse(index)
+        self._drop(index)
+        owned = self.bucket.owned
+        if self.per_step and self.local is None:
+            self.local = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+        if self.per_step and self.local_live:  # `local` is in use: what is assigned joins the sums of earlier backwards
+            assert self.local is not None
+            if self._earlier is None:
+                self._earlier = torch.zeros_like(self.local[owned])
+            target = self._earlier
+        else:
+            if self.reduced is None and self.per_step:
+                assert self.local is not None
+                self.reduced = self.local[owned].zero_()
+                self._restore()
+            elif self.reduced is None:
+                numel = owned.stop - owned.start
+                self.reduced = torch.zeros(numel, dtype=self.dtype, device=self.bucket.device)
+            target = self.reduced
+            self._empty = False
+        piece = self.bucket.piece_of.get(index)
+        if piece is not None:
+            view = target[piece.offset : piece.offset + piece.numel]
+            view.copy_(gradient.detach().reshape(-1)[piece.start : piece.stop])
+        self.live.add(index)
+        self.show(index)
+
+    def _reduced_parts(self, index: int) -> list[Tensor]:
+        piece = self.bucket.piece_of.get(index)
+        buffers = [buffer for buffer in (self.reduced, self._earlier) if buffer is not None]
+        return [] if piece is None else [buffer[piece.offset : piece.offset + piece.numel] for buffer in buffers]
+
+    def owned_gradients(self) -> dict[int, Tensor]:
+        """The owned part of every reduced gradient, flat, by parameter index."""
+        assert not self.local_live and self._work is None
+        self._restore()
+        if self.reduced is None or not self.live:
+            return {}
+        return {
+            piece.index: self.reduced[piece.offset : piece.offset + piece.numel]
+            for piece in self.bucket.pieces
+            if piece.index in self.live
+        }
+
+    def persistent_bytes(self) -> int:
+        """Bytes of gradients that stay between backwards."""
+        if self.per_step:
+            return 0 if self.local is None else self.local.numel() * self.local.element_size()
+        return 0 if self.reduced is None else self.reduced.numel() * self.reduced.element_size()

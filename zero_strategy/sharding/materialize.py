@@ -1,0 +1,61 @@
+"""Meta-device parameters become real, one unit at a time, so that no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero_strategy.sharding.units import UnitSpec
+
+
+def materialize_unit(spec: UnitSpec, device: torch.device, *, initialise: bool = True) -> None:
+    """Give the meta parameters of a unit memory on `device` and values from their modules' `reset_parameters`.
+
+    Objects keep their identity. Values come from the default random generator, module by module in registration
+    order; rank 0's are the ones that count.
+
+    Args:
+        spec: The unit. Parameters of its modules that belong to other units (ties) become real with them.
+        device: Where the memory is.
+        initialise: Call `reset_parameters`; else the values are arbitrary, to be loaded.
+
+    Raises:
+        ValueError: If a module with meta parameters has no `reset_parameters`, or has meta buffers; names it.
+    """
+    meta = {id(parameter): name for name, parameter in spec.parameters if parameter.is_meta}
+    if not meta:
+        return
+    for prefix, module in spec.module.named_modules(prefix=spec.name):
+        direct = dict(module.named_parameters(recurse=False))
+        if not any(parameter.is_meta and id(parameter) in meta for parameter in direct.values()):
+            continue
+        mine = {key: parameter for key, parameter in direct.items() if parameter.is_meta}
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ValueError(
+                    f"buffer {prefix}.{key} is on the meta device and cannot be initialised; build the model under "
+                    "zero_strategy.sharding.Init(), which leaves buffers real"
+                )
+        if initialise and not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"module {prefix or 'root'!r} ({type(module).__name__}) has parameters {sorted(mine)} on the meta "
+                "device and no reset_parameters(); give it one, build it outside of sharding.Init(), or load its "
+                "values: ZeroEngine(module, config, weights=CHECKPOINT)"
+            )
+        for parameter in mine.values():
+            real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, real)
+        if initialise:
+            _initialise(module, [parameter for key, parameter in direct.items() if key not in mine])
+
+
+def _initialise(module: nn.Module, settled: list[nn.Parameter]) -> None:
+    """Call `reset_parameters` without a lasting effect on tied parameters that have their values already."""
+    values = [parameter.data for parameter in settled]
+    for parameter in settled:
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    try:
+        module.reset_parameters()  # type: ignore[operator]
+    finally:
+        for parameter, value in zip(settled, values, strict=True):
+            parameter.data = value

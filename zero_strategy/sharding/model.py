@@ -1,0 +1,248 @@
+"""A module taken apart into units and buckets: the one object that knows where every parameter lies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.config import ZeroConfig
+from zero_strategy.distributed import Communicator, Mesh
+from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
+from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.sharding.guards import ModuleGuards
+from zero_strategy.sharding.materialize import materialize_unit
+from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.placement import PLACEMENTS
+from zero_strategy.sharding.reducer import GradientReducer, Watcher
+from zero_strategy.sharding.registry import check_unsharded, register
+from zero_strategy.sharding.units import UnitSpec, aliases, find_units
+
+if TYPE_CHECKING:
+    from zero_strategy.optim.sharded import ShardedOptimizer
+
+
+class ShardedModel:
+    """Units, buckets and the machinery that moves them, for one module.
+
+    Args:
+        module: The module to shard, in place. Its parameter objects, names and shapes stay.
+        mesh: The data-parallel ranks.
+        config: A resolved config (no derived field is None).
+        compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
+        device: Where meta parameters become real; default: where the module's other tensors are, else the CPU.
+        initialise: Give meta parameters their initial values (else they are about to be loaded).
+
+    Attributes:
+        units: The root first.
+        buckets: All parameter buckets, in unit order.
+        gradients: Their gradient buckets, in the same order.
+        optimizers: Those that update it; the engine's list.
+        norm_groups: Groups over which gradients are spread; a model-parallel face adds its own.
+        aliases: Further names of tied parameters: {alias: first name}.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        config: ZeroConfig,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | None = None,
+        initialise: bool = True,
+    ) -> None:
+        _check_module(module)
+        _check_precision(config, compute_dtype)
+        self._device = device or _device_of(module)
+        self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
+        self.placement = PLACEMENTS[config.stage]
+        self.aliases = aliases(module)
+        check_unsharded(module.parameters())
+        _check_same_on_all_ranks(module, mesh)
+        self.optimizers: list[ShardedOptimizer] = []
+        self.norm_groups: list[Communicator] = [mesh.shard_control]
+        specs = find_units(
+            module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
+        )
+        self.units = [self._build_unit(spec, initialise) for spec in specs]
+        register(module.parameters(), self)
+        self._share_buffers()
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        self._places = {
+            id(parameter): (bucket, index)
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+        }
+        per_step = config.gradient_reduction == "per_step"
+        self.gradients = [self._gradient_bucket(bucket, per_step) for bucket in self.buckets]
+        self._gradient_of = dict(zip(map(id, self.buckets), self.gradients, strict=True))
+        backward_order = [*self.units[:0:-1], self.units[0]]  # the root's embedding comes last
+        plan = [bucket for unit in backward_order for bucket in unit.buckets if _can_train(bucket)]
+        self.gatherer: ParameterGatherer | None = None
+        if self.placement.shard_parameters:
+            self.gatherer = ParameterGatherer(self.units, config.prefetch, config.release_after_forward)
+        gathers = None if self.gatherer is None else self._gathers
+        self.reducer = GradientReducer([self.gradient_of(bucket) for bucket in plan], mesh, per_step, gathers)
+        self.reducer.step_torn = self._step_torn
+        if self.gatherer is not None:
+            self.gatherer.unit_done = self.reducer.unit_done
+        self.guards = ModuleGuards(self)
+        module.register_forward_pre_hook(Watcher(self.reducer))
+
+    def _step_torn(self) -> bool:
+        return any(sharded.torn for sharded in self.optimizers)
+
+    def _gathers(self) -> int:
+        return 0 if self.gatherer is None else self.gatherer.checksum
+
+    def _build_unit(self, spec: UnitSpec, initialise: bool) -> Unit:
+        materialize_unit(spec, self._device, initialise=initialise)
+        keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in spec.parameters:
+            target = parameter.dtype
+            if self.compute_dtype is not None and parameter.is_floating_point():
+                target = self.compute_dtype
+            key = (target, parameter.dtype, parameter.device, parameter.requires_grad)
+            keys.setdefault(key, []).append((name, parameter))
+        master = self.config.precision.master_weights
+        buckets = [
+            ParameterBucket(named, self.mesh, self.placement, dtype, master) for (dtype, *_), named in keys.items()
+        ]
+        unit = Unit(spec.name, spec.module, buckets)
+        unit.release()  # before the next one is built, so that one unit at most is whole
+        return unit
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Start from rank 0's buffers, as from its parameters."""
+        for buffer in self.module.buffers():
+            if buffer.is_meta:
+                continue
+            values = buffer.clone(memory_format=torch.contiguous_format)
+            self.mesh.gather.broadcast(values, 0)
+            self.mesh.replicate.broadcast(values, 0)
+            if not torch.equal(buffer, values):
+                buffer.copy_(values)
+
+    def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool) -> GradientBucket:
+        precision = self.config.precision
+        wide = torch.float32 if bucket.dtype in (torch.float16, torch.bfloat16) else bucket.dtype
+        dtype = wide if precision.gradient_dtype == "float32" else bucket.dtype
+        reduce_dtype = wide if precision.reduce_dtype == "float32" else dtype
+        return GradientBucket(bucket, dtype, reduce_dtype, per_step)
+
+    def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
+        """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""
+        return self._places.get(id(parameter))
+
+    def gradient_of(self, bucket: ParameterBucket) -> GradientBucket:
+        """The gradient bucket that belongs to `bucket`."""
+        return self._gradient_of[id(bucket)]
+
+    def names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """First name and object of every parameter, bucket by bucket."""
+        for bucket in self.buckets:
+            yield from zip(bucket.names, bucket.parameters, strict=True)
+
+    @torch.no_grad()
+    def assemble(self, bucket: ParameterBucket, values: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+        """Put this rank's flat pieces (by parameter index) and the other ranks' together. A collective.
+
+        Returns:
+            The whole bucket, (layout.numel,), on every rank; zeros where no rank has a value.
+        """
+        flat = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
+        start = bucket.owned.start
+        for index, value in values.items():
+            piece = bucket.piece_of[index]
+            flat[start + piece.offset : start + piece.offset + piece.numel] = value.reshape(-1)
+        if self.placement.shard_optimizer:
+            self.mesh.gather.all_gather(flat).wait()
+        return flat
+
+    def forget_gathered(self) -> None:
+        """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective."""
+        if self.gatherer is not None:
+            self.gatherer.release_idle()
+            for bucket in self.buckets:
+                bucket.refresh()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[list[ParameterBucket]]:
+        """Hold the units of `parameters` (default: all) whole inside the block; yields their buckets."""
+        if parameters is None:
+            units = self.units
+        else:
+            wanted = {id(parameter) for parameter in parameters}
+            units = [
+                unit
+                for unit in self.units
+                if any(id(parameter) in wanted for bucket in unit.buckets for parameter in bucket.parameters)
+            ]
+        for unit in units:
+            unit.pinned += 1
+        try:
+            for unit in units:
+                unit.start_gather()
+            for unit in units:
+                unit.gather()
+            yield [bucket for unit in units for bucket in unit.buckets]
+        finally:
+            for unit in units:
+                unit.pinned -= 1
+                unit.release()
+
+
+def _can_train(bucket: ParameterBucket) -> bool:
+    """Integers never take gradients; a frozen float may be unfrozen later."""
+    return bucket.dtype.is_floating_point
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensors = [*module.parameters(), *module.buffers()]
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def _check_precision(config: ZeroConfig, compute_dtype: torch.dtype | None) -> None:
+    if compute_dtype == torch.float16 and config.precision.gradient_dtype == "parameter":
+        raise ValueError(
+            "precision.gradient_dtype='parameter' would keep fp16 gradients, in which undoing the loss scale "
+            "underflows; use 'float32' with fp16, or train in bf16"
+        )
+
+
+def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
+    mine = [
+        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    ]
+    if len(set(mesh.control.gather_objects(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) == 1:
+        return
+    everyone = mesh.control.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here, there = next((a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="nothing") if a != b)
+            raise ValueError(
+                f"ranks built different models: rank 0 has parameter {here}, rank {rank} has {there}. Build the same "
+                "module with the same frozen parameters on every rank."
+            )
+
+
+def _check_module(module: nn.Module) -> None:
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run one forward before sharding")
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"parameter {name!r} is a DTensor: tensor-parallel models are not supported yet")
+        if parameter.is_complex():
+            raise ValueError(f"parameter {name!r} is complex: train its real and imaginary parts as real parameters")
+        if parameter.device.type == "mps":
+            raise ValueError(f"parameter {name!r} is on MPS, which has no collectives; use the CPU or CUDA")

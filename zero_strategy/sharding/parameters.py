@@ -1,0 +1,262 @@
+"""The parameters of one bucket: whole, sliced, released, and their fp32 master copy.
+
+`nn.Parameter` objects are never replaced and never change their shape. Their `.data` points into the bucket's flat
+buffer, or, while the bucket is released (stage 3), at a poison: one NaN expanded to the logical shape, 4 bytes that
+read as NaN.
+
+What autograd saves for backward are views of the flat buffer, so a release empties the *storage* and a later gather
+refills the same storage object; nothing that autograd holds goes stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.distributed import Mesh, PendingWork
+from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
+from zero_strategy.sharding.placement import Placement
+
+
+class ParameterBucket:
+    """Parameters of one unit with the same dtype and trainability, in one flat buffer.
+
+    Args:
+        named_parameters: (name, parameter) in bucket order; all of one dtype and device.
+        mesh: Ranks that share the bucket.
+        placement: What is divided among them.
+        dtype: Dtype that the parameters take (their compute dtype).
+        master_weights: Keep an fp32 master copy of owned elements of trainable low-precision parameters.
+
+    Attributes:
+        parameters: The parameter objects, in bucket order.
+        layout: Where each lies.
+        owned: First and one-past-last bucket element whose optimizer state this rank holds.
+        pieces: The parts of parameters inside `owned`.
+        piece_of: The same by parameter index.
+        flat: The whole bucket, (layout.numel,); its storage is empty while released.
+        shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded.
+        master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        mesh: Mesh,
+        placement: Placement,
+        dtype: torch.dtype,
+        master_weights: bool = True,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.mesh, self.placement, self.dtype = mesh, placement, dtype
+        self.device = self.parameters[0].device
+        self.trainable = self.parameters[0].requires_grad
+        self._keep_master = master_weights and dtype in (torch.bfloat16, torch.float16)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in named_parameters]
+        self.layout: BucketLayout = build_layout(shapes, dtype.itemsize, mesh.shard_size, self._replicas)
+        self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
+        self.owned = self.slice if placement.shard_optimizer else slice(0, self.layout.numel)
+        self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
+        self.piece_of = {piece.index: piece for piece in self.pieces}
+        self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
+        self._poison_views = [
+            self._poison[index : index + 1].expand(segment.numel).view(segment.shape)
+            if segment.numel == 0
+            else self._poison[index].expand(segment.shape)
+            for index, segment in enumerate(self.layout.segments)
+        ]
+        self._pending: PendingWork | None = None
+        self.gathered = True
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._fill()
+
+    @property
+    def _replicas(self) -> int:
+        return self.mesh.world_size // self.mesh.shard_size
+
+    @property
+    def owned_values(self) -> Tensor:
+        """The owned elements in the parameters' dtype, (owned elements,)."""
+        return self.flat if not self.placement.shard_optimizer else self.shard
+
+    @property
+    def has_master(self) -> bool:
+        """Whether `master` is a copy of its own."""
+        return self.master is not self.owned_values and self.master.data_ptr() != self.owned_values.data_ptr()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Take the parameters' present values, rank 0's, into the bucket; drop what they held before."""
+        source = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
+        for parameter, segment in zip(self.parameters, self.layout.segments, strict=True):
+            source[segment.offset : segment.stop].copy_(parameter.detach().reshape(-1))
+        self.mesh.gather.broadcast(source, 0)
+        self.mesh.replicate.broadcast(source, 0)
+        self.flat = source.to(self.dtype)
+        self.shard = self.flat[self.slice]
+        if self.placement.shard_parameters:
+            self.shard = self.shard.clone()
+        self._point_at_flat()
+        self.master = self.owned_values
+        if self.trainable:
+            self.make_master(source[self.owned])
+
+    @torch.no_grad()
+    def make_master(self, values: Tensor | None = None) -> None:
+        """Make the fp32 master copy where one is due and missing, from `values` (owned elements) or the parameters."""
+        if self._keep_master and not self.has_master:
+            self.master = (self.owned_values if values is None else values).to(torch.float32, copy=True)
+
+    # ---- gather and release (sharded parameters) ----
+
+    @property
+    def pending(self) -> bool:
+        """Whether a gather is under way."""
+        return self._pending is not None
+
+    def start_gather(self) -> None:
+        """Begin to bring the whole bucket in, unless it is there or on its way."""
+        if self.gathered or self.pending:
+            return
+        self.check_poison()
+        with _plain_mode():
+            self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
+            self.flat[self.slice].copy_(self.shard)
+            self._pending = self.mesh.gather.all_gather(self.flat)
+
+    def finish_gather(self) -> None:
+        """Wait until the whole bucket is in and point the parameters at it."""
+        if self._pending is not None:
+            with _plain_mode():
+                self._pending.wait()
+                self._pending = None
+                self._point_at_flat()
+            self.gathered = True
+
+    def release(self) -> None:
+        """Free all but the own slice (stage 3). Changes made to gathered values are dropped."""
+        if not self.placement.shard_parameters:
+            return
+        self.finish_gather()
+        if self.gathered:
+            with _plain_mode():
+                for parameter, poison in zip(self.parameters, self._poison_views, strict=True):
+                    parameter.data = poison
+                self.flat.untyped_storage().resize_(0)
+            self.gathered = False
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring updated values into a bucket that is held whole. A collective."""
+        if self.placement.shard_parameters and self.gathered:
+            with _plain_mode():
+                self.flat[self.slice].copy_(self.shard)
+                self.mesh.gather.all_gather(self.flat).wait()
+
+    def check_poison(self) -> None:
+        """Raise if somebody wrote to a released parameter.
+
+        Raises:
+            RuntimeError: Naming the parameter. On a GPU nothing is checked, as reading the poison would wait for it.
+        """
+        if self.device.type != "cpu" or not len(self._poison):
+            return
+        intact = self._poison.isnan() if self._poison.is_floating_point() else self._poison == _poison_value(self.dtype)
+        if not bool(intact.all()):
+            names = [name for name, good in zip(self.names, intact.tolist(), strict=True) if not good]
+            self._poison.fill_(_poison_value(self.dtype))
+            raise RuntimeError(
+                f"parameter(s) {names} were written to while released (stage 3); what was written is lost. "
+                "Change sharded parameters inside `with sharding.GatheredParameters(params, modifier_rank=0):`."
+            )
+
+    # ---- after an update ----
+
+    @torch.no_grad()
+    def publish(self) -> PendingWork:
+        """Carry updated master values to the parameters: cast, then all-gather where parameters are whole."""
+        if self.has_master:
+            self.owned_values.copy_(self.master)
+        if self.placement.shard_optimizer and not self.placement.shard_parameters:
+            return self.mesh.gather.all_gather(self.flat)
+        return PendingWork([])
+
+    @torch.no_grad()
+    def adopt(self, source: int | None = None) -> None:
+        """Take the whole values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
+        assert self.gathered
+        if source is not None:
+            row, column = divmod(source, self.mesh.shard_size)
+            self.mesh.gather.broadcast(self.flat, column)
+            self.mesh.replicate.broadcast(self.flat, row)
+        if self.placement.shard_parameters:
+            self.shard.copy_(self.flat[self.slice])
+        if self.has_master:  # a master weight stays as fine as it is unless its parameter changed
+            values = self.owned_values
+            self.master.copy_(torch.where(values == self.master.to(self.dtype), self.master, values.float()))
+
+    @torch.no_grad()
+    def set_master(self, index: int, value: Tensor) -> None:
+        """Set the owned part of the master copy of parameter `index` from a whole value."""
+        piece = self.piece_of.get(index)
+        if piece is not None:
+            part = value.detach().reshape(-1)[piece.start : piece.stop]
+            self.master[piece.offset : piece.offset + piece.numel].copy_(part)
+
+    @torch.no_grad()
+    def follow_edits(self) -> None:
+        """Carry what the user wrote into whole parameters in place over to their master copy."""
+        versions = [parameter._version for parameter in self.parameters]
+        if versions == self._versions or self.placement.shard_parameters:
+            return
+        for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
+            piece = self.piece_of.get(index)
+            if now != before and piece is not None and self.has_master:
+                values = self.owned_values[piece.offset : piece.offset + piece.numel]
+                master = self.master[piece.offset : piece.offset + piece.numel]
+                master.copy_(torch.where(values == master.to(self.dtype), master, values.float()))
+        self._versions = versions
+
+    def segment_view(self, index: int) -> Tensor:
+        """Parameter `index` as a shaped view of the flat buffer."""
+        segment = self.layout.segments[index]
+        return self.flat[segment.offset : segment.stop].view(segment.shape)
+
+    def check_dtype(self) -> None:
+        """Raise by name if a parameter was moved or cast behind the engine's back."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.dtype != self.dtype or parameter.device != self.device:
+                raise RuntimeError(
+                    f"parameter {name!r} was moved or cast after it was sharded "
+                    f"({self.dtype} on {self.device} -> {parameter.dtype} on {parameter.device}); do it before."
+                )
+
+    def persistent_bytes(self) -> int:
+        """Bytes of parameters that stay for the whole step, master copy left out."""
+        return (self.shard if self.placement.shard_parameters else self.flat).numel() * self.dtype.itemsize
+
+    def master_bytes(self) -> int:
+        """Bytes of the fp32 master copy on this rank."""
+        return self.master.numel() * self.master.element_size() if self.has_master else 0
+
+    def _point_at_flat(self) -> None:
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self.segment_view(index)
+
+
+def _poison_value(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _plain_mode() -> ExitStack:
+    """Leave inference mode: tensors made or changed in it could not be saved for a later backward."""
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack

@@ -1,0 +1,110 @@
+"""The static plan of reductions: what every rank knows, so that no rank waits for a hook that did not fire.
+
+Pure bookkeeping: no tensors are moved. Every reduction ends with one small message per rank (`encode`), from which all
+ranks derive the same next plan (`learn`): the order in which buckets leave (rank 0's order of completion), and which
+parameters to wait for before a bucket leaves early (those that some rank touched in each of the last two reductions
+that could have touched them).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_UNTOUCHED = 0x7FFF
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks found out together.
+
+    Attributes:
+        touched: By bucket, the parameters that any rank touched.
+        late: By bucket, whether any rank touched it again after it had left.
+        same_gathers: Whether all ranks gathered the same units in the same order.
+    """
+
+    touched: list[set[int]]
+    late: list[bool]
+    same_gathers: bool
+
+
+class ReductionPlan:
+    """Order and expectations of the buckets of one engine, the same on all ranks.
+
+    Args:
+        counts: Number of parameters of each bucket, in the first plan's order.
+
+    Attributes:
+        order: Bucket numbers in the order in which they leave.
+        expected: By bucket, the parameters to wait for in this backward; empty: the bucket does not leave early.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = list(counts)
+        self.order = list(range(len(self.counts)))
+        self.expected: list[set[int]] = [set() for _ in self.counts]
+        self._trainable: list[set[int]] = [set() for _ in self.counts]
+        everything = [set(range(count)) for count in self.counts]
+        self._history: list[deque[set[int]]] = [deque([all_, all_], maxlen=2) for all_ in everything]
+        self._finished: dict[int, int] = {}
+        self._ticks = 0
+
+    def begin(self, trainable: Sequence[set[int]]) -> None:
+        """Start a backward in which `trainable` parameters (by bucket, the same on all ranks) require a gradient."""
+        self._trainable = list(trainable)
+        self._finished.clear()
+        self._ticks = 0
+        self.expected = [
+            mine & history[0] & history[1] for mine, history in zip(trainable, self._history, strict=True)
+        ]
+
+    def trains(self, number: int) -> bool:
+        """Whether any parameter of bucket `number` requires a gradient in this backward."""
+        return bool(self._trainable[number])
+
+    def expect_nothing(self) -> None:
+        """Start a reduction outside of a backward: nothing has left early on any rank."""
+        self._trainable = [set() for _ in self.counts]
+        self._finished.clear()
+        self.expected = [set() for _ in self.counts]
+
+    def finished(self, number: int) -> None:
+        """A parameter of bucket `number` got its gradient; the last such call counts as the bucket's completion."""
+        self._ticks += 1
+        self._finished[number] = min(self._ticks, _UNTOUCHED - 1)
+
+    def encode(self, touched: Sequence[set[int]], late: Sequence[bool], gathers: int) -> Tensor:
+        """This rank's message: uint8, of the same length on all ranks."""
+        flags: list[int] = []
+        for count, mine, again in zip(self.counts, touched, late, strict=True):
+            bits = [0] * (count + 1)
+            for index in mine:
+                bits[index] = 1
+            bits[count] = int(again)
+            flags += bits
+        numbers = [gathers & 0x7FFF, *(self._finished.get(number, _UNTOUCHED) for number in range(len(self.counts)))]
+        tail = torch.tensor(numbers, dtype=torch.int16).view(torch.uint8)
+        return torch.cat([torch.tensor(flags, dtype=torch.uint8), tail])
+
+    def learn(self, messages: Sequence[Tensor]) -> Agreement:
+        """Combine all ranks' messages, in rank order, and make the next plan of them."""
+        length = sum(self.counts) + len(self.counts)
+        union = torch.stack([message[:length] for message in messages]).amax(dim=0).tolist()
+        tails = [message[length:].clone().view(torch.int16).tolist() for message in messages]
+        touched, late, offset = [], [], 0
+        for count in self.counts:
+            touched.append({index for index in range(count) if union[offset + index]})
+            late.append(bool(union[offset + count]))
+            offset += count + 1
+        for number, mine in enumerate(self._trainable):
+            if mine:
+                self._history[number].append(touched[number])
+        positions = tails[0][1:]
+        if any(position != _UNTOUCHED for position in positions):
+            self.order.sort(key=lambda number: positions[number])  # stable: untouched ones keep their order
+        return Agreement(touched, late, len({tail[0] for tail in tails}) == 1)

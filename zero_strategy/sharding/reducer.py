@@ -1,0 +1,323 @@
+"""When gradients are reduced: as soon as the plan allows, and never later than the end of backward.
+
+Where parameters are whole (stages 0 to 2), buckets leave in the plan's order, each as soon as the parameters that the
+plan waits for have their gradients. Where they are gathered (stage 3), the buckets of a unit leave when the backward of
+the unit is over: gathers and reductions then interleave alike on all ranks, whatever each rank touched.
+
+When its backward ends every rank sends what is left of the expected buckets, absent gradients as zeros, so that nobody
+waits for a branch that another rank did not take. Then ranks exchange which parameters they touched, and what anybody
+touched besides is reduced by everybody. A parameter that nobody touched keeps its gradient None.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from zero_strategy.distributed import Mesh
+from zero_strategy.sharding.gatherer import InertHook
+from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.plan import ReductionPlan
+
+_MAX_IN_FLIGHT = 2
+"""Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
+
+
+class Watcher:
+    """A forward pre-hook of the root module: unfrozen parameters get hooks, a torn backward is noticed."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self.reducer = reducer
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Look at the parameters before a forward that may be followed by a backward."""
+        if torch.is_grad_enabled():
+            self.reducer.before_forward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        return InertHook, ()
+
+
+class GradientReducer:
+    """Collects gradients through hooks on parameters and reduces them bucket by bucket.
+
+    Args:
+        buckets: Gradient buckets in the order in which they are expected to be complete.
+        mesh: The data-parallel ranks.
+        per_step: Reduce at the last backward of a step only (`no_sync` marks the others).
+        gathers: A number that tells the sequence of parameter gathers so far, compared between ranks; None where
+            parameters are not gathered.
+    """
+
+    def __init__(
+        self, buckets: Sequence[GradientBucket], mesh: Mesh, per_step: bool, gathers: Callable[[], int] | None = None
+    ) -> None:
+        self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
+        self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
+        self._gathers = gathers
+        self.step_torn: Callable[[], bool] = lambda: False
+        self._sync = True
+        self._active = False
+        self._next = 0
+        self._begun: set[int] = set()
+        self._awaited: set[tuple[int, int]] = set()
+        self._left: set[int] = set()
+        self._seen: list[set[int]] = [set() for _ in self.buckets]
+        self._in_flight: deque[GradientBucket] = deque()
+        self._hooked: set[tuple[int, int]] = set()
+        self._hooks: list[Any] = []
+        self._unreduced = False
+        self.hook_trainable()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank where the placement can (`per_step` reduction).
+
+        Under `per_micro_batch` reduction nothing changes: gradients are summed into the owned slice as always.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def hook_trainable(self) -> None:
+        """Watch every parameter that requires a gradient now and is not watched yet (it may have been unfrozen)."""
+        for number, bucket in enumerate(self.buckets):
+            for index, parameter in enumerate(bucket.bucket.parameters):
+                if parameter.requires_grad:
+                    bucket.bucket.make_master()
+                if (number, index) not in self._hooked:
+                    self._hooked.add((number, index))
+                    trainable = parameter.requires_grad
+                    parameter.requires_grad_(True)  # a frozen one takes hooks too, and keeps them when it is unfrozen
+                    hook = _ParameterHook(self, number, index)
+                    self._hooks.append(parameter.register_hook(hook.before))
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook.after))
+                    parameter.requires_grad_(trainable)
+
+    def unhook(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def before_forward(self) -> None:
+        """Look for unfrozen parameters, and for a backward that an exception tore apart."""
+        if self._active and torch._C._current_graph_task_id() == -1:
+            warnings.warn("an earlier backward did not finish: gradients since the last step are dropped", stacklevel=2)
+            self.reset()
+        self.hook_trainable()
+
+    # ---- during backward ----
+
+    def before_gradient(self, number: int, index: int) -> None:
+        """Autograd is about to add to `p.grad`: the handle makes room, so that autograd hands its tensor over."""
+        if not self._active:
+            self.begin_backward()
+        bucket = self.buckets[number]
+        if number not in self._begun:
+            self._begun.add(number)
+            bucket.bucket.make_master()
+            bucket.begin()
+        bucket.bucket.parameters[index].grad = None
+        self._awaited.add((number, index))
+
+    def after_gradient(self, number: int, index: int) -> None:
+        """The parameter's gradient of this backward is in `p.grad`."""
+        bucket = self.buckets[number]
+        gradient = bucket.bucket.parameters[index].grad
+        self._awaited.discard((number, index))
+        assert gradient is not None
+        with torch.no_grad():
+            bucket.accumulate(index, gradient)
+        bucket.show(index)
+        self._seen[number].add(index)
+        self.plan.finished(number)
+        if self._reduces and self._gathers is None:
+            self._launch_full()
+
+    def unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
+        """The backward of a unit with these parameters is over, on every rank at the same point of its gathers."""
+        if not self._active:
+            self.begin_backward()
+        if self._reduces:
+            for number, bucket in enumerate(self.buckets):
+                mine = any(bucket.bucket is other for other in buckets)
+                if mine and number not in self._left and self.plan.trains(number):
+                    self._launch(number)
+
+    def begin_backward(self) -> None:
+        """Ask autograd for a call at the end of the backward that is running.
+
+        Raises:
+            RuntimeError: If an optimizer's step raised before it was over, so that `zero_grad` missed the parameters.
+        """
+        if self.step_torn():
+            raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
+        self._active = True
+        self._next = 0
+        self._begun.clear()
+        self._awaited.clear()
+        self._left.clear()
+        for seen in self._seen:
+            seen.clear()
+        self.plan.begin(
+            [
+                {index for index, parameter in enumerate(bucket.bucket.parameters) if parameter.requires_grad}
+                for bucket in self.buckets
+            ]
+        )
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    @property
+    def _reduces(self) -> bool:
+        return self._sync or not self.per_step
+
+    def _launch_full(self) -> None:
+        order, expected = self.plan.order, self.plan.expected
+        while self._next < len(order):
+            number = order[self._next]
+            if not expected[number] <= self._seen[number]:
+                return
+            if expected[number]:
+                self._launch(number)
+            self._next += 1
+
+    def _launch(self, number: int) -> None:
+        bucket = self.buckets[number]
+        if number not in self._begun:  # this rank did not touch it: notice `zero_grad` here
+            self._begun.add(number)
+            bucket.begin()
+        self._seen[number] |= bucket.local_live
+        self._left.add(number)
+        if not self.per_step and len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._complete(self._in_flight.popleft())
+        bucket.launch()
+        self._in_flight.append(bucket)
+
+    def _complete(self, bucket: GradientBucket) -> None:
+        bucket.finish_sum()
+        if not self.per_step:
+            bucket.finish()
+
+    def _end_backward(self) -> None:
+        self._active = False
+        for number, index in self._awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
+            self.buckets[number].resume(index)
+        if self._reduces:
+            self.reduce()
+        else:
+            self._unreduced = True
+
+    # ---- the end of a backward, or of a step ----
+
+    def reduce(self) -> None:
+        """Reduce every bucket that any rank touched since its last reduction. A collective.
+
+        Raises:
+            RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3).
+        """
+        if self._gathers is None:
+            for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
+                if self.plan.expected[number]:
+                    self._launch(number)
+        for number, bucket in enumerate(self.buckets):
+            if number not in self._begun and bucket.local_live:  # kept back by `no_sync`: dropped by `zero_grad` since?
+                self._begun.add(number)
+                bucket.begin()
+        touched = [
+            bucket.local_live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
+            for number, bucket in enumerate(self.buckets)
+        ]
+        late = [
+            number in self._left and bool(bucket.late or bucket.local_live)
+            for number, bucket in enumerate(self.buckets)
+        ]
+        message = self.plan.encode(touched, late, 0 if self._gathers is None else self._gathers())
+        order = list(self.plan.order)
+        agreed = self.plan.learn(self.mesh.control.exchange_small(message))
+        for number in order:
+            if agreed.late[number] or (agreed.touched[number] and number not in self._left):
+                bucket = self.buckets[number]
+                if bucket in self._in_flight:
+                    self._in_flight.remove(bucket)
+                bucket.finish()
+                bucket.admit_late()
+                self._launch(number)
+        self._next, self._unreduced = 0, False
+        self._left.clear()
+        for bucket in self._in_flight:
+            bucket.finish_sum()
+        self._in_flight.clear()
+        for bucket, indices in zip(self.buckets, agreed.touched, strict=True):
+            bucket.finish()
+            for index in indices:
+                bucket.live.add(index)
+                bucket.show(index)
+        if not agreed.same_gathers:
+            raise RuntimeError(
+                "ranks ran different modules in this step, or in a different order, so that stage 3 gathered one unit "
+                "on one rank while another rank sent a different one: losses and gradients may be wrong. Every rank "
+                "must run the same units in the same order; use stage 2 for models whose branches differ by rank."
+            )
+
+    def reset(self) -> None:
+        """Forget a backward that an exception tore apart, and all that was summed with it since the last step.
+
+        After an exception outside of backward gradients stay as they are.
+        """
+        if self._active:
+            for bucket in self.buckets:
+                bucket.clear()
+            self._in_flight.clear()
+            self._active, self._next, self._unreduced = False, 0, False
+
+    def settle(self) -> None:
+        """Before gradients are used: reduce what `no_sync` kept back, follow what the user did to `p` and `p.grad`.
+
+        Raises:
+            RuntimeError: If the last backward did not finish.
+        """
+        if self._active and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
+        for bucket in self.buckets:
+            bucket.finish()
+            bucket.sync_handles()
+            bucket.bucket.follow_edits()
+        if self._unreduced:
+            self.plan.expect_nothing()
+            self._left.clear()
+            self.reduce()
+
+
+class _ParameterHook:
+    """The two hooks of one parameter. They hold the reducer weakly: autograd's references are invisible to the GC."""
+
+    def __init__(self, reducer: GradientReducer, number: int, index: int) -> None:
+        self._reducer, self.number, self.index = ref(reducer), number, index
+
+    def before(self, gradient: Tensor) -> None:
+        """Runs before autograd adds to `p.grad`."""
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.before_gradient(self.number, self.index)
+
+    def after(self, parameter: Tensor) -> None:
+        """Runs when autograd has added to `p.grad`."""
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.after_gradient(self.number, self.index)
