@@ -121,7 +121,6 @@ def _prepare_process(log_path: str) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     # A keyboard interrupt reaches the whole process group; the test process decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -136,9 +135,12 @@ def _prepare_process(log_path: str) -> None:
 
 @contextlib.contextmanager
 def _clean_state(env: Mapping[str, str]) -> Iterator[None]:
-    """Gives a run the same random, dtype, thread and environment state, whatever ran before it."""
+    """Gives a run the same random, dtype, thread, signal and environment state, whatever ran before it."""
     environment = dict(os.environ)
     directory = os.getcwd()
+    # Anew for every run: Lightning's Trainer, when it ends, "restores" a signal's handler that it cannot see.
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     os.environ.update(env)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)

@@ -47,6 +47,7 @@ def spoil_state() -> None:
     os.environ["EXTRA"] = "left over"
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     dist.destroy_process_group()
 
 
@@ -125,6 +126,7 @@ def test_a_rank_may_start_processes(ranks: Launcher) -> None:
 
 def test_an_exception_names_the_rank_and_the_line(ranks: Launcher) -> None:
     old = ranks(2)(process_state)
+    ranks(2)(spoil_state)
     with pytest.raises(RankError, match="rank 1 raised first: KeyError: 'the culprit'") as info:
         ranks(2)(fail_on, 1)
     failures = info.value.failures

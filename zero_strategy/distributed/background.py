@@ -39,11 +39,15 @@ class BackgroundWorker:
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (item := jobs.get()) is not None:
         job, future = item
+        failure: BaseException | None = None
         try:
             with torch.no_grad():
                 job()
         except BaseException as error:
-            future.set_exception(error)
-        else:
+            failure = error
+        del item, job  # the buffers they hold are free once the caller knows the result
+        if failure is None:
             future.set_result(None)
-        del item, job, future  # the buffers they hold must not wait for the next job
+        else:
+            future.set_exception(failure)
+        del future, failure

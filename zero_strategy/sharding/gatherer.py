@@ -84,7 +84,7 @@ class ParameterGatherer:
 
     Attributes:
         trace: Units in the order in which they were used since the last `start_trace`.
-        checksum: Tells the sequence of gathers and of finished units so far, announced gathers left out.
+        checksum: Tells the sequence of gathers so far, announced ones left out.
         unit_done: Called with a unit's buckets when its backward is over.
         announce: Called with the number of every unit whose gather is about to start, while ranks without data of their
             own take part in this rank's gathers.
@@ -94,6 +94,7 @@ class ParameterGatherer:
         self.units, self.prefetch, self.release_after_forward = list(units), prefetch, release_after_forward
         self.trace: list[Unit] = []
         self.checksum = 0
+        self._in_backward: dict[Unit, None] = {}
         self.unit_done: Callable[[Sequence[ParameterBucket]], None] | None = None
         self.announce: Callable[[int], None] | None = None
         self._hints: dict[bool, list[Unit]] = {True: [], False: []}
@@ -176,6 +177,7 @@ class ParameterGatherer:
         self._creates_graph |= torch.is_grad_enabled()
         if call not in unit.calls:
             unit.calls.add(call)
+            self._in_backward[unit] = None
             if len(unit.calls) == 1:
                 self.use(unit)
 
@@ -188,12 +190,17 @@ class ParameterGatherer:
         unit.release()
         if not unit.awaited and self.unit_done is not None:
             self._queue_end()
-            self.checksum = (self.checksum * 31 + len(self.units) + self.units.index(unit) + 1) % 32749
+            self._in_backward.pop(unit, None)
             self.unit_done(unit.buckets)
+
+    def unfinished(self) -> Iterator[Unit]:
+        """Units, the root apart, whose end in the last backward no input showed, in the order in which they began."""
+        yield from (unit for unit in self._in_backward if unit is not self.units[0])
 
     def _queue_end(self) -> None:
         if not self._backward_queued:
             self._backward_queued = True
+            self._in_backward.clear()
             Variable._execution_engine.queue_callback(self._backward_over)
 
     def _backward_over(self) -> None:

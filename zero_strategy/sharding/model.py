@@ -87,19 +87,13 @@ class ShardedModel:
         self.gatherer: ParameterGatherer | None = None
         if self.placement.shard_parameters:
             self.gatherer = ParameterGatherer(self.units, config.prefetch, config.release_after_forward)
-        gathers = None if self.gatherer is None else self._gathers
-        self.reducer = GradientReducer([self.gradient_of(bucket) for bucket in plan], mesh, per_step, gathers)
+        self.reducer = GradientReducer([self.gradient_of(bucket) for bucket in plan], mesh, per_step, self.gatherer)
         self.reducer.step_torn = self._step_torn
-        if self.gatherer is not None:
-            self.gatherer.unit_done = self.reducer.unit_done
         self.guards = ModuleGuards(self)
         module.register_forward_pre_hook(Watcher(self.reducer))
 
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)
-
-    def _gathers(self) -> int:
-        return 0 if self.gatherer is None else self.gatherer.checksum
 
     def _build_unit(self, spec: UnitSpec, initialise: bool) -> Unit:
         materialize_unit(spec, self._device, initialise=initialise)

@@ -2,7 +2,8 @@
 
 Where parameters are whole (stages 0 to 2), buckets leave in the plan's order, each as soon as the parameters that the
 plan waits for have their gradients. Where they are gathered (stage 3), the buckets of a unit leave when the backward of
-the unit is over: gathers and reductions then interleave alike on all ranks, whatever each rank touched.
+the unit is over: gathers and reductions then interleave alike on all ranks, whatever each rank touched. A unit whose
+inputs need no gradient shows no end; its buckets leave with the end of the whole backward.
 
 When its backward ends every rank sends what is left of the expected buckets, absent gradients as zeros, so that nobody
 waits for a branch that another rank did not take. Then ranks exchange which parameters they touched, and what anybody
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zero_strategy.distributed import Mesh
-from zero_strategy.sharding.gatherer import InertHook
+from zero_strategy.sharding.gatherer import InertHook, ParameterGatherer
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.plan import ReductionPlan
@@ -58,23 +59,26 @@ class GradientReducer:
         buckets: Gradient buckets in the order in which they are expected to be complete.
         mesh: The data-parallel ranks.
         per_step: Reduce at the last backward of a step only (`no_sync` marks the others).
-        gathers: A number that tells the sequence of parameter gathers so far, compared between ranks; None where
-            parameters are not gathered.
+        gatherer: What gathers the parameters, None where they are whole. The sequence of its gathers is compared
+            between ranks.
     """
 
     def __init__(
-        self, buckets: Sequence[GradientBucket], mesh: Mesh, per_step: bool, gathers: Callable[[], int] | None = None
+        self, buckets: Sequence[GradientBucket], mesh: Mesh, per_step: bool, gatherer: ParameterGatherer | None = None
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
-        self._gathers = gathers
+        self._gatherer = gatherer
+        if gatherer is not None:
+            gatherer.unit_done = self.unit_done
         self.step_torn: Callable[[], bool] = lambda: False
         self._sync = True
         self._active = False
         self._next = 0
         self._begun: set[int] = set()
         self._awaited: set[tuple[int, int]] = set()
-        self._left: set[int] = set()
+        self._left: dict[int, None] = {}
+        """Buckets that left before the ranks agreed, in order."""
         self._seen: list[set[int]] = [set() for _ in self.buckets]
         self._in_flight: deque[GradientBucket] = deque()
         self._hooked: set[tuple[int, int]] = set()
@@ -147,7 +151,7 @@ class GradientReducer:
         bucket.show(index)
         self._seen[number].add(index)
         self.plan.finished(number)
-        if self._reduces and self._gathers is None:
+        if self._reduces and self._gatherer is None:
             self._launch_full()
 
     def unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -155,10 +159,13 @@ class GradientReducer:
         if not self._active:
             self.begin_backward()
         if self._reduces:
-            for number, bucket in enumerate(self.buckets):
-                mine = any(bucket.bucket is other for other in buckets)
-                if mine and number not in self._left and self.plan.trains(number):
-                    self._launch(number)
+            self._launch_unit(buckets)
+
+    def _launch_unit(self, buckets: Sequence[ParameterBucket]) -> None:
+        for number, bucket in enumerate(self.buckets):
+            mine = any(bucket.bucket is other for other in buckets)
+            if mine and number not in self._left and self.plan.trains(number):
+                self._launch(number)
 
     def begin_backward(self) -> None:
         """Ask autograd for a call at the end of the backward that is running.
@@ -203,7 +210,7 @@ class GradientReducer:
             self._begun.add(number)
             bucket.begin()
         self._seen[number] |= bucket.local_live
-        self._left.add(number)
+        self._left[number] = None
         if not self.per_step and len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._complete(self._in_flight.popleft())
         bucket.launch()
@@ -231,10 +238,13 @@ class GradientReducer:
         Raises:
             RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3).
         """
-        if self._gathers is None:
+        if self._gatherer is None:
             for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
                 if self.plan.expected[number]:
                     self._launch(number)
+        else:
+            for unit in self._gatherer.unfinished():  # on another rank an input may have shown its end
+                self._launch_unit(unit.buckets)
         for number, bucket in enumerate(self.buckets):
             if number not in self._begun and bucket.local_live:  # kept back by `no_sync`: dropped by `zero_grad` since?
                 self._begun.add(number)
@@ -247,7 +257,7 @@ class GradientReducer:
             number in self._left and bool(bucket.late or bucket.local_live)
             for number, bucket in enumerate(self.buckets)
         ]
-        message = self.plan.encode(touched, late, 0 if self._gathers is None else self._gathers())
+        message = self.plan.encode(touched, late, self._sequence())
         order = list(self.plan.order)
         agreed = self.plan.learn(self.mesh.control.exchange_small(message))
         for number in order:
@@ -274,6 +284,10 @@ class GradientReducer:
                 "on one rank while another rank sent a different one: losses and gradients may be wrong. Every rank "
                 "must run the same units in the same order; use stage 2 for models whose branches differ by rank."
             )
+
+    def _sequence(self) -> int:
+        """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
+        return hash((self._gatherer.checksum, *self._left)) & 0x7FFF if self._gatherer is not None else 0
 
     def reset(self) -> None:
         """Forget a backward that an exception tore apart, and all that was summed with it since the last step.
