@@ -41,5 +41,5 @@ test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,161 @@
+"""Building and loading: races, kills, a read-only cache, no compiler; in processes and caches of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zero_strategy.ops import cache
+from zero_strategy.ops.build import BuildError, recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+USE = """
+import torch
+from zero_strategy import ops
+status = ops.ensure("cpu")
+x = [torch.ones(5)]
+assert ops.scale_(x, x, 2.0) == 0 and x[0].tolist() == [2.0] * 5
+print("native" if status.path else "reference", status.path, "|", status.reason)
+"""
+IMPORT = """
+import sys
+import zero_strategy
+from zero_strategy import ops
+assert not any(name.startswith(("torch.utils.cpp_extension", "lightning")) for name in sys.modules), "imported too much"
+"""
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "ZERO_STRATEGY_CACHE": str(folder), "PYTHONPATH": str(ROOT), "CCACHE_DISABLE": "1", **more}
+
+
+def run(folder: Path, script: str = USE, **more: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(folder, **more), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def libraries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.so"))
+
+
+@pytest.fixture
+def compiler() -> None:
+    if recipe("cpu").compiler is None:
+        pytest.skip("no C++ compiler here")
+
+
+def test_a_race_a_kill_and_a_second_process(tmp_path: Path, compiler: None) -> None:
+    start = [sys.executable, "-c", USE]
+    killed = subprocess.Popen(start, env=environment(tmp_path), start_new_session=True, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("building-*/*")) and time.monotonic() < end:
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert list(tmp_path.glob("building-*")) and not libraries(tmp_path)
+
+    both = [
+        subprocess.Popen(start, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in both:
+        out, errors = process.communicate(timeout=240)
+        assert out.startswith("native") and process.returncode == 0, errors
+    assert len(libraries(tmp_path)) == 1
+
+    again = run(tmp_path)
+    assert again.stdout.startswith("native") and again.stderr == ""
+
+
+def test_without_a_compiler_the_reference_runs(tmp_path: Path) -> None:
+    done = run(tmp_path, PATH=str(tmp_path), CXX="")
+    assert done.stdout.startswith("reference")
+    assert done.stderr.count("\n") == 1
+    assert "no C++ compiler" in done.stderr and "plain torch runs instead" in done.stderr
+
+
+def test_a_built_library_needs_no_compiler(tmp_path: Path, compiler: None) -> None:
+    made = recipe("cpu")
+    built = cache.find(made.source_key, made.compiler_key)
+    if built is None:
+        pytest.skip("another test builds it")
+    kept = tmp_path / made.source_key / built.name
+    kept.parent.mkdir()
+    shutil.copy(built, kept)
+    assert run(tmp_path, PATH=str(tmp_path), CXX="").stdout.startswith("native")
+
+
+def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
+    fake = tmp_path / "c++"
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo fake 1; exit 0; }\necho "error: out of ideas" >&2; exit 1\n'
+    )
+    fake.chmod(0o755)
+    done = run(tmp_path / "cache", CXX=str(fake))
+    assert done.stdout.startswith("reference") and "| error: out of ideas" in done.stdout
+    assert "(error: out of ideas)" in done.stderr
+    assert not libraries(tmp_path / "cache")
+
+
+def test_a_damaged_library_does_not_stop_training(tmp_path: Path, compiler: None) -> None:
+    made = recipe("cpu")
+    assert made.compiler_key is not None
+    broken = tmp_path / made.source_key / f"{made.compiler_key}.so"
+    broken.parent.mkdir()
+    broken.write_bytes(b"not a library")
+    done = run(tmp_path)
+    assert done.stdout.startswith("reference") and "no native cpu ops" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, compiler: None) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a directory should be")  # also stops root, whom no permission stops
+    done = run(blocked)
+    assert done.stdout.startswith("native") and "cannot be written" in done.stderr
+
+
+def test_switched_off_and_imported_lightly(tmp_path: Path) -> None:
+    done = run(tmp_path, ZERO_STRATEGY_NATIVE="0")
+    assert done.stdout.startswith("reference") and done.stderr == "" and not list(tmp_path.iterdir())
+    assert "ZERO_STRATEGY_NATIVE=0" in done.stdout
+    assert "not built" in run(tmp_path, ZERO_STRATEGY_NATIVE="cached").stdout
+    run(tmp_path, IMPORT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_key_covers_sources_flags_and_compiler(tmp_path: Path) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text("int a;")
+    key = cache.source_key([source], ["-O3"], "1")
+    assert key == cache.source_key([source], ["-O3"], "1")
+    assert key != cache.source_key([source], ["-O2"], "1") and key != cache.source_key([source], ["-O3"], "2")
+    source.write_text("int b;")
+    assert key != cache.source_key([source], ["-O3"], "1")
+    assert cache.compiler_key("g++ 12") != cache.compiler_key("g++ 13")
+
+
+def test_old_remains_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
+    old, new = tmp_path / "building-1-old", tmp_path / "building-2-new"
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    with cache.building() as folder:
+        assert folder.parent == tmp_path and folder.is_dir()
+    assert not old.exists() and new.exists() and not folder.exists()
+
+
+def test_an_unknown_library_is_named() -> None:
+    with pytest.raises(ValueError, match="no native library 'tpu'; there are cpu, cuda"):
+        recipe("tpu")
+    assert BuildError("why", "log").log == "log"

@@ -1,0 +1,21 @@
+// The CPU kernels of the ops that zero_strategy/ops defines. Only torch's stable ABI is used, so that one library serves
+// every Python and every torch from TORCH_TARGET_VERSION on.
+#include <torch/csrc/stable/library.h>
+
+#include "multi_tensor_ops.h"
+#include "optimizer_ops.h"
+
+STABLE_TORCH_LIBRARY_IMPL(zero_strategy, CPU, library) {
+  library.impl("adam_", TORCH_BOX(&zs::adam));
+  library.impl("lion_", TORCH_BOX(&zs::lion));
+  library.impl("adagrad_", TORCH_BOX(&zs::adagrad));
+  library.impl("sgd_", TORCH_BOX(&zs::sgd));
+  library.impl("lamb_direction_", TORCH_BOX(&zs::lamb_direction));
+  library.impl("lamb_apply_", TORCH_BOX(&zs::lamb_apply));
+  library.impl("grad_stats", TORCH_BOX(&zs::grad_stats));
+  library.impl("scale_", TORCH_BOX(&zs::scale));
+  library.impl("axpby_", TORCH_BOX(&zs::axpby));
+  library.impl("accumulate_", TORCH_BOX(&zs::accumulate));
+  library.impl("flatten_", TORCH_BOX(&zs::flatten));
+  library.impl("unflatten_", TORCH_BOX(&zs::unflatten));
+}

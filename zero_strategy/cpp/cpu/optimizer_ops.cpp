@@ -1,0 +1,106 @@
+// The optimizer ops: hyper-parameters become the kernels' factors, segments are spread over threads.
+#include "optimizer_ops.h"
+
+#include <cmath>
+
+#include "../hyper.h"
+#include "parallel.h"
+#include "tensors.h"
+
+namespace zs {
+namespace {
+
+std::vector<Segment> segments_of(const Tensors& params, const Tensors& grads, const Tensors& first,
+                                 const Tensors& second, const Tensors& copies) {
+  std::vector<Segment> segments(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    Segment& segment = segments[i];
+    segment.numel = params[i].numel();
+    segment.parameter = floats_of(params[i]);
+    segment.gradient = entry_of(grads, i, params.size(), segment.numel);
+    segment.first = entry_of(first, i, params.size(), segment.numel);
+    segment.second = entry_of(second, i, params.size(), segment.numel);
+    segment.copy = entry_of(copies, i, params.size(), segment.numel);
+  }
+  return segments;
+}
+
+// `sums`, if given, takes two numbers per segment, added up in the order of its chunks.
+void run(SegmentKernel kernel, const std::vector<Segment>& segments, double* sums = nullptr) {
+  std::vector<int64_t> sizes;
+  for (const Segment& segment : segments) sizes.push_back(segment.numel);
+  std::vector<double> partial(sums ? 2 * chunk_count(sizes) : 0, 0.0);
+  for_each_chunk(sizes, [&](size_t item, int64_t begin, int64_t end, int64_t chunk) {
+    kernel(segments[item], begin, end, sums ? &partial[2 * chunk] : nullptr);
+  });
+  if (!sums) return;
+  const double* part = partial.data();
+  for (size_t item = 0; item < sizes.size(); ++item) {
+    for (int64_t begin = 0; begin < sizes[item]; begin += kChunk, part += 2) {
+      sums[2 * item] += part[0];
+      sums[2 * item + 1] += part[1];
+    }
+  }
+}
+
+template <class Fill>
+void fill(std::vector<Segment>& segments, const Tensor& hyper, int64_t columns, const Fill& from_row) {
+  const double* row = rows_of(hyper, segments.size(), columns);
+  for (Segment& segment : segments) {
+    from_row(row, segment.factor);
+    row += columns;
+  }
+}
+
+}  // namespace
+
+void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors copies, Tensor hyper,
+          bool decoupled) {
+  std::vector<Segment> segments = segments_of(params, grads, exp_avgs, exp_avg_sqs, copies);
+  fill(segments, hyper, kAdamColumns,
+       [=](const double* row, float* factor) { adam_factors(row, decoupled, factor); });
+  for (Segment& segment : segments) segment.option[0] = decoupled;
+  run(kernels().adam, segments);
+}
+
+void lion(Tensors params, Tensors grads, Tensors exp_avgs, Tensors copies, Tensor hyper) {
+  std::vector<Segment> segments = segments_of(params, grads, exp_avgs, {}, copies);
+  fill(segments, hyper, kLionColumns, lion_factors);
+  run(kernels().lion, segments);
+}
+
+void adagrad(Tensors params, Tensors grads, Tensors sums, Tensors copies, Tensor hyper) {
+  std::vector<Segment> segments = segments_of(params, grads, sums, {}, copies);
+  fill(segments, hyper, kAdagradColumns, adagrad_factors);
+  run(kernels().adagrad, segments);
+}
+
+void sgd(Tensors params, Tensors grads, Tensors buffers, Tensors copies, Tensor hyper, bool nesterov) {
+  std::vector<Segment> segments = segments_of(params, grads, buffers, {}, copies);
+  const double* row = rows_of(hyper, segments.size(), kSgdColumns);
+  for (Segment& segment : segments) {
+    sgd_factors(row, segment.factor);
+    segment.option[0] = nesterov;
+    segment.option[1] = row[kSgdFresh] != 0;
+    row += kSgdColumns;
+  }
+  run(kernels().sgd, segments);
+}
+
+Tensor lamb_direction(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensor hyper) {
+  std::vector<Segment> segments = segments_of(params, grads, exp_avgs, exp_avg_sqs, {});
+  fill(segments, hyper, kLambColumns, lamb_factors);
+  Tensor sums = torch::stable::new_zeros(hyper, {int64_t(segments.size()), 2});
+  run(kernels().lamb_direction, segments, static_cast<double*>(sums.mutable_data_ptr()));
+  return sums;
+}
+
+void lamb_apply(Tensors params, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors copies, Tensor hyper, Tensor rates) {
+  std::vector<Segment> segments = segments_of(params, {}, exp_avgs, exp_avg_sqs, copies);
+  fill(segments, hyper, kLambColumns, lamb_factors);
+  const double* rate = rows_of(rates, segments.size(), 1);
+  for (Segment& segment : segments) segment.factor[0] = float(*rate++);
+  run(kernels().lamb_apply, segments);
+}
+
+}  // namespace zs

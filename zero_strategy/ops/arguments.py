@@ -1,0 +1,90 @@
+"""Checks of the ops' arguments, which name the argument before any memory is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Tensors = Sequence[Tensor]
+
+
+def check_tensors(
+    arguments: Mapping[str, Tensors], dtypes: Mapping[str, Sequence[torch.dtype]], optional: Iterable[str] = ()
+) -> None:
+    """Lists of tensors that belong together, entry by entry.
+
+    Args:
+        arguments: By argument name; the first one sets length, sizes and device.
+        dtypes: Allowed dtypes by argument name; default: float32, bfloat16, float16.
+        optional: Arguments that may be empty lists.
+
+    Raises:
+        TypeError: If an entry is no tensor, or of another dtype.
+        ValueError: If lengths, sizes or devices differ, or an entry is not contiguous.
+    """
+    leader, first = next(iter(arguments.items()))
+    for name, tensors in arguments.items():
+        if len(tensors) != len(first) and not (name in optional and not len(tensors)):
+            raise ValueError(f"{name} has {len(tensors)} tensors, but {leader} has {len(first)}")
+        allowed = dtypes.get(name, FLOATS)
+        for index, tensor in enumerate(tensors):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}[{index}] must be a tensor, not {type(tensor).__name__}")
+            if tensor.dtype not in allowed:
+                raise TypeError(f"{name}[{index}] must be {' or '.join(map(str, allowed))}, not {tensor.dtype}")
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name}[{index}], shape {tuple(tensor.shape)}, strides {tensor.stride()}, must be contiguous"
+                )
+            if tensor.numel() != first[index].numel():
+                raise ValueError(
+                    f"{name}[{index}] has {tensor.numel()} elements, but {leader}[{index}] has {first[index].numel()}"
+                )
+            if tensor.device != first[0].device:
+                raise ValueError(f"{name}[{index}] is on {tensor.device}, but {leader}[0] is on {first[0].device}")
+
+
+def check_apart(written: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
+    """No written tensor shares memory with another one.
+
+    Raises:
+        ValueError: Naming two that overlap.
+    """
+    spans = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), f"{name}[{index}]", writes)
+        for group, writes in ((written, True), (read, False))
+        for name, tensors in group.items()
+        for index, tensor in enumerate(tensors)
+        if tensor.numel() and not _is_traced(tensor)
+    ]
+    spans.sort(key=lambda span: span[:2])
+    end, holder, holder_writes = -1, "", False
+    for start, stop, name, writes in spans:
+        if start < end and (writes or holder_writes):
+            raise ValueError(f"{name} overlaps {holder} in memory, and one of them is written")
+        if stop > end:
+            end, holder, holder_writes = stop, name, writes
+
+
+def check_table(name: str, table: Tensor, rows: int, columns: Sequence[str]) -> None:
+    """Hyper-parameters: one row per tensor.
+
+    Raises:
+        TypeError: If it is not a float64 tensor.
+        ValueError: If its shape is wrong or it is not on the CPU.
+    """
+    if not isinstance(table, Tensor) or table.dtype != torch.float64:
+        raise TypeError(f"{name} must be a float64 tensor with columns {', '.join(columns)}")
+    if tuple(table.shape) != (rows, len(columns)) or table.device.type != "cpu" or not table.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, on the CPU and of shape ({rows}, {len(columns)}): {', '.join(columns)}; it is "
+            f"{tuple(table.shape)} on {table.device}"
+        )
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Fake tensors have no memory."""
+    return torch.compiler.is_compiling() or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")

@@ -1,0 +1,225 @@
+"""Compiling the native libraries, by `torch.utils.cpp_extension`.
+
+Where that refuses (CUDA sources beside a torch without CUDA), nvcc is called directly: the kernels include nothing of
+torch but its stable ABI.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from zero_strategy.ops import cache
+
+TARGET_ABI = "0x020b000000000000"
+"""The oldest torch whose stable ABI the libraries ask for: 2.11."""
+SOURCES = Path(__file__).resolve().parent.parent / "cpp"
+CPU_FLAGS = (
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    f"-DTORCH_TARGET_VERSION={TARGET_ABI}",
+)
+CUDA_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "--fmad=false",
+    "-Xcompiler=-fPIC",
+    f"-DTORCH_TARGET_VERSION={TARGET_ABI}",
+    "-DUSE_CUDA",
+)
+COMMON_ARCHITECTURES = ("80", "90")
+"""What is built where there is no device to ask: A100 and H100/H200."""
+LIBRARIES = ("cpu", "cuda")
+
+
+class BuildError(RuntimeError):
+    """A library could not be built.
+
+    Attributes:
+        reason: The first line that says why.
+        log: All that the compiler said.
+    """
+
+    def __init__(self, reason: str, log: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.log = reason, log
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one library is made.
+
+    Attributes:
+        name: "cpu" or "cuda".
+        sources: Translation units.
+        files: These and all headers, whose text is part of the key.
+        flags: Compiler flags.
+        compiler: Path of the compiler.
+        identity: Name and version of the compiler, and what else depends on this machine.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    files: tuple[Path, ...]
+    flags: tuple[str, ...]
+    compiler: str | None
+    identity: str
+
+    @property
+    def source_key(self) -> str:
+        """Key of the sources and flags."""
+        return cache.source_key(self.files, self.flags, TARGET_ABI)
+
+    @property
+    def compiler_key(self) -> str | None:
+        """Key of the compiler, None without one."""
+        return None if self.compiler is None else cache.compiler_key(self.identity)
+
+
+def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
+    """The recipe of library "cpu" or "cuda".
+
+    Args:
+        name: The library.
+        architectures: CUDA architectures such as "90"; default: those of this machine's devices, else a common set.
+
+    Raises:
+        ValueError: If there is no such library.
+    """
+    if name not in LIBRARIES:
+        raise ValueError(f"there is no native library {name!r}; there are {', '.join(LIBRARIES)}")
+    folder = SOURCES / name
+    pattern = "*.cu" if name == "cuda" else "*.cpp"
+    headers = [*SOURCES.glob("*.h"), *folder.glob("*.h"), *folder.glob("*.cuh")]
+    sources = sorted(folder.glob(pattern))
+    if name == "cpu":
+        compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+        return Recipe(name, tuple(sources), tuple([*sources, *headers]), CPU_FLAGS, compiler, _version_of(compiler))
+    nvcc = _nvcc()
+    chosen = tuple(architectures) or _device_architectures()
+    flags = (*CUDA_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in chosen))
+    return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, nvcc, _version_of(nvcc))
+
+
+def build(made: Recipe, *, announce: bool = True) -> Path:
+    """Compile a library and put it into the cache.
+
+    Args:
+        made: The recipe.
+        announce: Say in one line on stderr what is built, and how long it took.
+
+    Returns:
+        The library; in a temporary directory of this process if the cache cannot be written.
+
+    Raises:
+        BuildError: With the compiler's first error.
+    """
+    if made.compiler is None or made.compiler_key is None:
+        what = "no nvcc: set CUDA_HOME, or put it on PATH" if made.name == "cuda" else "no C++ compiler: set CXX"
+        raise BuildError(what)
+    start = time.perf_counter()
+    if announce:
+        _say(f"building the native {made.name} ops with {made.compiler}, once for this machine ...")
+    with cache.building() as folder:
+        built = _compile_cuda(made, folder) if made.name == "cuda" else _compile_cpu(made, folder)
+        kept = cache.keep(built, made.source_key, made.compiler_key)
+        if kept is None:
+            kept = _outlive(built)
+            _say(f"the cache {cache.cache_directory()} cannot be written: the library is for this process only")
+    if announce:
+        _say(f"built the native {made.name} ops in {time.perf_counter() - start:.1f} s")
+    return kept
+
+
+def _compile_cpu(made: Recipe, folder: Path) -> Path:
+    """In a process of its own: its output is caught whole, and an interrupt ends it without a trace in this one."""
+    order = {
+        "name": "zero_strategy_cpu",
+        "sources": [str(path) for path in made.sources],
+        "extra_cflags": list(made.flags),
+        "build_directory": str(folder),
+    }
+    _run([sys.executable, "-m", "zero_strategy.ops.compile", json.dumps(order)], {"CXX": str(made.compiler)})
+    return folder / "zero_strategy_cpu.so"
+
+
+def _compile_cuda(made: Recipe, folder: Path) -> Path:
+    from torch.utils.cpp_extension import include_paths
+
+    includes = [f"-I{path}" for path in include_paths()]
+    objects = [folder / f"{source.stem}.o" for source in made.sources]
+    compile_one = [str(made.compiler), *made.flags, *includes, "-c"]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        jobs = [
+            pool.submit(_run, [*compile_one, str(source), "-o", str(target)])
+            for source, target in zip(made.sources, objects, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+    library = folder / "zero_strategy_cuda.so"
+    architectures = [flag for flag in made.flags if flag.startswith("-gencode")]
+    _run([str(made.compiler), "-shared", "-cudart=shared", *architectures, *map(str, objects), "-o", str(library)])
+    return library
+
+
+def _run(command: list[str], environment: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(
+        command, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise _failure(done.stdout)
+
+
+def _failure(log: str) -> BuildError:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror\s*:", line, re.IGNORECASE)]
+    return BuildError((errors or lines[-1:] or ["the compiler said nothing"])[0], log)
+
+
+def _outlive(built: Path) -> Path:
+    """A place that stays as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="zero_strategy-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(shutil.move(built, folder / built.name))
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [str(Path(home) / "bin")] if home else []
+    return shutil.which("nvcc", path=os.pathsep.join([*places, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+
+
+def _device_architectures() -> tuple[str, ...]:
+    import torch
+
+    if torch.cuda.is_available():
+        found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+        return tuple(f"{major}{minor}" for major, minor in sorted(found))
+    return COMMON_ARCHITECTURES
+
+
+@lru_cache
+def _version_of(compiler: str | None) -> str:
+    if compiler is None:
+        return ""
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    return f"{Path(compiler).resolve()}\n{done.stdout}"
+
+
+def _say(text: str) -> None:
+    print(f"zero_strategy: {text}", file=sys.stderr, flush=True)

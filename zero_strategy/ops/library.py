@@ -1,0 +1,52 @@
+"""The namespace `torch.ops.zero_strategy`: every op has a schema and a reference in plain torch.
+
+The reference is what runs on any device without a kernel of its own, the oracle of the kernels' tests, and the
+definition of an op's numerics. A shared library that is loaded later registers kernels for the CPU or for CUDA, which
+the dispatcher then prefers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.library import Library
+
+NAMESPACE = "zero_strategy"
+_library = Library(NAMESPACE, "DEF")
+_names: list[str] = []
+
+
+def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Add an op.
+
+    Args:
+        schema: `name(arguments) -> results` in torch's schema language.
+        reference: Its definition in plain torch.
+        fake: Makes empty results from fake arguments; not needed by ops that only write to their arguments.
+
+    Returns:
+        The op, which checks nothing but what its schema says.
+    """
+    name = schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake or _no_result, lib=_library)
+    _names.append(name)
+    op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return op
+
+
+def op_names() -> list[str]:
+    """Names of all ops."""
+    return list(_names)
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether op `name` has a native kernel under dispatch key `key` ("CPU", "CUDA")."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+
+
+def _no_result(*args: Any, **kwargs: Any) -> None:
+    return None

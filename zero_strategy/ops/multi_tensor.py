@@ -1,0 +1,227 @@
+"""Statistics, scaled copies and sums over lists of tensors, in one pass each.
+
+Tensors are float32, bfloat16 or float16, contiguous and on one device; arithmetic is float32 and results are rounded to
+nearest where they are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_strategy.ops.arguments import check_apart, check_tensors
+from zero_strategy.ops.library import define
+
+Tensors = Sequence[Tensor]
+
+
+def grad_stats(tensors: Tensors, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Norm and non-finite elements of every tensor, in one pass.
+
+    Sums are float64 in an order that depends on the tensors' sizes only, not on threads or processor, so a repeated
+    call gives the same bits. A non-finite element shows in the count and, as in any sum, in the sum; use the count.
+
+    Args:
+        tensors: What to look at.
+        norm_type: Any p > 0, or inf.
+
+    Returns:
+        (tensors,) float64: sum of |x|^p (for inf: the largest |x|); (tensors,) int64: how many are infinite or NaN.
+
+    Raises:
+        TypeError, ValueError: Naming the argument.
+    """
+    check_tensors({"tensors": tensors}, {})
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
+    if not len(tensors):
+        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    sums, counts = _grad_stats(tensors, float(norm_type))
+    return sums, counts
+
+
+def l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Euclidean norm of all elements, and of each tensor.
+
+    Returns:
+        0-d float32; (tensors,) float32 or None.
+    """
+    sums, _ = grad_stats(tensors)
+    return sums.sum().sqrt().float(), sums.sqrt().float() if per_tensor else None
+
+
+def scale_(inputs: Tensors, outputs: Tensors, factor: float = 1.0) -> Tensor:
+    """outputs = inputs * factor, with a cast where dtypes differ; an output may be its own input.
+
+    Returns:
+        0-d int64: how many results are infinite or NaN (before rounding to the output's dtype).
+    """
+    check_tensors({"outputs": outputs, "inputs": inputs}, {})
+    _check_results({"inputs": inputs}, outputs)
+    if not len(outputs):
+        return torch.zeros((), dtype=torch.int64)
+    count: Tensor = _scale(inputs, outputs, float(factor))
+    return count
+
+
+def axpby_(x: Tensors, y: Tensors, outputs: Tensors, a: float, b: float) -> Tensor:
+    """outputs = a*x + b*y; an output may be its own x or y.
+
+    Returns:
+        0-d int64: how many results are infinite or NaN (before rounding to the output's dtype).
+    """
+    check_tensors({"outputs": outputs, "x": x, "y": y}, {})
+    _check_results({"x": x, "y": y}, outputs)
+    if not len(outputs):
+        return torch.zeros((), dtype=torch.int64)
+    count: Tensor = _axpby(x, y, outputs, float(a), float(b))
+    return count
+
+
+def accumulate_(targets: Tensors, sources: Tensors, factor: float = 1.0) -> None:
+    """targets += sources * factor in float32, whatever the dtypes."""
+    check_tensors({"targets": targets, "sources": sources}, {})
+    check_apart({"targets": targets}, {"sources": sources})
+    if len(targets):
+        _accumulate(targets, sources, float(factor))
+
+
+def flatten_(
+    tensors: Tensors, flat: Tensor, offsets: Sequence[int], *, factor: float = 1.0, accumulate: bool = False
+) -> None:
+    """Copy tensors into a flat buffer at element offsets: with a factor, a cast, and a sum if `accumulate`."""
+    _check_flat(tensors, flat, offsets)
+    check_apart({"flat": [flat]}, {"tensors": tensors})
+    if len(tensors):
+        _flatten(tensors, flat, list(offsets), float(factor), accumulate)
+
+
+def unflatten_(flat: Tensor, tensors: Tensors, offsets: Sequence[int]) -> None:
+    """Copy parts of a flat buffer, beginning at element offsets, into tensors, with a cast."""
+    _check_flat(tensors, flat, offsets)
+    check_apart({"tensors": tensors}, {"flat": [flat]})
+    if len(tensors):
+        _unflatten(flat, tensors, list(offsets))
+
+
+def _check_flat(tensors: Tensors, flat: Tensor, offsets: Sequence[int]) -> None:
+    check_tensors({"tensors": tensors}, {})
+    check_tensors({"flat": [flat]}, {})
+    if flat.dim() != 1:
+        raise ValueError(f"flat must have one dimension, not {flat.dim()}")
+    if len(offsets) != len(tensors):
+        raise ValueError(f"offsets has {len(offsets)} entries, but there are {len(tensors)} tensors")
+    for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+        if tensor.device != flat.device:
+            raise ValueError(f"tensors[{index}] is on {tensor.device}, but flat is on {flat.device}")
+        if offset < 0 or offset + tensor.numel() > flat.numel():
+            raise ValueError(
+                f"tensors[{index}] with {tensor.numel()} elements at offset {offset} lies outside of flat, which has "
+                f"{flat.numel()}"
+            )
+
+
+def _check_results(inputs: dict[str, Tensors], outputs: Tensors) -> None:
+    """An output may be one of its inputs exactly; any other overlap is refused."""
+    others = {
+        name: [
+            tensor
+            for tensor, output in zip(tensors, outputs, strict=True)
+            if tensor.data_ptr() != output.data_ptr() or tensor.dtype != output.dtype
+        ]
+        for name, tensors in inputs.items()
+        if not torch.compiler.is_compiling()
+    }
+    check_apart({"outputs": outputs}, others)
+
+
+# ------------------------------------------------------------------------------------------------ references
+
+
+def _nonfinite(value: Tensor) -> Tensor:
+    return value.isfinite().logical_not().sum()
+
+
+@torch.no_grad()
+def _grad_stats_reference(tensors: Tensors, norm_type: float) -> tuple[Tensor, Tensor]:
+    sums, counts = [], []
+    for tensor in tensors:
+        wide = tensor.double().abs()
+        counts.append(_nonfinite(tensor))
+        if math.isinf(norm_type):
+            sums.append(wide.max() if wide.numel() else wide.new_zeros(()))
+        else:
+            sums.append((wide.square() if norm_type == 2 else wide.pow(norm_type)).sum())
+    return torch.stack(sums), torch.stack(counts)
+
+
+def _grad_stats_fake(tensors: Tensors, norm_type: float) -> tuple[Tensor, Tensor]:
+    like = tensors[0]
+    return like.new_empty(len(tensors), dtype=torch.float64), like.new_empty(len(tensors), dtype=torch.int64)
+
+
+@torch.no_grad()
+def _scale_reference(inputs: Tensors, outputs: Tensors, factor: float) -> Tensor:
+    counts = []
+    for source, output in zip(inputs, outputs, strict=True):
+        value = source.to(torch.float32) * factor
+        counts.append(_nonfinite(value))
+        output.copy_(value.view_as(output))
+    return torch.stack(counts).sum()
+
+
+@torch.no_grad()
+def _axpby_reference(x: Tensors, y: Tensors, outputs: Tensors, a: float, b: float) -> Tensor:
+    counts = []
+    for left, right, output in zip(x, y, outputs, strict=True):
+        value = left.to(torch.float32) * a + right.to(torch.float32).view_as(left) * b
+        counts.append(_nonfinite(value))
+        output.copy_(value.view_as(output))
+    return torch.stack(counts).sum()
+
+
+def _count_fake(tensors: Tensors, *rest: Any) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.int64)
+
+
+@torch.no_grad()
+def _accumulate_reference(targets: Tensors, sources: Tensors, factor: float) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(target.to(torch.float32) + source.to(torch.float32).view_as(target) * factor)
+
+
+@torch.no_grad()
+def _flatten_reference(
+    tensors: Tensors, flat: Tensor, offsets: Sequence[int], factor: float, accumulate: bool
+) -> None:
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        part = flat[offset : offset + tensor.numel()]
+        value = tensor.to(torch.float32).reshape(-1) * factor
+        part.copy_(part.to(torch.float32) + value if accumulate else value)
+
+
+@torch.no_grad()
+def _unflatten_reference(flat: Tensor, tensors: Tensors, offsets: Sequence[int]) -> None:
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        tensor.copy_(flat[offset : offset + tensor.numel()].to(torch.float32).view_as(tensor))
+
+
+_grad_stats = define(
+    "grad_stats(Tensor[] tensors, float norm_type) -> (Tensor, Tensor)", _grad_stats_reference, _grad_stats_fake
+)
+_scale = define("scale_(Tensor[] inputs, Tensor(a!)[] outputs, float factor) -> Tensor", _scale_reference, _count_fake)
+_axpby = define(
+    "axpby_(Tensor[] x, Tensor[] y, Tensor(a!)[] outputs, float a, float b) -> Tensor", _axpby_reference, _count_fake
+)
+_accumulate = define(
+    "accumulate_(Tensor(a!)[] targets, Tensor[] sources, float factor) -> ()", _accumulate_reference
+)
+_flatten = define(
+    "flatten_(Tensor[] tensors, Tensor(a!) flat, int[] offsets, float factor, bool accumulate) -> ()",
+    _flatten_reference,
+)
+_unflatten = define("unflatten_(Tensor flat, Tensor(a!)[] tensors, int[] offsets) -> ()", _unflatten_reference)
