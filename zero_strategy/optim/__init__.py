@@ -1,10 +1,26 @@
-"""The sharded optimizer, gradient norm and clipping, loss scaling."""
+"""The sharded optimizer, gradient norm and clipping, loss scaling, fused optimizers."""
 
+from zero_strategy.optim.fused import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedAdamW,
+    FusedLamb,
+    FusedLion,
+    FusedOptimizer,
+    FusedSGD,
+)
 from zero_strategy.optim.loss_scale import LossScaler
 from zero_strategy.optim.norm import GradientNorm, clip_tensors_by_global_norm, get_global_norm_of_tensors
 from zero_strategy.optim.sharded import ShardedOptimizer
 
 __all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLamb",
+    "FusedLion",
+    "FusedOptimizer",
+    "FusedSGD",
     "GradientNorm",
     "LossScaler",
     "ShardedOptimizer",

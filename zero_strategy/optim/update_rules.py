@@ -1,0 +1,265 @@
+"""How optimizers turn param groups and states into calls of the fused ops: one call per step for all that a device has.
+
+A rule serves its own optimizer class (`fused.py`) and, in the engine, the `torch.optim` class with the same algorithm;
+states have torch's names, so that either takes the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_strategy import ops
+
+Combine = Callable[[Sequence["Segment"], Tensor], Tensor]
+"""Adds up (segments, k) float64 sums over the pieces of the same parameter, on this rank and others."""
+
+
+@dataclass
+class Segment:
+    """What one step does to one parameter, or to a piece of one; tensors are contiguous and of one size.
+
+    Attributes:
+        group: The param group's hyper-parameters.
+        param: float32, updated in place.
+        grad: float32, bfloat16 or float16.
+        state: The optimizer's state of it; filled in the first step.
+        copy: Low-precision parameter that takes the new value, or None.
+        like: Has the shape and strides that the state's tensors take.
+    """
+
+    group: dict[str, Any]
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    like: Tensor
+    copy: Tensor | None = None
+
+
+class UpdateRule:
+    """One algorithm. Without state of its own."""
+
+    def refuses(self, group: dict[str, Any]) -> str | None:
+        """Why a group's options are beyond this rule, or None."""
+        for option in ("amsgrad", "capturable", "differentiable", "centered"):
+            if group.get(option):
+                return f"{option}={group[option]!r}"
+        return None
+
+    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
+        """Take one step.
+
+        Args:
+            segments: All that the step changes.
+            scale: What gradients are multiplied by first.
+            combine: For rules with per-parameter norms: how pieces of one parameter are added up.
+        """
+        for part in _uniform(segments):
+            self._update(part, scale, combine)
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        raise TypeError(f"{type(self).__name__} has no update")
+
+
+def _uniform(segments: Iterable[Segment]) -> Iterable[list[Segment]]:
+    """Lists that one call can take: one device, with or without copies, one form of the algorithm."""
+    lists: dict[Any, list[Segment]] = {}
+    for segment in segments:
+        flags = tuple(segment.group.get(flag) for flag in ("decoupled_weight_decay", "nesterov"))
+        momentum = bool(segment.group.get("momentum"))
+        lists.setdefault((segment.param.device, segment.copy is None, flags, momentum), []).append(segment)
+    return lists.values()
+
+
+def _sign(segment: Segment, scale: float) -> float:
+    return -scale if segment.group.get("maximize") else scale
+
+
+def _copies(segments: Sequence[Segment]) -> list[Tensor]:
+    return [segment.copy for segment in segments if segment.copy is not None]
+
+
+def _states(segments: Sequence[Segment], key: str) -> list[Tensor]:
+    """One state of every segment, its elements in the order of the parameter's."""
+    for segment in segments:
+        if segment.state[key].stride() != segment.like.stride():  # loaded from a parameter of another memory format
+            value = segment.state[key]
+            segment.state[key] = torch.empty_like(segment.like, dtype=value.dtype).copy_(value)
+    return [in_memory_order(segment.state[key]) for segment in segments]
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor as the ops take it: itself if contiguous, else all its elements in the order of memory.
+
+    Raises:
+        ValueError: If it has gaps or overlaps.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            break
+        expected *= size
+    if expected != tensor.numel():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not dense")
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _count(segments: Sequence[Segment]) -> list[float]:
+    """Adds one to every step count, and returns them."""
+    steps = [segment.state["step"] for segment in segments]
+    torch._foreach_add_(steps, 1)
+    found: list[float] = torch.stack(steps).tolist()
+    return found
+
+
+def _table(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _moment(segment: Segment) -> Tensor:
+    return torch.zeros_like(segment.like, dtype=getattr(torch, segment.group.get("moment_dtype", "float32")))
+
+
+class AdamRule(UpdateRule):
+    """Adam, or AdamW where the group says `decoupled_weight_decay`."""
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        for segment in segments:
+            if "exp_avg" not in segment.state:
+                segment.state["step"] = torch.tensor(0.0)
+                segment.state["exp_avg"] = _moment(segment)
+                segment.state["exp_avg_sq"] = _moment(segment)
+        ops.adam_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "exp_avg"),
+            _states(segments, "exp_avg_sq"),
+            _table(adam_rows(segments, scale)),
+            decoupled=bool(segments[0].group.get("decoupled_weight_decay")),
+            copies=_copies(segments),
+        )
+
+
+def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
+    """Rows of `ops.ADAM_COLUMNS`, with the step counted on."""
+    rows = []
+    for segment, step in zip(segments, _count(segments), strict=True):
+        group = segment.group
+        beta1, beta2 = group["betas"]
+        decay = group["weight_decay"]
+        rows.append([float(group["lr"]), beta1, beta2, group["eps"], decay, step, _sign(segment, scale)])
+    return rows
+
+
+class LionRule(UpdateRule):
+    """Lion."""
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        for segment in segments:
+            if "exp_avg" not in segment.state:
+                segment.state["exp_avg"] = _moment(segment)
+        rows = [
+            [float(s.group["lr"]), *s.group["betas"], s.group["weight_decay"], _sign(s, scale)] for s in segments
+        ]
+        ops.lion_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "exp_avg"),
+            _table(rows),
+            copies=_copies(segments),
+        )
+
+
+class AdagradRule(UpdateRule):
+    """Adagrad."""
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        for segment in segments:
+            if "sum" not in segment.state:
+                segment.state["step"] = torch.tensor(0.0)
+                start = segment.group.get("initial_accumulator_value", 0.0)
+                segment.state["sum"] = _moment(segment).fill_(start)
+        rows = [
+            [float(s.group["lr"]), s.group["lr_decay"], s.group["eps"], s.group["weight_decay"], step, _sign(s, scale)]
+            for s, step in zip(segments, _count(segments), strict=True)
+        ]
+        ops.adagrad_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "sum"),
+            _table(rows),
+            copies=_copies(segments),
+        )
+
+
+class SGDRule(UpdateRule):
+    """SGD, with momentum where the group has it."""
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        moving = bool(segments[0].group["momentum"])
+        rows = []
+        for segment in segments:
+            group = segment.group
+            fresh = moving and segment.state.get("momentum_buffer") is None
+            if fresh:
+                segment.state["momentum_buffer"] = _moment(segment)
+            momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
+            rows.append([float(group["lr"]), momentum, dampening, decay, float(fresh), _sign(segment, scale)])
+        ops.sgd_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "momentum_buffer") if moving else [],
+            _table(rows),
+            nesterov=bool(segments[0].group["nesterov"]),
+            copies=_copies(segments),
+        )
+
+
+class LambRule(UpdateRule):
+    """LAMB: a trust ratio per parameter, whose norms are added up over its pieces."""
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        for segment in segments:
+            if "exp_avg" not in segment.state:
+                segment.state["step"] = torch.tensor(0.0)
+                segment.state["exp_avg"] = _moment(segment)
+                segment.state["exp_avg_sq"] = _moment(segment)
+        params, grads = [s.param for s in segments], [s.grad for s in segments]
+        moments, squares = _states(segments, "exp_avg"), _states(segments, "exp_avg_sq")
+        hyper = _table(adam_rows(segments, scale))
+        sums = ops.lamb_direction_(params, grads, moments, squares, hyper)
+        whole = sums if combine is None else combine(segments, sums)
+        ops.lamb_apply_(
+            params, moments, squares, hyper, ops.lamb_rates(whole, hyper), copies=_copies(segments)
+        )
+
+
+_RULES: dict[type[Optimizer], UpdateRule] = {
+    torch.optim.Adam: AdamRule(),
+    torch.optim.AdamW: AdamRule(),
+    torch.optim.SGD: SGDRule(),
+    torch.optim.Adagrad: AdagradRule(),
+}
+"""Classes of `torch.optim` whose algorithm a rule has."""
+
+
+def rule_for(optimizer: Optimizer) -> UpdateRule | None:
+    """The rule that may take the optimizer's steps, or None.
+
+    A group with `foreach` or `fused` set has chosen an implementation; it is left to it.
+    """
+    rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
+    if not isinstance(rule, UpdateRule):
+        return None
+    for group in optimizer.param_groups:
+        if rule.refuses(group) or group.get("foreach") is not None or group.get("fused") is not None:
+            return None
+    return rule
