@@ -250,8 +250,9 @@ class ZeroEngine:
         """Norm of the mean gradients over all ranks. A collective."""
         chosen = self._chosen(optimizer)
         self.model.reducer.settle()
-        shards = [shard for sharded in chosen for shard in sharded.gradient_shards()]
-        return global_norm(shards, norm_type, self.model.norm_groups)
+        parts = [sharded.norm_shards() for sharded in chosen]
+        shards = [shard for found, _ in parts for shard in found]
+        return global_norm(shards, norm_type, self.model.norm_groups, [f for _, factors in parts for f in factors])
 
     def _chosen(self, optimizer: Optimizer | None) -> list[ShardedOptimizer]:
         return self.optimizers if optimizer is None else [self.sharded(optimizer)]

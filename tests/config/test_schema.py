@@ -52,6 +52,7 @@ DEFAULTS = {
     "loss_scale.minimum": 1.0,
     "checkpoint.max_file_bytes": 5_000_000_000,
     "elementwise_optimizers": [],
+    "fused_optimizers": True,
     "timeout_seconds": 1800.0,
     "rendezvous_seconds": 60.0,
 }

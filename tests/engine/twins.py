@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tests.reference import Order
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim import clip_tensors_by_global_norm
 from zero_strategy.optim.full_state import safe_get_full_grad
 
 Script = Callable[["Twin"], None]
@@ -136,6 +137,12 @@ class Twin:
         self.settle()
         return nn.utils.clip_grad_norm_(self._parameters(optimizer), max_norm, norm_type)
 
+    def clip_exactly(self, max_norm: float) -> None:
+        """Clip by a norm in float64, whose coefficient does not depend on how gradients are divided."""
+        self.settle()
+        gradients = [p.grad for p in self._parameters(None) if p.grad is not None]
+        clip_tensors_by_global_norm(gradients, max_norm)
+
     def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
         self.settle()
         nn.utils.clip_grad_value_(self._parameters(optimizer), limit)
@@ -166,7 +173,9 @@ class ShardedTwin(Twin):
 
     def shard(self, module: nn.Module) -> nn.Module:
         self.module = module
-        options = {"units": {"min_numel": 0}, "rendezvous_seconds": 5.0, **self.setting.config}
+        # The plain twin runs torch's own optimizer code; scripts with fused optimizers run those on both sides.
+        fixed = {"units": {"min_numel": 0}, "rendezvous_seconds": 5.0, "fused_optimizers": False}
+        options = {**fixed, **self.setting.config}
         config = load_config(stage=self.setting.stage, gradient_reduction=self.setting.order, **options)
         self.engine = ZeroEngine(module, config)
         return module
@@ -192,6 +201,9 @@ class ShardedTwin(Twin):
 
     def clip(self, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> Tensor:
         return self.own.clip_grad_norm_(max_norm, norm_type, optimizer)
+
+    def clip_exactly(self, max_norm: float) -> None:
+        self.own.clip_grad_norm_(max_norm)
 
     def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
         self.own.clip_grad_value_(limit, optimizer)

@@ -138,6 +138,10 @@ class ZeroConfig(Section):
     """Class names of optimizers outside torch.optim that you assert to treat every element on its own, so
     that they can run on slices of parameters."""
 
+    fused_optimizers: bool = True
+    """Take the steps of torch.optim.Adam, AdamW, SGD and Adagrad in the fused ops, one pass over memory. False, or
+    `foreach` or `fused` given to the optimizer, leaves the steps to torch."""
+
     timeout_seconds: float = field(default=1800.0, metadata=between(0, math.inf))
     """Seconds until a collective of the process group times out."""
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
+from zero_strategy.optim.fused import FusedOptimizer
+
 ELEMENTWISE = (
     "ASGD",
     "Adadelta",
@@ -46,6 +48,8 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     Raises:
         TypeError: Naming the class, the reason, and the way out.
     """
+    if isinstance(optimizer, FusedOptimizer):
+        return  # LAMB's norms are added up over pieces
     for cls in type(optimizer).__mro__:
         if cls.__name__ in asserted:
             return

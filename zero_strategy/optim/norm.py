@@ -1,23 +1,22 @@
 """Norms of sharded gradients: one figure for every stage, and the clip that follows from it.
 
-Squares are summed in float64, so that the norm does not depend on how the elements are divided (up to the last bit of
-a float64, which the float32 coefficient does not see). Non-finite values are a flag of their own.
+Squares are summed in float64 (`ops.grad_stats`), so that the norm does not depend on how the elements are divided (up
+to the last bit of a float64, which the float32 coefficient does not see). Non-finite values are a flag of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy import ops
 from zero_strategy.distributed import Communicator
-
-_CHUNK = 1 << 16
-"""Elements turned to float64 at a time on the CPU: half a megabyte, which stays in the cache."""
+from zero_strategy.ops.arguments import FLOATS
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,14 @@ class GradientNorm:
         return min(1.0, max_norm / (self.value + 1e-6)) if not math.isnan(self.value) else math.nan
 
 
-def global_norm(shards: Iterable[Tensor], norm_type: float, groups: Iterable[Communicator]) -> GradientNorm:
+def global_norm(
+    shards: Iterable[Tensor], norm_type: float, groups: Iterable[Communicator], scales: Sequence[float] | None = None
+) -> GradientNorm:
     """The norm of all ranks' `shards` together.
 
     Args:
         shards: This rank's parts, flat; every element of a gradient lies on exactly one rank of `groups`.
+        scales: What each part is to be multiplied by first; default: 1.
         norm_type: Any positive p, or inf.
         groups: Communicators over which the parts are spread (the shard axis, and model-parallel groups).
 
@@ -55,13 +57,11 @@ def global_norm(shards: Iterable[Tensor], norm_type: float, groups: Iterable[Com
         raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
     shards = list(shards)
     is_max = math.isinf(norm_type)
-    if is_max:
-        parts = [shard.detach().abs().max().double() for shard in shards if shard.numel()]
-        local = torch.stack(parts).max().cpu() if parts else torch.zeros((), dtype=torch.float64)
-    else:
-        parts = [power_sum(shard.detach(), norm_type) for shard in shards]
-        local = torch.stack(parts).sum().cpu() if parts else torch.zeros((), dtype=torch.float64)
-    total = local.reshape(1)
+    sums = _power_sums(shards, norm_type)
+    if scales is not None:
+        factors = torch.tensor(scales, dtype=torch.float64).abs()
+        sums = sums * (factors if is_max else factors**norm_type)
+    total = (sums.max() if is_max and len(sums) else sums.sum()).reshape(1)
     for group in groups:
         values = torch.stack(group.exchange_small(total))
         total = values.amax(dim=0) if is_max else values.sum(dim=0)
@@ -70,18 +70,20 @@ def global_norm(shards: Iterable[Tensor], norm_type: float, groups: Iterable[Com
     return GradientNorm(value if is_max or not finite else value ** (1.0 / norm_type), finite)
 
 
-def power_sum(values: Tensor, norm_type: float = 2.0) -> Tensor:
-    """Sum of |x| ** norm_type over a flat tensor, in float64, on its device."""
-    if values.device.type != "cpu" or norm_type != 2.0:
-        norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
-        return norm**norm_type
-    total = torch.zeros((), dtype=torch.float64)
-    scratch = torch.empty(min(_CHUNK, values.numel()), dtype=torch.float64)
-    for start in range(0, values.numel(), _CHUNK):
-        chunk = values[start : start + _CHUNK]
-        wide = scratch[: chunk.numel()].copy_(chunk)
-        total += torch.dot(wide, wide)
-    return total
+def _power_sums(shards: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Sum of |x| ** norm_type (inf: largest |x|) of every tensor; float64 on the CPU."""
+    sums = torch.zeros(len(shards), dtype=torch.float64)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, shard in enumerate(shards):
+        if shard.dtype in FLOATS and shard.is_contiguous():
+            by_device.setdefault(shard.device, []).append(index)
+        elif shard.numel():
+            norm = torch.linalg.vector_norm(shard.detach(), norm_type, dtype=torch.float64)
+            sums[index] = norm if math.isinf(norm_type) else norm**norm_type
+    for indices in by_device.values():
+        found, _ = ops.grad_stats([shards[index].detach() for index in indices], norm_type)
+        sums[indices] = found.cpu()
+    return sums
 
 
 def get_global_norm_of_tensors(

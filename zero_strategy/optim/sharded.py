@@ -8,7 +8,7 @@ flat fp32 views into the master buffers, with flat views of the reduced gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy import ops
 from zero_strategy.optim.elementwise import check_elementwise
+from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import GradientNorm, global_norm
+from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for
+from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.model import ShardedModel
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -44,8 +48,16 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: Optimizer, model: ShardedModel) -> None:
         check_elementwise(optimizer, model.config.elementwise_optimizers, whole=not model.placement.shard_optimizer)
+        if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps float32 master weights, which precision.master_weights=False rules "
+                "out: remove that setting, or use the torch.optim class"
+            )
+        if self._rule(optimizer, model) is not None:
+            for device in {bucket.device.type for bucket in model.buckets}:
+                ops.ensure(device)
         self.optimizer, self.model = optimizer, model
-        self.skip_next = False
+        self.skip_next = self._fused = False
         self._pieces: dict[int, tuple[nn.Parameter, Piece | None]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
         self.state: dict[Tensor, Any] = {}
@@ -97,7 +109,18 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
         for parameter, values in existing.items():
             assert isinstance(parameter, nn.Parameter)
+            master = values.pop("master", None) if isinstance(self.optimizer, FusedOptimizer) else None
+            if master is not None:
+                self._take_master(parameter, master)
             self._keep_pieces(parameter, values)
+
+    def _take_master(self, parameter: nn.Parameter, master: Tensor) -> None:
+        """A fused optimizer that ran by itself kept master weights; from now on the bucket does."""
+        place = self.model.place(parameter)
+        assert place is not None
+        bucket, index = place
+        if bucket.has_master:
+            bucket.set_master(index, master)
 
     def _keep_pieces(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Keep this rank's part of a parameter's whole state; low precision becomes the piece's fp32."""
@@ -118,12 +141,25 @@ class ShardedOptimizer:
 
     # ---- the step ----
 
+    @staticmethod
+    def _rule(optimizer: Optimizer, model: ShardedModel) -> UpdateRule | None:
+        """What takes the steps in place of the optimizer's own code."""
+        return rule_for(optimizer) if model.config.fused_optimizers or isinstance(optimizer, FusedOptimizer) else None
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         changed = _run_closure_first(args, kwargs)
         self.restore()  # an earlier step may have raised before its end
         self.model.reducer.settle()
         self._check_groups()
+        rule = self._rule(optimizer, self.model)
+        pieces = [self.piece(parameter) for parameter in self.parameters()]
+        if any(piece is not None and piece.dtype != torch.float32 for piece in pieces):
+            rule = None
+        self._fused = rule is not None
         self._swap_in()
+        if rule is not None and not self.skip_next:
+            with torch.no_grad():
+                rule.update(self._segments, kwargs.get("grad_scale", 1.0), self._combine)
         return changed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -132,7 +168,7 @@ class ShardedOptimizer:
         if self.skip_next:
             self.skip_next = False
             return
-        for work in [bucket.publish() for bucket in buckets]:
+        for work in [bucket.publish(copied=self._fused) for bucket in buckets]:
             work.wait()
         for parameter in self._stepped_parameters:
             torch.autograd.graph.increment_version(parameter)  # so that a backward through old values is noticed
@@ -141,7 +177,8 @@ class ShardedOptimizer:
     def _swap_in(self) -> None:
         self._stepped: list[ParameterBucket] = []
         self._stepped_parameters: list[nn.Parameter] = []
-        gradients: dict[int, dict[int, Tensor]] = {}
+        self._segments: list[Segment] = []
+        gradients: dict[int, dict[int, tuple[Tensor, float]]] = {}
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             pieces = []
@@ -157,14 +194,48 @@ class ShardedOptimizer:
                 piece = self.piece(parameter)
                 if piece is None:
                     continue
-                if not self.skip_next:
-                    if id(bucket) not in gradients:
-                        gradients[id(bucket)] = gradient_bucket.owned_gradients()
-                    gradient = gradients[id(bucket)].get(index)
-                    piece.grad = None if gradient is None else gradient.to(piece.dtype).view(piece.shape)
                 pieces.append(piece)
+                if self.skip_next:
+                    continue
+                if id(bucket) not in gradients:
+                    gradients[id(bucket)] = self._scaled_gradients(gradient_bucket)
+                if index not in gradients[id(bucket)]:
+                    continue
+                gradient, factor = gradients[id(bucket)][index]
+                if self._fused:
+                    self._segments.append(self._segment(group, parameter, piece, gradient, factor))
+                else:
+                    piece.grad = gradient.to(piece.dtype).view(piece.shape)
             group["params"] = pieces
         self.optimizer.state.update(self.state)
+
+    def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Tensor, float]]:
+        if self._fused:
+            return gradients.scaled_gradients()
+        return {index: (gradient, 1.0) for index, gradient in gradients.owned_gradients().items()}
+
+    def _segment(
+        self, group: dict[str, Any], parameter: nn.Parameter, piece: nn.Parameter, gradient: Tensor, factor: float
+    ) -> Segment:
+        place = self.model.place(parameter)
+        assert place is not None
+        bucket, index = place
+        copy = None
+        if bucket.has_master:
+            cut = bucket.piece_of[index]
+            copy = bucket.owned_values[cut.offset : cut.offset + cut.numel]
+        state = self.state.setdefault(piece, {})
+        return Segment(group, piece.detach(), gradient, state, like=piece, copy=copy, scale=factor, owner=parameter)
+
+    def _combine(self, segments: Sequence[Segment], sums: Tensor) -> Tensor:
+        """Sums over the pieces of a parameter, wherever they lie. A collective where the optimizer is divided."""
+        rows = {id(parameter): row for row, parameter in enumerate(self.parameters())}
+        chosen = [rows[id(segment.owner)] for segment in segments]
+        table = torch.zeros(len(rows), sums.shape[1], dtype=torch.float64)
+        table[chosen] = sums
+        if self.model.placement.shard_optimizer:
+            table = torch.stack(self.model.mesh.shard_control.exchange_small(table)).sum(dim=0)
+        return table[chosen]
 
     def _swap_back(self) -> None:
         assert self._whole is not None
@@ -178,45 +249,49 @@ class ShardedOptimizer:
 
     # ---- gradients ----
 
-    def gradient_shards(self) -> list[Tensor]:
-        """This rank's part of every gradient that the next step will use, each element once over the shard axis."""
-        return [shard for _, shard in self._named_shards(unique=True)]
-
-    def _named_shards(self, *, unique: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        rank = self.model.mesh.shard_rank
-        gradients: dict[int, dict[int, Tensor]] = {}
+    def _gradients(self) -> Iterator[tuple[GradientBucket, int, Tensor, float]]:
+        """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come."""
+        found: dict[int, dict[int, tuple[Tensor, float]]] = {}
         for parameter in self.parameters():
             place = self.model.place(parameter)
             assert place is not None
-            bucket, index = place
-            if id(bucket) not in gradients:
-                gradients[id(bucket)] = self.model.gradient_of(bucket).owned_gradients()
-            gradient = gradients[id(bucket)].get(index)
-            if gradient is None:
-                continue
-            if unique and not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
-                pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(rank))
+            gradients, index = self.model.gradient_of(place[0]), place[1]
+            if id(gradients) not in found:
+                found[id(gradients)] = gradients.scaled_gradients()
+            if index in found[id(gradients)]:
+                yield gradients, index, *found[id(gradients)][index]
+
+    def norm_shards(self) -> tuple[list[Tensor], list[float]]:
+        """Every element of the gradients once over the shard axis: tensors, and what each is to be multiplied by."""
+        shards, factors = [], []
+        for gradients, index, values, factor in self._gradients():
+            bucket = gradients.bucket
+            if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
+                pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(self.model.mesh.shard_rank))
                 cuts = [piece for piece in pieces if piece.index == index]
-                gradient = gradient[cuts[0].start : cuts[0].stop] if cuts else gradient[:0]
-            yield parameter, gradient
+                values = values[cuts[0].start : cuts[0].stop] if cuts else values[:0]
+            shards.append(values)
+            factors.append(factor)
+        return shards, factors
 
     def norm(self, norm_type: float = 2.0) -> GradientNorm:
         """Norm of this optimizer's gradients over all ranks. A collective."""
         self.model.reducer.settle()
-        return global_norm(self.gradient_shards(), norm_type, [*self.model.norm_groups])
+        shards, factors = self.norm_shards()
+        return global_norm(shards, norm_type, [*self.model.norm_groups], factors)
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        """Multiply this optimizer's gradients."""
-        for _, gradient in self._named_shards(unique=False):
-            gradient.mul_(factor)
+        """Multiply this optimizer's gradients; a fused step does it on its way."""
+        for gradients, index, _, _ in list(self._gradients()):
+            gradients.scale(index, factor)
 
     @torch.no_grad()
     def clip_values(self, limit: float) -> None:
         """Clamp every element of this optimizer's gradients to [-limit, limit]."""
         self.model.reducer.settle()
-        for _, gradient in self._named_shards(unique=False):
-            gradient.clamp_(-limit, limit)
+        for gradients, index, _, _ in list(self._gradients()):
+            gradients.owned_gradients()[index].clamp_(-limit, limit)
 
     # ---- state ----
 

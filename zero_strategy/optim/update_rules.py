@@ -30,6 +30,8 @@ class Segment:
         grad: float32, bfloat16 or float16.
         state: The optimizer's state of it; filled in the first step.
         copy: Low-precision parameter that takes the new value, or None.
+        scale: What the gradient is multiplied by first.
+        owner: The parameter of which this is a piece, or None.
         like: Has the shape and strides that the state's tensors take.
     """
 
@@ -39,6 +41,8 @@ class Segment:
     state: dict[str, Any]
     like: Tensor
     copy: Tensor | None = None
+    scale: float = 1.0
+    owner: Tensor | None = None
 
 
 class UpdateRule:
@@ -77,7 +81,7 @@ def _uniform(segments: Iterable[Segment]) -> Iterable[list[Segment]]:
 
 
 def _sign(segment: Segment, scale: float) -> float:
-    return -scale if segment.group.get("maximize") else scale
+    return segment.scale * (-scale if segment.group.get("maximize") else scale)
 
 
 def _copies(segments: Sequence[Segment]) -> list[Tensor]:
@@ -226,20 +230,33 @@ class SGDRule(UpdateRule):
 class LambRule(UpdateRule):
     """LAMB: a trust ratio per parameter, whose norms are added up over its pieces."""
 
-    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
+        """Take one step; `combine` is called once, also without any segment."""
+        parts = [(part, *self._direct(part, scale)) for part in _uniform(segments)]
+        ordered = [segment for part, _, _ in parts for segment in part]
+        sums = torch.cat([torch.zeros(0, 2, dtype=torch.float64), *(found for _, _, found in parts)])
+        whole = sums if combine is None else combine(ordered, sums)
+        for (part, hyper, _), norms in zip(parts, whole.split([len(part) for part, _, _ in parts]), strict=True):
+            ops.lamb_apply_(
+                [segment.param for segment in part],
+                _states(part, "exp_avg"),
+                _states(part, "exp_avg_sq"),
+                hyper,
+                ops.lamb_rates(norms, hyper),
+                copies=_copies(part),
+            )
+
+    def _direct(self, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+        """Hyper-parameters, and sums of squares of parameters and directions."""
         for segment in segments:
             if "exp_avg" not in segment.state:
                 segment.state["step"] = torch.tensor(0.0)
                 segment.state["exp_avg"] = _moment(segment)
                 segment.state["exp_avg_sq"] = _moment(segment)
-        params, grads = [s.param for s in segments], [s.grad for s in segments]
-        moments, squares = _states(segments, "exp_avg"), _states(segments, "exp_avg_sq")
         hyper = _table(adam_rows(segments, scale))
-        sums = ops.lamb_direction_(params, grads, moments, squares, hyper)
-        whole = sums if combine is None else combine(segments, sums)
-        ops.lamb_apply_(
-            params, moments, squares, hyper, ops.lamb_rates(whole, hyper), copies=_copies(segments)
-        )
+        params, grads = [segment.param for segment in segments], [segment.grad for segment in segments]
+        moments, squares = _states(segments, "exp_avg"), _states(segments, "exp_avg_sq")
+        return hyper, ops.lamb_direction_(params, grads, moments, squares, hyper)
 
 
 _RULES: dict[type[Optimizer], UpdateRule] = {

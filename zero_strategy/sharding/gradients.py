@@ -50,6 +50,7 @@ class GradientBucket:
         self._summed = False
         self._empty = True  # `reduced` holds no sum yet
         self._shows_gradient = bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype
+        self._scales: dict[int, float] = {}  # what reduced gradients are yet to be multiplied by
         self._handles: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
 
@@ -59,6 +60,7 @@ class GradientBucket:
         """Prepare for gradients of a new backward: notice `zero_grad`, keep earlier reduced sums apart."""
         self.finish()
         self.sync_handles()
+        self._apply_scales()
         self._set_aside()
 
     def resume(self, index: int) -> None:
@@ -187,6 +189,7 @@ class GradientBucket:
         for parameter in self.bucket.parameters:
             parameter.grad = None
         self._earlier, self._empty = None, True
+        self._scales.clear()
         if self.reduced is not None:
             self.reduced.zero_()
         if not self.per_step:
@@ -244,6 +247,7 @@ class GradientBucket:
     def _drop(self, index: int) -> None:
         self.live.discard(index)
         self.local_live.discard(index)
+        self._scales.pop(index, None)
         if not self.live:
             self._earlier, self._empty = None, True
         for values in self._reduced_parts(index):
@@ -307,14 +311,37 @@ class GradientBucket:
         buffers = [buffer for buffer in (self.reduced, self._earlier) if buffer is not None]
         return [] if piece is None else [buffer[piece.offset : piece.offset + piece.numel] for buffer in buffers]
 
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply a reduced gradient; where `p.grad` does not show it, not before somebody reads it."""
+        if self._shows_gradient:
+            for values in self._reduced_parts(index):
+                values.mul_(factor)
+        else:
+            self._scales[index] = self._scales.get(index, 1.0) * factor
+
+    @torch.no_grad()
+    def _apply_scales(self) -> None:
+        scales, self._scales = self._scales, {}
+        for index, factor in scales.items():
+            for values in self._reduced_parts(index):
+                values.mul_(factor)
+
     def owned_gradients(self) -> dict[int, Tensor]:
         """The owned part of every reduced gradient, flat, by parameter index."""
+        self._apply_scales()
+        return {index: values for index, (values, _) in self.scaled_gradients().items()}
+
+    def scaled_gradients(self) -> dict[int, tuple[Tensor, float]]:
+        """The same in two factors, so that a reader who multiplies anyway saves a pass over memory."""
         assert not self.local_live and self._work is None
         self._restore()
         if self.reduced is None or not self.live:
             return {}
         return {
-            piece.index: self.reduced[piece.offset : piece.offset + piece.numel]
+            piece.index: (
+                self.reduced[piece.offset : piece.offset + piece.numel],
+                self._scales.get(piece.index, 1.0),
+            )
             for piece in self.bucket.pieces
             if piece.index in self.live
         }

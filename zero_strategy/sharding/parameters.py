@@ -177,9 +177,9 @@ class ParameterBucket:
     # ---- after an update ----
 
     @torch.no_grad()
-    def publish(self) -> PendingWork:
-        """Carry updated master values to the parameters: cast, then all-gather where parameters are whole."""
-        if self.has_master:
+    def publish(self, *, copied: bool = False) -> PendingWork:
+        """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
+        if self.has_master and not copied:
             self.owned_values.copy_(self.master)
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
             return self.mesh.gather.all_gather(self.flat)
