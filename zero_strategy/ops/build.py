@@ -38,7 +38,7 @@ CUDA_FLAGS = (
     "-O3",
     "-std=c++17",
     "--fmad=false",
-    "-Xcompiler=-fPIC",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off",
     f"-DTORCH_TARGET_VERSION={TARGET_ABI}",
     "-DUSE_CUDA",
 )
@@ -116,15 +116,17 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
     return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, nvcc, _version_of(nvcc))
 
 
-def build(made: Recipe, *, announce: bool = True) -> Path:
+def build(made: Recipe, *, anew: bool = False, announce: bool = True) -> Path:
     """Compile a library and put it into the cache.
 
     Args:
         made: The recipe.
+        anew: Also if it is there already.
         announce: Say in one line on stderr what is built, and how long it took.
 
     Returns:
-        The library; in a temporary directory of this process if the cache cannot be written.
+        The library, which another process may have built meanwhile; in a temporary directory of this process if the
+        cache cannot be written.
 
     Raises:
         BuildError: With the compiler's first error.
@@ -132,12 +134,18 @@ def build(made: Recipe, *, announce: bool = True) -> Path:
     if made.compiler is None or made.compiler_key is None:
         what = "no nvcc: set CUDA_HOME, or put it on PATH" if made.name == "cuda" else "no C++ compiler: set CXX"
         raise BuildError(what)
+    with cache.turn(made.source_key):
+        known = None if anew else cache.find(made.source_key, made.compiler_key)
+        return known or _build(made, made.compiler_key, announce)
+
+
+def _build(made: Recipe, compiler_key: str, announce: bool) -> Path:
     start = time.perf_counter()
     if announce:
         _say(f"building the native {made.name} ops with {made.compiler}, once for this machine ...")
     with cache.building() as folder:
         built = _compile_cuda(made, folder) if made.name == "cuda" else _compile_cpu(made, folder)
-        kept = cache.keep(built, made.source_key, made.compiler_key)
+        kept = cache.keep(built, made.source_key, compiler_key)
         if kept is None:
             kept = _outlive(built)
             _say(f"the cache {cache.cache_directory()} cannot be written: the library is for this process only")
@@ -173,8 +181,19 @@ def _compile_cuda(made: Recipe, folder: Path) -> Path:
             job.result()
     library = folder / "zero_strategy_cuda.so"
     architectures = [flag for flag in made.flags if flag.startswith("-gencode")]
-    _run([str(made.compiler), "-shared", "-cudart=shared", *architectures, *map(str, objects), "-o", str(library)])
+    # nvcc's own runtime: it need not be the version that torch brings, and the loader need not find it
+    link = [str(made.compiler), "-shared", "-cudart=static", *architectures, *map(str, objects), *_torch_libraries()]
+    _run([*link, "-o", str(library)])
     return library
+
+
+def _torch_libraries() -> list[str]:
+    """Named as needed, because importing torch does not make its symbols visible to libraries loaded later."""
+    import torch
+
+    folder = Path(torch.__file__).parent / "lib"
+    names = [name for name in ("torch_cpu", "torch_cuda") if (folder / f"lib{name}.so").exists()]
+    return ["-Xlinker=--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]
 
 
 def _run(command: list[str], environment: Mapping[str, str] | None = None) -> None:

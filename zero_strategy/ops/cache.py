@@ -1,14 +1,18 @@
 """Where built libraries lie: one file per source text, flags, ABI and compiler, put there whole or not at all.
 
     <cache>/<key of sources, flags, ABI, machine>/<key of compiler>.so
+    <cache>/<key of sources, flags, ABI, machine>/lock
     <cache>/building-<pid>-<random>/       a build under way; renamed file by file, swept when its process is gone
 
-A build that loses a race uses the winner's file. A killed build leaves a directory that nobody looks into. A cache that
-cannot be written is replaced by a temporary directory of this process.
+Processes that want the same library at once wait for the one that builds it: a lock of the kernel's (flock), which ends
+with its process, so that none is left behind. Where a file system has no such locks, both build and the last one's file
+stays. A killed build leaves a directory that nobody looks into. A cache that cannot be written is replaced by a
+temporary directory of this process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -16,7 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CACHE_VARIABLE = "ZERO_STRATEGY_CACHE"
@@ -54,6 +58,22 @@ def find(source: str, compiler: str | None) -> Path | None:
         path = folder / f"{compiler}.so"
         return path if path.is_file() else None
     return next(iter(sorted(folder.glob("*.so"))), None)
+
+
+@contextmanager
+def turn(source: str) -> Iterator[None]:
+    """Inside, no other process of this machine builds the same sources, if the file system has locks."""
+    try:
+        folder = cache_directory() / source
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError:
+        yield
+        return
+    with lock:
+        with suppress(OSError):  # as on some network file systems: two builds at once cost time only
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

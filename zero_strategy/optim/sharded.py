@@ -263,6 +263,10 @@ class ShardedOptimizer:
 
     def norm_shards(self) -> tuple[list[Tensor], list[float]]:
         """Every element of the gradients once over the shard axis: tensors, and what each is to be multiplied by."""
+        for parameter in self.parameters():
+            place = self.model.place(parameter)
+            assert place is not None
+            self.model.gradient_of(place[0]).round_scales()
         shards, factors = [], []
         for gradients, index, values, factor in self._gradients():
             bucket = gradients.bucket

@@ -15,6 +15,8 @@ learns of it, without any hook on the optimizer.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -317,7 +319,16 @@ class GradientBucket:
             for values in self._reduced_parts(index):
                 values.mul_(factor)
         else:
-            self._scales[index] = self._scales.get(index, 1.0) * factor
+            waiting = self._scales.get(index, 1.0)
+            if not (_is_power_of_two(waiting) or _is_power_of_two(factor)):
+                self._apply_scales()  # the product of both would round otherwise than one after the other
+                waiting = 1.0
+            self._scales[index] = waiting * factor
+
+    def round_scales(self) -> None:
+        """Carry out the multiplications that round, as before a look at the result."""
+        if not all(map(_is_power_of_two, self._scales.values())):
+            self._apply_scales()
 
     @torch.no_grad()
     def _apply_scales(self) -> None:
@@ -351,3 +362,7 @@ class GradientBucket:
         if self.per_step:
             return 0 if self.local is None else self.local.numel() * self.local.element_size()
         return 0 if self.reduced is None else self.reduced.numel() * self.reduced.element_size()
+
+
+def _is_power_of_two(factor: float) -> bool:
+    return abs(math.frexp(factor)[0]) == 0.5
