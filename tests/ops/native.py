@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import Tensor
 
 from zero_strategy import ops
 
+Result = TypeVar("Result")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,3 +37,21 @@ def spread(generator: torch.Generator, numel: int, dtype: torch.dtype, *, wild: 
         places = torch.randint(0, max(1, numel), (min(6, numel),), generator=generator)
         values[places] = special[: len(places)]
     return values.to(dtype)
+
+
+def normal(generator: torch.Generator, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(tuple(shape), generator=generator).to(dtype)
+
+
+def at_every_thread_count(call: Callable[[], Result]) -> list[Result]:
+    """What a call returns with one, two and five threads."""
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(call())
+        return found
+    finally:
+        torch.set_num_threads(before)

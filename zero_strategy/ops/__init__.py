@@ -1,12 +1,15 @@
-"""Native ops with references in plain torch; see `optimizers.py` and `multi_tensor.py` for what each computes.
+"""Native ops with references in plain torch; what each computes is said at the top of its module.
 
 Importing this defines the ops and compiles nothing. `ensure("cpu")` loads the native kernels, building them if need be.
 """
 
 from __future__ import annotations
 
+from zero_strategy.ops.dropout import bias_dropout_residual
+from zero_strategy.ops.fused_activation import bias_gelu
 from zero_strategy.ops.multi_tensor import accumulate_, axpby_, flatten_, grad_stats, l2norm, scale_, unflatten_
 from zero_strategy.ops.native import libraries, ops_report
+from zero_strategy.ops.normalization import layer_norm, rms_norm
 from zero_strategy.ops.optimizers import (
     adagrad_,
     adam_,
@@ -16,6 +19,9 @@ from zero_strategy.ops.optimizers import (
     lion_,
     sgd_,
 )
+from zero_strategy.ops.philox import random_state
+from zero_strategy.ops.quantization import dequantize_blocks, dequantize_reduce, quantize_blocks
+from zero_strategy.ops.softmax import masked_softmax_dropout
 
 ensure = libraries.ensure
 
@@ -36,4 +42,13 @@ __all__ = [
     "accumulate_",
     "flatten_",
     "unflatten_",
+    "layer_norm",
+    "rms_norm",
+    "bias_gelu",
+    "bias_dropout_residual",
+    "masked_softmax_dropout",
+    "random_state",
+    "quantize_blocks",
+    "dequantize_blocks",
+    "dequantize_reduce",
 ]

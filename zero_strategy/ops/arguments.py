@@ -47,6 +47,50 @@ def check_tensors(
                 raise ValueError(f"{name}[{index}] is on {tensor.device}, but {leader}[0] is on {first[0].device}")
 
 
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    *,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    shape: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """One tensor of any strides.
+
+    Args:
+        name: What the caller calls it.
+        tensor: What to look at.
+        dtypes: Allowed dtypes.
+        shape: The shape it must have; default: any.
+        device: Where it must lie; default: anywhere.
+
+    Raises:
+        TypeError: If it is no tensor, or of another dtype.
+        ValueError: If its shape or device is another.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, not {tensor.dtype}")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but must be on {device}")
+
+
+def check_probability(name: str, value: float) -> None:
+    """A probability of dropping.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not between 0 and 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, not {value}")
+
+
 def check_apart(written: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
     """No written tensor shares memory with another one.
 

@@ -38,6 +38,29 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any] 
     return op
 
 
+def differentiate(
+    op: Callable[..., Any], setup: Callable[..., None], derivative: Callable[..., Any], backward_op: Callable[..., Any]
+) -> None:
+    """Give a functional op a derivative. A second one is refused by name, instead of being left out of a sum.
+
+    Args:
+        op: What `define` returned.
+        setup: Called with `ctx`, `inputs` and `output` after the forward, to save what the backward needs.
+        derivative: Called with (ctx, *gradients of the results); returns one gradient or None per argument.
+        backward_op: The op that `derivative` calls.
+    """
+
+    def refuse(ctx: Any, *gradients: Any) -> None:
+        raise RuntimeError(f"{op} has no second derivative")
+
+    torch.library.register_autograd(_name_of(op), derivative, setup_context=setup, lib=_library)
+    torch.library.register_autograd(_name_of(backward_op), refuse, lib=_library)
+
+
+def _name_of(op: Any) -> str:
+    return f"{op.namespace}::{op._opname}"
+
+
 def op_names() -> list[str]:
     """Names of all ops."""
     return list(_names)

@@ -2,8 +2,12 @@
 // every Python and every torch from TORCH_TARGET_VERSION on.
 #include <torch/csrc/stable/library.h>
 
+#include "bias_ops.h"
 #include "multi_tensor_ops.h"
+#include "normalization_ops.h"
 #include "optimizer_ops.h"
+#include "quantization_ops.h"
+#include "softmax_ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(zero_strategy, CPU, library) {
   library.impl("adam_", TORCH_BOX(&zs::adam));
@@ -18,4 +22,15 @@ STABLE_TORCH_LIBRARY_IMPL(zero_strategy, CPU, library) {
   library.impl("accumulate_", TORCH_BOX(&zs::accumulate));
   library.impl("flatten_", TORCH_BOX(&zs::flatten));
   library.impl("unflatten_", TORCH_BOX(&zs::unflatten));
+  library.impl("norm_forward", TORCH_BOX(&zs::norm_forward));
+  library.impl("norm_backward", TORCH_BOX(&zs::norm_backward));
+  library.impl("bias_gelu", TORCH_BOX(&zs::bias_gelu));
+  library.impl("bias_gelu_backward", TORCH_BOX(&zs::bias_gelu_backward));
+  library.impl("bias_dropout_residual", TORCH_BOX(&zs::bias_dropout_residual));
+  library.impl("bias_dropout_residual_backward", TORCH_BOX(&zs::bias_dropout_residual_backward));
+  library.impl("masked_softmax_dropout", TORCH_BOX(&zs::masked_softmax_dropout));
+  library.impl("masked_softmax_dropout_backward", TORCH_BOX(&zs::masked_softmax_dropout_backward));
+  library.impl("quantize_blocks", TORCH_BOX(&zs::quantize_blocks));
+  library.impl("dequantize_blocks", TORCH_BOX(&zs::dequantize_blocks));
+  library.impl("dequantize_reduce", TORCH_BOX(&zs::dequantize_reduce));
 }

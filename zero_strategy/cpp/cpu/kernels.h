@@ -55,11 +55,82 @@ struct Statistics {
 // Of elements [begin, end), in float64.
 using StatisticsKernel = Statistics (*)(Buffer, int64_t begin, int64_t end, Norm, double power);
 
+// Rows of `columns` elements, normalised (see normalization.h). Weight and bias: one per column, or null.
+struct NormRows {
+  Buffer saved;     // the input; backward of the invertible form: the output
+  Buffer gradient;  // backward only
+  Buffer result;    // the output; backward: the input's gradient
+  const float* weight = nullptr;
+  const float* bias = nullptr;
+  float* mean = nullptr;  // one per row; null: RMS norm
+  float* rstd = nullptr;  // one per row
+  int64_t columns = 0;
+  double eps = 0;
+  bool inverted = false;
+};
+
+// Rows [begin, end). `sums`: null, or what the kernel adds up over rows, some numbers per column.
+using NormKernel = void (*)(const NormRows&, int64_t begin, int64_t end, double* sums);
+
+// Which elements are dropped, and what the others are multiplied by (see ../philox.h).
+struct Random {
+  uint64_t seed = 0, offset = 0;
+  uint32_t threshold = 0;
+  float scale = 1;
+};
+
+// Rows of `columns` elements to which a bias is added (null: none) before something is done with them.
+struct BiasRows {
+  Buffer input;
+  Buffer other;  // gelu: the gradient, in the backward; dropout: the residual, or nothing
+  Buffer result;
+  const float* bias = nullptr;
+  int64_t columns = 0;
+  bool tanh = false;
+  Random random;
+};
+
+using BiasKernel = void (*)(const BiasRows&, int64_t begin, int64_t end, double* sums);
+
+// Rows of a softmax. The mask's elements for row r begin at mask_offset[r], one per column or (mask_step 0) one for all.
+struct SoftmaxRows {
+  Buffer input;          // backward: the probabilities
+  Buffer mask;           // or nothing
+  Buffer gradient;       // backward only
+  Buffer result;         // forward: probabilities after dropout
+  Buffer probabilities;  // forward: before dropout, or nothing
+  const int64_t* mask_offset = nullptr;
+  int64_t mask_step = 0;
+  int64_t columns = 0;
+  int64_t queries = 0;  // row r sees the columns up to r % queries; 0: all
+  Random random;
+};
+
+// Rows [begin, end); `scratch` has room for one row.
+using SoftmaxKernel = void (*)(const SoftmaxRows&, int64_t begin, int64_t end, float* scratch);
+
+// Numbers in blocks of `block` with one scale each, as int8 or as two int4 in a byte.
+struct Blocks {
+  Buffer values;
+  void* const* codes = nullptr;    // per source; there is one but for the sum of several
+  const Buffer* scales = nullptr;  // likewise
+  int64_t sources = 1;
+  int64_t numel = 0, block = 0;
+  bool packed = false;  // int4
+};
+
+// Blocks [begin, end).
+using BlockKernel = void (*)(const Blocks&, int64_t begin, int64_t end);
+
 struct Kernels {
   const char* target;
   SegmentKernel adam, lion, adagrad, sgd, lamb_direction, lamb_apply;
   MoveKernel convert, axpby;
   StatisticsKernel statistics;
+  NormKernel normalize, normalize_backward;
+  BiasKernel bias_gelu, bias_gelu_backward, bias_dropout, bias_dropout_backward;
+  SoftmaxKernel softmax, softmax_backward;
+  BlockKernel quantize, dequantize;
 };
 
 extern const Kernels kernels_avx512, kernels_avx2, kernels_portable;

@@ -10,15 +10,25 @@
 namespace zs {
 namespace {
 
+#include "../functions.h"
+#include "../philox.h"
 #include "numbers.h"
 #include "optimizers.h"
 #include "moves.h"
 #include "statistics.h"
+#include "normalization.h"
+#include "activation.h"
+#include "dropout.h"
+#include "softmax.h"
+#include "quantization.h"
 
 }  // namespace
 
 extern const Kernels ZS_TABLE = {
     ZS_TARGET_NAME, adam, lion, adagrad, sgd, lamb_direction, lamb_apply, convert, axpby, statistics,
+    normalize, normalize_backward,
+    bias_gelu, bias_gelu_backward, bias_dropout, bias_dropout_backward,
+    softmax, softmax_backward, quantize, dequantize,
 };
 
 }  // namespace zs
