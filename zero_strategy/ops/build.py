@@ -188,11 +188,14 @@ def _compile_cuda(made: Recipe, folder: Path) -> Path:
 
 
 def _torch_libraries() -> list[str]:
-    """Named as needed, because importing torch does not make its symbols visible to libraries loaded later."""
+    """Named as needed, because importing torch does not make its symbols visible to libraries loaded later.
+
+    libtorch names the others that its torch has: a library built beside a torch without CUDA serves one with it, too.
+    """
     import torch
 
     folder = Path(torch.__file__).parent / "lib"
-    names = [name for name in ("torch_cpu", "torch_cuda") if (folder / f"lib{name}.so").exists()]
+    names = [name for name in ("torch", "torch_cpu", "torch_cuda") if (folder / f"lib{name}.so").exists()]
     return ["-Xlinker=--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]
 
 
