@@ -17,10 +17,16 @@ _PUBLIC = {
     "ZeroConfig": "zero_strategy.config",
     "load_config": "zero_strategy.config",
     "ZeroEngine": "zero_strategy.engine",
+    "FusedAdagrad": "zero_strategy.optim",
+    "FusedAdam": "zero_strategy.optim",
+    "FusedAdamW": "zero_strategy.optim",
+    "FusedLamb": "zero_strategy.optim",
+    "FusedLion": "zero_strategy.optim",
+    "FusedSGD": "zero_strategy.optim",
     "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }
-_ROOMS = ("checkpoint", "config", "distributed", "engine", "integrations", "optim", "registration", "sharding")
+_ROOMS = ("checkpoint", "config", "distributed", "engine", "integrations", "ops", "optim", "registration", "sharding")
 
 __all__ = ["__version__", "ZeroStrategy", *sorted(_PUBLIC)]
 

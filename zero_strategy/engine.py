@@ -30,6 +30,7 @@ from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.norm import global_norm
 from zero_strategy.sharding import ShardedModel
+from zero_strategy.sharding.outside import check_outside_uses
 
 _engine_numbers = itertools.count()
 _STEP_OVER, _NOTHING = -1, -2
@@ -202,6 +203,14 @@ class ZeroEngine:
             yield
         finally:
             gatherer.leave(root, backward_follows=torch.is_grad_enabled())
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise if a loss uses released parameters outside of their module's forward (stage 3); the faces call it.
+
+        Raises:
+            RuntimeError: Naming the parameters and the way out.
+        """
+        check_outside_uses(loss, self.model)
 
     def clip_grad_norm_(
         self,

@@ -357,8 +357,8 @@ def edit_of_a_partial_sum() -> str:
     one_backward(twin, model, 1, sync=False)
     gradient = model.scale.grad
     assert gradient is not None
-    gradient.mul_(0.5)
     try:
+        gradient.mul_(0.5)
         optimizer.step()
     except RuntimeError as error:
         return str(error)

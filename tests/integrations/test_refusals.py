@@ -9,11 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
 
 from tests.integrations.trainers import Module, error, loader, raises, train, trainer, weights, zero
 from tests.launcher import Launcher
 from zero_strategy import ZeroStrategy
 from zero_strategy.integrations.settings import check_device
+from zero_strategy.sharding import GatheredParameters
 
 
 def averaging() -> float:
@@ -117,3 +119,50 @@ def test_settings() -> None:
     with pytest.raises(ValueError, match="same thing"):
         ZeroStrategy(timeout=timedelta(seconds=5), timeout_seconds=5.0)
     assert ZeroStrategy(timeout=timedelta(seconds=5)).config.timeout_seconds == 5
+
+
+class Penalized(Module):
+    """Adds a penalty on all weights to the loss."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        with GatheredParameters(self.parameters(), enabled=self.gathers):
+            return loss + 1e-2 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def penalties() -> float:
+    with raises(RuntimeError, "outside of their module's forward", "GatheredParameters"):
+        trainer(zero(3)).fit(Penalized(False), loader())
+    return error(train(Penalized(True), 3), train(Penalized(False), None))
+
+
+def test_a_loss_that_reads_released_parameters(ranks: Launcher) -> None:
+    """Refused before its backward; right with the remedy that the error names."""
+    for found in ranks(2)(penalties):
+        assert found < 1e-5
+
+
+class Logging(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", grad_norm(self, 2)["grad_2.0_norm_total"])
+
+
+def norm_by_hand() -> None:
+    for stage in (1, 2, 3):
+        with raises(RuntimeError, f"at stage {stage} p.grad is no whole gradient", "engine.grad_norm().value"):
+            trainer(zero(stage)).fit(Logging(), loader())
+
+
+def test_a_gradient_norm_by_hand_is_refused(ranks: Launcher) -> None:
+    ranks(2)(norm_by_hand)
+
+
+def test_an_unknown_keyword_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'?stag'?.*stage"):
+        ZeroStrategy(stag=3)
+    with pytest.raises(ValueError, match="gradient_clip_val"):
+        ZeroStrategy(gradient_clipping=1.0)

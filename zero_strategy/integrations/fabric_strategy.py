@@ -88,6 +88,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
+        fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
         rendezvous_seconds: float | None = None,
         accelerator: Any = None,
@@ -98,6 +99,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
     ) -> None:
         """Takes a config, or its settings as keywords; keywords win. See `ZeroConfig` for each.
 
@@ -113,6 +115,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             loss_scale: Dynamic loss scaling for fp16.
             checkpoint: How checkpoints are written.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
+            fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
             rendezvous_seconds: Seconds that our own waits on other ranks last at most.
             accelerator: As in Fabric's strategies.
@@ -123,6 +126,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             process_group_backend: As in Fabric's strategies.
             timeout: `timeout_seconds` under the name that Fabric's strategies have.
             start_method: How processes are started: `popen`, `spawn`, `fork` or `forkserver`.
+            unknown: Refused, with the name that was probably meant.
         """
         self.config = read_settings(
             config,
@@ -137,8 +141,10 @@ class FabricStrategy(FabricCheckpoints, _Base):
             loss_scale=loss_scale,
             checkpoint=checkpoint,
             elementwise_optimizers=elementwise_optimizers,
+            fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
             rendezvous_seconds=rendezvous_seconds,
+            **unknown,
         )
         super().__init__(
             accelerator=accelerator,
@@ -257,6 +263,12 @@ class FabricStrategy(FabricCheckpoints, _Base):
         )
 
     # ---- gradients ----
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Look for released parameters in the loss, then as always."""
+        for engine in self.engines:
+            engine.check_loss(tensor)
+        super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(
         self,

@@ -73,6 +73,7 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
+        fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
         rendezvous_seconds: float | None = None,
         load_weights_only: bool | None = None,
@@ -84,6 +85,7 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
     ) -> None:
         """Takes a config, or its settings as keywords; keywords win. See `ZeroConfig` for each.
 
@@ -99,6 +101,7 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
             loss_scale: Dynamic loss scaling for fp16.
             checkpoint: How checkpoints are written.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
+            fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
             rendezvous_seconds: Seconds that our own waits on other ranks last at most.
             load_weights_only: False lets checkpoints hold arbitrary pickled objects. (A Trainer does not pass
@@ -111,6 +114,7 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
             process_group_backend: As in Lightning's strategies.
             timeout: `timeout_seconds` under the name that Lightning's strategies have.
             start_method: How processes are started: `popen`, `spawn`, `fork` or `forkserver`.
+            unknown: Refused, with the name that was probably meant.
         """
         self.config = read_settings(
             config,
@@ -125,8 +129,10 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
             loss_scale=loss_scale,
             checkpoint=checkpoint,
             elementwise_optimizers=elementwise_optimizers,
+            fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
             rendezvous_seconds=rendezvous_seconds,
+            **unknown,
         )
         super().__init__(
             accelerator=accelerator,
@@ -330,7 +336,9 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: gradients are reduced by hooks."""
+        """Look for released parameters in the loss; gradients are reduced by hooks."""
+        assert self.engine is not None
+        self.engine.check_loss(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""

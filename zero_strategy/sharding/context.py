@@ -26,6 +26,10 @@ class GatheredParameters:
     Raises:
         RendezvousError: If a rank does not enter in time (stage 3).
 
+    What is computed in a forward (a module's, Lightning's `training_step`, `engine.forward_scope()`) with gradients
+    enabled may need the values again in backward: the parameters then stay whole until the next backward, or the next
+    optimizer step, is over.
+
     The name and arguments are DeepSpeed's `zero.GatheredParameters`.
     """
 
@@ -48,7 +52,9 @@ class GatheredParameters:
                 )
             if model.placement.shard_parameters:
                 model.mesh.rendezvous.meet("entering sharding.GatheredParameters")
-            self._buckets += self._stack.enter_context(model.gathered(self._parameters))
+            in_forward = model.gatherer is not None and model.gatherer.units[0].depth > 0
+            used = in_forward and torch.is_grad_enabled() and self._modifier_rank is None
+            self._buckets += self._stack.enter_context(model.gathered(self._parameters, until_backward=used))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -18,8 +18,11 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_strategy.sharding.outside import mark_output
 from zero_strategy.sharding.parameters import ParameterBucket
 
+_OUTSIDE = -1
+"""Stands among the calls of a unit for uses outside of its forward."""
 _TRACE_PER_UNIT = 16
 """Bound of what is remembered of the order of uses."""
 
@@ -210,6 +213,10 @@ class ParameterGatherer:
         else:
             self.release_idle()
 
+    def hold_for_backward(self, unit: Unit) -> None:
+        """Code outside of the unit's forward has computed with its parameters: keep them until backward is over."""
+        unit.calls.add(_OUTSIDE)
+
     def release_idle(self) -> None:
         """Backward is over, or an update made gathered values stale: release all that no forward uses."""
         self._backward_queued = self._creates_graph = False
@@ -290,6 +297,7 @@ class _ForwardHook:
             in_backward = torch._C._current_graph_task_id() != -1  # a recomputation, whose graph may not be used
             for tensor in (*tensors_in(output), *self._left_in(module)):
                 if tensor.requires_grad:
+                    mark_output(tensor)
                     tensor.register_hook(partial(self.gatherer.before_backward, self.unit, call))
                     backward_follows = True
             if backward_follows and not in_backward:

@@ -9,8 +9,8 @@ Order of summation (documented, so that a single process can repeat it):
     per_micro_batch  g = sum over micro-batches a, in order, of ((sum over ranks r, in order, of g[r, a]) / ranks)
 
 `p.grad` of a parameter that holds a gradient is a *handle*: where whole gradients are kept it is the gradient itself,
-else one NaN expanded to the parameter's shape. `zero_grad()` removes or overwrites the handle, which is how the bucket
-learns of it, without any hook on the optimizer.
+else a `GradientHandle` of the parameter's shape, which refuses to be read. `zero_grad()` removes or overwrites the
+handle, which is how the bucket learns of it, without any hook on the optimizer.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.distributed import PendingWork
+from zero_strategy.sharding.handles import GradientHandle, unreadable
 from zero_strategy.sharding.parameters import ParameterBucket
 
 
@@ -54,6 +55,7 @@ class GradientBucket:
         self._shows_gradient = bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype
         self._scales: dict[int, float] = {}  # what reduced gradients are yet to be multiplied by
         self._handles: dict[int, Tensor] = {}
+        self._poisons: dict[int, Tensor] = {}  # the memory of those handles that are no gradients
         self._versions: dict[int, int] = {}
 
     # ---- accumulation on this rank ----
@@ -216,15 +218,18 @@ class GradientBucket:
                 self._versions.pop(index, None)
                 segment = self.bucket.layout.segments[index]
                 handle = self._handles.get(index)
-                if handle is None or handle.data_ptr() != whole.data_ptr() + segment.offset * whole.element_size():
+                place = whole.data_ptr() + segment.offset * whole.element_size()
+                if handle is None or isinstance(handle, GradientHandle) or handle.data_ptr() != place:
                     self._handles[index] = whole[segment.offset : segment.stop].view(segment.shape)
                 return self._handles[index]
         if index not in self._handles or index not in self._versions:
             shape = self.bucket.layout.segments[index].shape
             # A tensor of its own per parameter, so that its version counter tells who was written to.
             poison = torch.full((1,), float("nan"), dtype=self.bucket.dtype, device=self.bucket.device)
-            self._handles[index] = poison[0].expand(shape) if self._numel(index) else poison[:0].view(shape)
-            self._versions[index] = self._handles[index]._version
+            plain = poison[0].expand(shape) if self._numel(index) else poison[:0].view(shape)
+            self._poisons[index] = plain
+            self._handles[index] = GradientHandle.of(plain, self.bucket.names[index], self.bucket.placement.stage)
+            self._versions[index] = plain._version
         return self._handles[index]
 
     def _numel(self, index: int) -> int:
@@ -240,8 +245,8 @@ class GradientBucket:
                     self._drop(index)
             elif shown is not handle:
                 self.replace(index, shown)
-            elif index in self._versions and handle._version != self._versions[index]:
-                self._check_zeroed(index, handle)
+            elif index in self._versions and self._poisons[index]._version != self._versions[index]:
+                self._check_zeroed(index)
                 self._zero(index)
                 del self._handles[index]
                 self.show(index)
@@ -254,23 +259,19 @@ class GradientBucket:
             self._earlier, self._empty = None, True
         for values in self._reduced_parts(index):
             values.zero_()
-        if index in self._versions and self._handles[index]._version != self._versions[index]:
+        if index in self._versions and self._poisons[index]._version != self._versions[index]:
             del self._handles[index], self._versions[index]  # zeroed in place, then removed
 
-    def _check_zeroed(self, index: int, handle: Tensor) -> None:
+    def _check_zeroed(self, index: int) -> None:
         """Writing zeros is the one change that a handle stands for."""
-        if handle.numel() and bool(handle.as_strided((1,), (1,)) != 0):
+        poison = self._poisons[index]
+        if poison.numel() and bool(poison.as_strided((1,), (1,)) != 0):
             del self._handles[index]
             self.show(index)
             self._refuse(index)
 
     def _refuse(self, index: int) -> None:
-        raise RuntimeError(
-            f"the gradient of parameter {self.bucket.names[index]!r} was changed through p.grad, which is no whole "
-            f"gradient at stage {self.bucket.placement.stage}: it reads as NaN. Clip with engine.clip_grad_norm_ or "
-            "engine.clip_grad_value_; read and write it with safe_get_full_grad and safe_set_full_grad of "
-            "zero_strategy.optim.full_state."
-        )
+        raise RuntimeError(unreadable(self.bucket.names[index], self.bucket.placement.stage, "writing"))
 
     def _zero(self, index: int) -> None:
         if index in self.local_live:
@@ -280,7 +281,7 @@ class GradientBucket:
 
     def replace(self, index: int, gradient: Tensor) -> None:
         """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
-        if index in self._versions and gradient.numel() and bool(gradient.isnan().all()):
+        if isinstance(gradient, GradientHandle):
             self._refuse(index)
         self._drop(index)
         owned = self.bucket.owned

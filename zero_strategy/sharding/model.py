@@ -168,8 +168,13 @@ class ShardedModel:
                 bucket.refresh()
 
     @contextmanager
-    def gathered(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[list[ParameterBucket]]:
-        """Hold the units of `parameters` (default: all) whole inside the block; yields their buckets."""
+    def gathered(
+        self, parameters: Iterable[nn.Parameter] | None = None, *, until_backward: bool = False
+    ) -> Iterator[list[ParameterBucket]]:
+        """Hold the units of `parameters` (default: all) whole inside the block; yields their buckets.
+
+        `until_backward`: and after it, until a backward or an optimizer's step is over.
+        """
         if parameters is None:
             units = self.units
         else:
@@ -187,6 +192,9 @@ class ShardedModel:
             for unit in units:
                 unit.gather()
             yield [bucket for unit in units for bucket in unit.buckets]
+            if until_backward and self.gatherer is not None:
+                for unit in units:
+                    self.gatherer.hold_for_backward(unit)
         finally:
             for unit in units:
                 unit.pinned -= 1
