@@ -112,6 +112,20 @@ def plain_backward() -> None:
         F.mse_loss(model(x).squeeze(-1), y.half()).backward()
 
 
+def released_in_the_loss() -> None:
+    x, y = data(4).tensors
+    run = fabric(zero(3))
+    model, _ = run.setup(module := net(), torch.optim.SGD(module_parameters(module), 0.1))
+    loss = F.mse_loss(model(x).squeeze(-1), y)
+    with raises(RuntimeError, "outside of their module's forward", "GatheredParameters"):
+        run.backward(loss + 1e-3 * sum(p.square().sum() for p in model.parameters()))
+    run.backward(loss)
+
+
+def test_a_loss_that_reads_released_parameters(ranks: Launcher) -> None:
+    ranks(2)(released_in_the_loss)
+
+
 def module_parameters(module: nn.Module) -> Any:
     return module.parameters()
 

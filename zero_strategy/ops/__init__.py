@@ -5,6 +5,11 @@ Importing this defines the ops and compiles nothing. `ensure("cpu")` loads the n
 
 from __future__ import annotations
 
+from zero_strategy.ops.applier import (
+    local_multi_tensor_applier,
+    local_multi_tensor_l2_norm,
+    local_multi_tensor_scale,
+)
 from zero_strategy.ops.dropout import bias_dropout_residual
 from zero_strategy.ops.fused_activation import bias_gelu
 from zero_strategy.ops.multi_tensor import accumulate_, axpby_, flatten_, grad_stats, l2norm, scale_, unflatten_
@@ -27,6 +32,7 @@ ensure = libraries.ensure
 
 __all__ = [
     "ensure",
+    "libraries",
     "ops_report",
     "adam_",
     "lion_",
@@ -41,6 +47,9 @@ __all__ = [
     "axpby_",
     "accumulate_",
     "flatten_",
+    "local_multi_tensor_applier",
+    "local_multi_tensor_l2_norm",
+    "local_multi_tensor_scale",
     "unflatten_",
     "layer_norm",
     "rms_norm",

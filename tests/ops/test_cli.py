@@ -1,0 +1,54 @@
+"""`zero-strategy build` and `doctor`, as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ops.native import need_native
+from zero_strategy.cli import main
+from zero_strategy.ops import libraries
+
+
+def test_doctor_tells_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+    need_native()
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "packages: torch 2." in said and "cpu compiler:" in said
+    assert str(libraries.ensure("cpu").path) in said
+    assert said.count("adam_ ") == 2  # for the CPU and for CUDA
+
+
+def test_doctor_says_why_an_op_is_not_native(tmp_path: Path) -> None:
+    environment = {**os.environ, "ZERO_STRATEGY_NATIVE": "0", "ZERO_STRATEGY_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "zero_strategy.cli", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "cpu library: not loaded: ZERO_STRATEGY_NATIVE=0" in done.stdout
+    assert "reference: ZERO_STRATEGY_NATIVE=0" in done.stdout and "native\n" not in done.stdout
+
+
+def test_build_says_where_the_library_is(capsys: pytest.CaptureFixture[str]) -> None:
+    need_native()
+    assert main(["build"]) == 0
+    assert capsys.readouterr().out.strip() == f"cpu: {libraries.ensure('cpu').path}"
+
+
+def test_build_fails_with_the_compilers_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZERO_STRATEGY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    assert main(["build"]) == 1
+    assert "cpu: not built: no C++ compiler: set CXX" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], ["doctor", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(arguments)
+    assert info.value.code == 0 and "usage: zero-strategy" in capsys.readouterr().out

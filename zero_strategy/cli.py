@@ -1,0 +1,94 @@
+"""The command line.
+
+zero-strategy build [--cuda] [--arch 90]   compile the native ops into the cache
+zero-strategy doctor                       what this installation has: versions, compilers, every op native or why not
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+_PACKAGES = (
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "accelerate",
+    "transformers",
+    "safetensors",
+    "omegaconf",
+    "ninja",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="zero-strategy", description="Tools of zero_strategy.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    build = commands.add_parser("build", help="compile the native ops into the cache")
+    build.add_argument("--cuda", action="store_true", help="the CUDA library too")
+    build.add_argument(
+        "--arch", action="append", default=[], metavar="90", help="CUDA architecture; default: this machine's devices"
+    )
+    build.add_argument("--anew", action="store_true", help="also if they are there already")
+    build.add_argument("--verbose", action="store_true", help="on failure, all that the compiler said")
+    commands.add_parser("doctor", help="versions, compilers, and for every op whether it is native, or why not")
+    options = parser.parse_args(arguments)
+    if options.command == "build":
+        return _build(["cpu", "cuda"] if options.cuda else ["cpu"], options)
+    return _doctor()
+
+
+def _build(names: Sequence[str], options: argparse.Namespace) -> int:
+    from zero_strategy.ops.build import BuildError, build, recipe
+
+    failed = False
+    for name in names:
+        try:
+            path = build(recipe(name, options.arch), anew=options.anew)
+        except BuildError as error:
+            failed = True
+            print(f"{name}: not built: {error}", file=sys.stderr)
+            if options.verbose:
+                print(error.log, file=sys.stderr)
+        else:
+            print(f"{name}: {path}")
+    return int(failed)
+
+
+def _doctor() -> int:
+    import torch
+
+    import zero_strategy
+    from zero_strategy.ops.build import recipe
+    from zero_strategy.ops.cache import cache_directory
+    from zero_strategy.ops.native import libraries, ops_report
+
+    print(f"zero_strategy {zero_strategy.__version__}, Python {platform.python_version()}, {platform.machine()}")
+    print("packages: " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    print(f"CUDA: {torch.version.cuda or 'this torch has none'}, devices: {torch.cuda.device_count()}")
+    print(f"cores: {os.cpu_count()}, torch threads: {torch.get_num_threads()}")
+    print(f"cache: {cache_directory()}")
+    for name in ("cpu", "cuda"):
+        compiler = recipe(name).compiler
+        print(f"{name} compiler: {compiler or 'none found'}")
+        status = libraries.ensure(name)
+        print(f"{name} library: {status.path or 'not loaded: ' + status.reason}")
+        for op, state in ops_report(name):
+            print(f"  {op:<28} {state}")
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
