@@ -20,19 +20,8 @@ else:
 class FabricPrecision(ShardedPrecision, _Base):
     """What `ZeroPrecision` of either Fabric namespace does; see `ShardedPrecision`.
 
-    It leaves `backward` alone, so that a plain `loss.backward()` stays allowed where losses are not scaled.
-
-    Attributes:
-        check_loss: Looks for released parameters in a loss; set by the strategy.
+    It leaves `backward` and `pre_backward` alone: Fabric forbids a plain `loss.backward()` where either is overridden.
     """
-
-    check_loss: Callable[[Tensor], None] | None = None
-
-    def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
-        """Look at the loss before its backward."""
-        if self.check_loss is not None:
-            self.check_loss(tensor)
-        return super().pre_backward(tensor, module)
 
     def convert_output(self, data: Any) -> Any:
         """Cast low-precision outputs back, as Lightning's own plugins do."""

@@ -174,8 +174,6 @@ class FabricStrategy(FabricCheckpoints, _Base):
             plugin = (self.scaled_precision if PLANS[flag].scales_loss else self.plain_precision)(flag)
         if isinstance(plugin, ScaledFabricPrecision):
             plugin.engine_of_optimizer = self.engine_of_optimizer
-        if plugin is not None:
-            plugin.check_loss = self._check_loss
         self._precision = plugin
 
     def explain(self) -> str:
@@ -265,10 +263,6 @@ class FabricStrategy(FabricCheckpoints, _Base):
         )
 
     # ---- gradients ----
-
-    def _check_loss(self, loss: Tensor) -> None:
-        for engine in self.engines:
-            engine.check_loss(loss)
 
     def clip_gradients_norm(
         self,
