@@ -205,7 +205,7 @@ class ZeroEngine:
             gatherer.leave(root, backward_follows=torch.is_grad_enabled())
 
     def check_loss(self, loss: Tensor) -> None:
-        """Raise if a loss uses released parameters outside of their module's forward (stage 3); the Trainer's strategy calls it.
+        """Raise if a loss uses released parameters outside of their module's forward (the Trainer's strategy calls it).
 
         Raises:
             RuntimeError: Naming the parameters and the way out.
