@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: the tests marked gpu, then the step benchmark.
+# Everything that needs a GPU, in one call: the CUDA ops are built, then the tests marked gpu run.
 # Usage: scripts/gpu_check.sh [folder for results]
 set -eu
 cd "$(dirname "$0")/.."
@@ -7,4 +7,6 @@ out=${1:-outputs/gpu}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 "$python" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(0))' | tee "$out/machine.txt"
+"$python" -m zero_strategy.cli build --cuda --verbose | tee "$out/build.txt"
+"$python" -m zero_strategy.cli doctor | tee "$out/doctor.txt"
 "$python" -m pytest -m gpu tests -q | tee "$out/tests.txt"
