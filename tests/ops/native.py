@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor
 
 from zero_strategy import ops
+from zero_strategy.ops.build import recipe
+from zero_strategy.ops.native import NATIVE_VARIABLE
 
 Result = TypeVar("Result")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def need_native() -> None:
-    """Build and load the CPU kernels; a machine without a compiler has nothing to compare."""
+    """Build and load the CPU kernels; a machine without a compiler, or told to do without, has nothing to compare."""
     status = ops.ensure("cpu")
     if status.path is None:
-        pytest.skip(f"no native ops: {status.reason}")
+        wanted = os.environ.get(NATIVE_VARIABLE, "1") == "1" and recipe("cpu").compiler is not None
+        (pytest.fail if wanted else pytest.skip)(f"no native ops: {status.reason}")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
