@@ -24,6 +24,7 @@ struct Segment {
   Buffer first;   // exp_avg, momentum_buffer or sum
   Buffer second;  // exp_avg_sq
   Buffer copy;
+  bool streamed = false;  // the copy is written past the caches
   int64_t numel = 0;
   float factor[8] = {};
   bool option[2] = {};

@@ -1,6 +1,7 @@
 // One variant of all kernels; included once by each kernels_<target>.cpp.
 #include <math.h>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 #include "kernels.h"
@@ -13,6 +14,7 @@ namespace {
 #include "../functions.h"
 #include "../philox.h"
 #include "numbers.h"
+#include "streaming.h"
 #include "optimizers.h"
 #include "moves.h"
 #include "statistics.h"

@@ -10,9 +10,13 @@
 namespace zs {
 namespace {
 
+// A call on more elements than this leaves nothing of its copies in the caches anyway.
+constexpr int64_t kStreamed = int64_t(1) << 22;
+
 std::vector<Segment> segments_of(const Tensors& params, const Tensors& grads, const Tensors& first,
                                  const Tensors& second, const Tensors& copies) {
   std::vector<Segment> segments(params.size());
+  int64_t total = 0;
   for (size_t i = 0; i < params.size(); ++i) {
     Segment& segment = segments[i];
     segment.numel = params[i].numel();
@@ -21,7 +25,9 @@ std::vector<Segment> segments_of(const Tensors& params, const Tensors& grads, co
     segment.first = entry_of(first, i, params.size(), segment.numel);
     segment.second = entry_of(second, i, params.size(), segment.numel);
     segment.copy = entry_of(copies, i, params.size(), segment.numel);
+    total += segment.numel;
   }
+  for (Segment& segment : segments) segment.streamed = segment.copy.data && total > kStreamed;
   return segments;
 }
 

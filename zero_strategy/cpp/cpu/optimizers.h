@@ -3,16 +3,27 @@
 // The factors are float32, computed from the hyper-parameters in float64 by the binding. The gradient is first multiplied
 // by `scale` (1 / loss scale x clipping coefficient / world size, negative to maximize).
 
+// Short, so that fetching ahead does not run dry while a tile is converted.
+
 struct Tiles {
-  float gradient[kTile], first[kTile], second[kTile];
+  float gradient[kUpdateTile], first[kUpdateTile], second[kUpdateTile];
 };
 
 // Runs `update(parameter, gradient, first, second, n)` tile by tile, in float32.
 template <class Update>
 inline void by_tiles(const Segment& s, int64_t begin, int64_t end, const Update& update) {
   alignas(64) Tiles scratch;
-  for (int64_t at = begin; at < end; at += kTile) {
-    const int64_t n = smaller(kTile, end - at);
+  for (int64_t at = begin; at < end; at += kUpdateTile) {
+    const int64_t n = smaller(kUpdateTile, end - at);
+    if (at + 5 * kUpdateTile <= s.numel) {
+      const int64_t ahead = at + 4 * kUpdateTile;
+      for (int64_t i = 0; i < kUpdateTile; i += 16) {
+        __builtin_prefetch(s.parameter + ahead + i, 1, 3);
+        if (s.gradient.data) __builtin_prefetch(static_cast<const char*>(s.gradient.data) + (ahead + i) * 4, 0, 3);
+        if (s.first.data) __builtin_prefetch(static_cast<const char*>(s.first.data) + (ahead + i) * 4, 1, 3);
+        if (s.second.data) __builtin_prefetch(static_cast<const char*>(s.second.data) + (ahead + i) * 4, 1, 3);
+      }
+    }
     float* const parameter = s.parameter + at;
     const float* const gradient = s.gradient.data ? open_tile(s.gradient, at, n, scratch.gradient) : nullptr;
     float* const first = s.first.data ? open_tile(s.first, at, n, scratch.first) : nullptr;
@@ -20,8 +31,13 @@ inline void by_tiles(const Segment& s, int64_t begin, int64_t end, const Update&
     update(parameter, gradient, first, second, n);
     if (first) close_tile(first, s.first, at, n);
     if (second) close_tile(second, s.second, at, n);
-    copy_out(parameter, s.copy, at, n);
+    if (s.streamed) {
+      stream_out(parameter, s.copy, at, n);
+    } else {
+      copy_out(parameter, s.copy, at, n);
+    }
   }
+  if (s.streamed) end_of_stream();
 }
 
 // Adam (option 0 false: decay is added to the gradient) and AdamW (true: decay shrinks the parameter).
@@ -118,7 +134,7 @@ void lamb_direction(const Segment& s, int64_t begin, int64_t end, double* sums) 
   by_tiles(s, begin, end,
            [=, &weights, &directions](float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
                          int64_t n) {
-             alignas(64) float direction[kTile];
+             alignas(64) float direction[kUpdateTile];
              for (int64_t i = 0; i < n; ++i) {
                const float gradient = g[i] * scale;
                const float first = m[i] + (gradient - m[i]) * rest1;
