@@ -1,7 +1,7 @@
 // Takes the place of zero_strategy/cpp/cuda/launch.cuh where the kernels are compiled by a C++ compiler and run on the
 // host: blocks one after the other, the threads of a block as coroutines that change places at its barriers and, 32 by
-// 32, at shuffles. A kernel that touched memory that is not its own, or forgot a barrier, may go unnoticed; a wrong number
-// or index does not, nor a barrier or a shuffle that only some threads come to: that ends the process.
+// 32, at shuffles. A kernel that touched memory that is not its own, or forgot a barrier, may go unnoticed; a wrong
+// number or index does not, nor a barrier or a shuffle that only some threads come to: that ends the process.
 #pragma once
 
 #include <cuda_runtime.h>

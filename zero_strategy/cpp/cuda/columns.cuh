@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "elements.cuh"
 #include "launch.cuh"
-#include "spans.cuh"
 
 namespace zs {
 
@@ -24,7 +24,8 @@ struct ColumnGrid {
     const int64_t wide = int64_t(kWidth) << shift, wanted = (columns + wide - 1) / wide;
     tiles = unsigned(wanted);
     if (!rows) return;
-    const int64_t most = std::max<int64_t>(1, std::min({kMostChunks, kBlocks / wanted, (rows + lines() - 1) / lines()}));
+    const int64_t useful = std::min({kMostChunks, kBlocks / wanted, (rows + lines() - 1) / lines()});
+    const int64_t most = std::max<int64_t>(1, useful);
     step = (rows + most - 1) / most;
     chunks = unsigned((rows + step - 1) / step);
   }
@@ -48,7 +49,7 @@ struct Place {
   }
 
   __device__ Span columns() const { return {at, 0, count}; }
-  __device__ Span elements(const ColumnGrid& grid, int64_t in_row) const { return {in_row * grid.columns + at, 0, count}; }
+  __device__ Span elements(const ColumnGrid& grid, int64_t of) const { return {of * grid.columns + at, 0, count}; }
 };
 
 // partial[chunk][kind][column] = a chunk's sums, from those of its threads; all threads of a block must come here.

@@ -36,10 +36,9 @@ class ColumnSums {
  public:
   ColumnSums(const OnDevice& device, const Tensor& rows_of, int64_t rows, int64_t columns,
              std::vector<MaybeTensor> parameters)
-      : device_(device), rows_(rows), columns_(columns), empty_(torch::stable::new_empty(rows_of, {0})),
-        parameters_(std::move(parameters)) {
+      : device_(device), like_(rows_of), rows_(rows), columns_(columns), parameters_(std::move(parameters)) {
     const int kinds = int(parameters_.size());
-    wanted_ = std::any_of(parameters_.begin(), parameters_.end(), [](const MaybeTensor& one) { return one.has_value(); });
+    for (const MaybeTensor& parameter : parameters_) wanted_ |= parameter.has_value();
     if (wanted_) partial_ = new_doubles(rows_of, {partial_sums(rows, columns, kinds)});
   }
 
@@ -51,7 +50,7 @@ class ColumnSums {
     std::vector<Tensor> results;
     std::vector<Buffer> targets;
     for (const MaybeTensor& parameter : parameters_) {
-      results.push_back(parameter ? torch::stable::empty_like(*parameter) : empty_like_nothing());
+      results.push_back(parameter ? torch::stable::empty_like(*parameter) : torch::stable::new_empty(like_, {0}));
       const bool has_sums = parameter && parameter->numel() > 0;
       targets.push_back(has_sums ? device_.buffer_of(results.back(), columns_) : Buffer{});
     }
@@ -63,11 +62,9 @@ class ColumnSums {
   }
 
  private:
-  Tensor empty_like_nothing() const { return torch::stable::empty_like(empty_); }
-
   const OnDevice& device_;
+  Tensor like_;
   int64_t rows_, columns_;
-  Tensor empty_;
   std::vector<MaybeTensor> parameters_;
   bool wanted_ = false;
   MaybeTensor partial_;

@@ -1,6 +1,6 @@
-// Symmetric quantisation in blocks: code = round(x / scale), scale = largest |x| / 127 (int4: 7), rounded up to how it is
-// kept. A block with an element that is not finite, or too large for its scale, has a scale that is not finite and comes
-// back as NaN.
+// Symmetric quantisation in blocks: code = round(x / scale), scale = largest |x| / 127 (int4: 7), rounded up to how it
+// is kept. A block with an element that is not finite, or too large for its scale, has a scale that is not finite and
+// comes back as NaN.
 #include <algorithm>
 
 #include "layers.h"

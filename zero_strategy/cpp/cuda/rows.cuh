@@ -1,9 +1,9 @@
-// Rows shared out to threads: a group of 2^n neighbouring threads takes a row, each thread eight neighbouring elements at
-// a time. The size of a group depends on the length of a row alone, and so does the order of a sum.
+// Rows shared out to threads: a group of 2^n neighbouring threads takes a row, each thread eight neighbouring elements
+// at a time. The size of a group depends on the length of a row alone, and so does the order of a sum.
 #pragma once
 
+#include "elements.cuh"
 #include "launch.cuh"
-#include "spans.cuh"
 
 namespace zs {
 
@@ -22,7 +22,8 @@ struct RowGrid {
   }
 
   __host__ __device__ int lanes() const { return 1 << shift; }
-  __host__ __device__ int64_t groups() const { return lanes() > kWarp ? 1 : int64_t(kRowThreads) >> shift; }  // of a block
+  // How many a block has.
+  __host__ __device__ int64_t groups() const { return lanes() > kWarp ? 1 : int64_t(kRowThreads) >> shift; }
   unsigned threads() const { return lanes() > kWarp ? unsigned(lanes()) : kRowThreads; }
   unsigned blocks() const { return unsigned((rows + groups() - 1) / groups()); }
 };
