@@ -18,11 +18,12 @@ from zero_strategy.ops.build import recipe
 ROOT = Path(__file__).resolve().parents[2]
 
 MANY = """
-from tests.ops import many_tensors
+from tests.ops import layer_checks, many_tensors
 from tests.ops.native import need_native
 need_native()
 for name in ("check_optimizer", "check_moves", "check_statistics", "check_quantized"):
     getattr(many_tensors, name)("cpu")
+layer_checks.check_long_rows("cpu")
 print("all equal")
 """
 BITS = """
@@ -60,7 +61,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, **chosen, "OMP_NUM_THREADS": "1"}
 
 
-def test_more_tensors_than_a_table_holds(environment: dict[str, str]) -> None:
+def test_more_tensors_than_a_table_holds_and_rows_than_a_block_keeps(environment: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", MANY], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "all equal\n", done.stdout + done.stderr
 
