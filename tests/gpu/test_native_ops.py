@@ -147,7 +147,7 @@ def test_every_number_is_converted_as_torch_does() -> None:
             assert same_bits(narrow, values.to(dtype))
 
 
-@pytest.mark.parametrize("check", ["check_optimizer", "check_moves", "check_statistics"])
+@pytest.mark.parametrize("check", ["check_optimizer", "check_moves", "check_statistics", "check_quantized"])
 def test_more_tensors_than_a_table_holds(check: str) -> None:
     getattr(many_tensors, check)("cuda")
 

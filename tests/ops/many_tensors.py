@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.ops.native import same_bits, spread
 from tests.ops.test_optimizer_ops import CASES
 from zero_strategy.ops import multi_tensor as mt
+from zero_strategy.ops import quantization as q
 
 SIZES = [(37 * i) % 211 for i in range(120)] + [8192, 8193, 16390, 0, 1]
 
@@ -75,3 +76,15 @@ def check_statistics(device: str) -> None:
         aligned = [part.clone() for part in buffer.parts(0)[1][-5:]]
         shifted = [torch.zeros(len(part) + 3, dtype=part.dtype, device=device)[3:].copy_(part) for part in aligned]
         assert torch.equal(mt._grad_stats(aligned, order)[0], mt._grad_stats(shifted, order)[0])
+
+
+def check_quantized(device: str) -> None:
+    """A sum of more quantised tensors than one launch adds up, of two formats of scales."""
+    for bits in (4, 8):
+        sources = []
+        for seed in range(300):
+            values = spread(torch.Generator().manual_seed(seed), 1001, torch.float32).to(device)
+            sources.append(q._quantize_reference(values, bits, 64, (torch.float32, torch.bfloat16)[seed % 2]))
+        codes, scales = (list(part) for part in zip(*sources, strict=True))
+        found = [call(codes, scales, 1001, 64) for call in (q._reduce, q._reduce_reference)]
+        assert same_bits(*found)

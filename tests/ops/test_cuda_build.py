@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ops.cuda_on_host import OPS
-from zero_strategy.ops.build import Recipe, build, recipe
+from zero_strategy.ops.build import COMMON_ARCHITECTURES, Recipe, build, recipe
+from zero_strategy.ops.library import op_names
 
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 # What a torch without CUDA has not.
@@ -29,10 +31,10 @@ assert all(library.has_kernel(name, "CUDA") and not library.has_kernel(name, "CP
 
 @pytest.fixture(scope="module")
 def made() -> Recipe:
-    found = recipe("cuda", ("90",))
+    found = recipe("cuda", COMMON_ARCHITECTURES)
     if found.compiler is None:
         pytest.skip("no nvcc here")
-    return found
+    return replace(found, flags=(*found.flags, "-Werror=all-warnings"))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ def test_it_needs_the_stable_abi_of_torch_and_shows_nothing_of_its_own(library: 
 
 
 def test_it_registers_every_op(library: Path, tmp_path: Path) -> None:
+    assert set(OPS) == set(op_names())
     stand_in = ""
     if not (TORCH_LIBRARIES / "libtorch_cuda.so").exists():
         source, stand_in = tmp_path / "cuda.c", str(tmp_path / "cuda.so")
@@ -66,12 +69,24 @@ def test_it_registers_every_op(library: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_arithmetic_is_ieee(made: Recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("optimizers", {"div.rn.f32", "sqrt.rn.f32"}),
+        ("normalization", {"div.rn.f32", "div.rn.f64", "sqrt.rn.f64"}),
+        ("activation", {"rcp.rn.f32", "mul.rn.f32"}),
+        ("softmax", {"rcp.rn.f64", "mul.rn.f32"}),
+        ("quantization", {"div.rn.f32"}),
+    ],
+)
+def test_arithmetic_is_ieee(made: Recipe, tmp_path: Path, name: str, expected: set[str]) -> None:
     """No contraction, no flush of small numbers to zero, no approximate division or root."""
-    source = next(path for path in made.sources if path.name == "optimizers.cu")
-    target = tmp_path / "optimizers.ptx"
+    source = next(path for path in made.sources if path.stem == name)
+    target = tmp_path / f"{name}.ptx"
     flags = [flag for flag in made.flags if not flag.startswith("-gencode")]
     subprocess.run([str(made.compiler), *flags, "-arch=sm_90", "-ptx", str(source), "-o", str(target)], check=True)
-    used = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|fma|rsqrt|rcp|mad)\.[a-z.]*f(?:32|64)\b", target.read_text()))
-    assert {"div.rn.f32", "sqrt.rn.f32"} <= used
-    assert not [name for name in used if re.match(r"fma|mad|rcp|rsqrt", name) or "ftz" in name or "approx" in name]
+    used = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|fma|rsqrt|rcp|mad|ex2)\.[a-z.]*f(?:32|64)\b", target.read_text()))
+    assert expected <= used
+    # what rcp.rn gives is correctly rounded
+    wrong = re.compile(r"fma|mad|rcp(?!\.rn\.)|rsqrt|ex2|.*ftz|.*approx")
+    assert not [found for found in used if wrong.match(found)]

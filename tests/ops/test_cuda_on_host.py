@@ -11,19 +11,40 @@ from pathlib import Path
 import pytest
 
 from tests.ops.cuda_on_host import build_on_host, cuda_headers
+from tests.ops.native import need_native
 from zero_strategy.ops import cache
 from zero_strategy.ops.build import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
 MANY = """
-from tests.ops import many_tensors
+from tests.ops import layer_checks, many_tensors
 from tests.ops.native import need_native
 need_native()
-for check in (many_tensors.check_optimizer, many_tensors.check_moves, many_tensors.check_statistics):
-    check("cpu")
+for name in ("check_optimizer", "check_moves", "check_statistics", "check_quantized"):
+    getattr(many_tensors, name)("cpu")
+layer_checks.check_long_rows("cpu")
 print("all equal")
 """
+BITS = """
+import hashlib, torch
+from tests.ops.native import FLOATS, need_native, spread
+from zero_strategy.ops import fused_activation as g
+need_native()
+generator, digest = torch.Generator().manual_seed(0), hashlib.sha256()
+for dtype in FLOATS:
+    x, gradient = (spread(generator, 40_000, dtype).view(8, 5000) for _ in range(2))
+    bias = spread(generator, 5000, dtype)
+    for tanh in (False, True):
+        for result in (g._forward(x, bias, tanh), g._backward(gradient, x, bias, tanh)[0]):
+            digest.update(result.view(torch.uint8).numpy().tobytes())
+print(digest.hexdigest())
+"""
+OPTIMIZERS = (
+    "not processor and "
+    "(same_bits or lamb or grad_stats or nonfinite or scaled or results_may or every_number or flat_buffers)"
+)
+LAYERS = ("normalization", "bias", "softmax", "quantization")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +61,27 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, **chosen, "OMP_NUM_THREADS": "1"}
 
 
-def test_more_tensors_than_a_table_holds(environment: dict[str, str]) -> None:
+def test_more_tensors_than_a_table_holds_and_rows_than_a_block_keeps(environment: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", MANY], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "all equal\n", done.stdout + done.stderr
 
 
-def test_the_tests_of_the_cpu_kernels_pass(environment: dict[str, str]) -> None:
-    files = [str(ROOT / "tests" / "ops" / name) for name in ("test_optimizer_ops.py", "test_multi_tensor_ops.py")]
-    wanted = "same_bits or lamb or grad_stats or nonfinite or scaled or results_may or every_number or flat_buffers"
+def test_gelu_has_the_bits_of_the_cpu_kernels(environment: dict[str, str]) -> None:
+    """Its reference is another formula, so that only the other kernels tell whether a bit is wrong."""
+    need_native()
+    found = set()
+    for variables in (environment, {**os.environ, "PYTHONPATH": str(ROOT)}):
+        done = subprocess.run([sys.executable, "-c", BITS], env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"), [(("optimizer", "multi_tensor"), OPTIMIZERS), (LAYERS, "not compile and not opcheck")]
+)
+def test_the_tests_of_the_cpu_kernels_pass(environment: dict[str, str], names: tuple[str, ...], wanted: str) -> None:
+    files = [str(ROOT / "tests" / "ops" / f"test_{name}_ops.py") for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", wanted]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     summary = done.stdout.strip().splitlines()[-1]

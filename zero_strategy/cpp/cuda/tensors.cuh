@@ -29,9 +29,13 @@ class OnDevice {
     stream = static_cast<cudaStream_t>(current);
   }
 
+  // Whether a tensor of any dtype is here, and contiguous.
+  bool holds(const Tensor& tensor) const {
+    return tensor.is_cuda() && tensor.get_device_index() == index_ && tensor.is_contiguous();
+  }
+
   Buffer buffer_of(const Tensor& tensor, int64_t numel) const {
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == index_ && tensor.is_contiguous(),
-                    "expected a contiguous tensor on CUDA device ", index_);
+    STD_TORCH_CHECK(holds(tensor), "expected a contiguous tensor on CUDA device ", index_);
     STD_TORCH_CHECK(tensor.numel() == numel, "expected ", numel, " elements, not ", tensor.numel());
     return {const_cast<void*>(tensor.const_data_ptr()), type_of(tensor)};
   }
