@@ -126,6 +126,67 @@ struct LaneSum {
   }
 };
 
+// Mean and variance in one pass: float64 sums of (x - pivot) and of its square, in lanes as above, where the pivot is one
+// of the elements. Its own square is part of the sum, so that (mean - pivot)^2 is at most n variances and subtracting it
+// loses no more than n x 2^-52 of the variance.
+struct Moments {
+  LaneSum sum, squares;
+  double pivot;
+
+  ZS_OUTLINE void add(const float* values, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) add_sixteen(values + i);
+    if (i < n) {
+      float rest[16];
+      for (float& value : rest) value = float(pivot);
+      std::memcpy(rest, values + i, size_t(n - i) * 4);
+      add_sixteen(rest);
+    }
+  }
+
+  void add_sixteen(const float* values) {
+    NarrowLanes a, b;
+    std::memcpy(&a, values, sizeof a);
+    std::memcpy(&b, values + 8, sizeof b);
+    const Lanes first = __builtin_convertvector(a, Lanes) - pivot, second = __builtin_convertvector(b, Lanes) - pivot;
+    sum.low += first;
+    sum.high += second;
+    squares.low += first * first;
+    squares.high += second * second;
+  }
+
+  double mean(int64_t n) const { return pivot + sum.total() / double(n); }
+
+  double variance(int64_t n) const {
+    const double total = sum.total(), result = (squares.total() - total * total / double(n)) / double(n);
+    return result < 0 ? 0 : result;
+  }
+};
+
+// Sums over rows, column by column, take so many rows at once: these are added up in float32, in pairs, and that in
+// float64, which is converting and storing a quarter as often.
+constexpr int64_t kRowGroup = 4;
+constexpr int64_t kGroupTile = 512;  // so that the tiles of a group stay in L1
+
+ZS_OUTLINE void add_rows(const float* const rows[kRowGroup], int64_t count, int64_t n, double* __restrict sums) {
+  const float *a = rows[0], *b = rows[1], *c = rows[2], *d = rows[3];
+  if (count == kRowGroup) {
+    for (int64_t i = 0; i < n; ++i) sums[i] += double((a[i] + b[i]) + (c[i] + d[i]));
+  } else {
+    for (int64_t row = 0; row < count; ++row) {
+      const float* values = rows[row];
+      for (int64_t i = 0; i < n; ++i) sums[i] += double(values[i]);
+    }
+  }
+}
+
+// Elements needed soon: the processor by itself fetches ahead up to the end of a page only, and a row is often one.
+inline void fetch(const Buffer& buffer, int64_t offset, int64_t n) {
+  const int64_t size = buffer.type == Type::f32 ? 4 : 2;
+  const char* const from = static_cast<const char*>(buffer.data) + offset * size;
+  for (int64_t at = 0; at < n * size; at += 64) __builtin_prefetch(from + at);
+}
+
 struct Square {
   void operator()(Lanes& x) const { x = x * x; }
 };

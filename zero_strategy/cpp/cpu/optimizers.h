@@ -64,7 +64,10 @@ void lion(const Segment& s, int64_t begin, int64_t end, double*) {
     for (int64_t i = 0; i < n; ++i) {
       const float gradient = g[i] * scale;
       const float mixed = m[i] * beta1 + gradient * rest1;
-      const float step = mixed > 0 ? lr : mixed < 0 ? -lr : mixed == 0 ? 0.0f : mixed;  // NaN stays NaN
+      // +-lr or 0, and NaN stays NaN: in bits, since comparing floats leaves branches, which keep a loop scalar
+      const uint32_t rest = bits_of(mixed) & 0x7fffffffu, sign = bits_of(mixed) & 0x80000000u;
+      const uint32_t nan = rest > 0x7f800000u ? 0x7fc00000u : 0u, size = rest != 0 ? bits_of(lr) : 0u;
+      const float step = float_of((nan | size) ^ sign);
       m[i] = m[i] * beta2 + gradient * rest2;
       p[i] = p[i] * shrink - step;
     }
