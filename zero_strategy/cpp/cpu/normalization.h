@@ -81,35 +81,70 @@ void normalize(const NormRows& s, int64_t begin, int64_t end, double*) {
   }
 }
 
-// Of a row's gradient: means of g (0 in RMS norm) and of g * x_hat, with g = gradient * weight.
+// Sums of g = gradient * weight and of g * x_hat.
+struct GradientSums {
+  LaneSum plain, mixed;
+  float mean, rstd;
+
+  ZS_OUTLINE void add(const float* values, const float* gradient, const float* weight, int64_t n) {
+    int64_t i = 0;
+    LaneSum sum = plain, product = mixed;
+    for (; i + 16 <= n; i += 16) {
+      add_eight(values + i, gradient + i, weight + i, sum.low, product.low);
+      add_eight(values + i + 8, gradient + i + 8, weight + i + 8, sum.high, product.high);
+    }
+    plain = sum;
+    mixed = product;
+    if (i < n) {
+      float rest[3][16] = {};
+      for (float& value : rest[0]) value = mean;
+      std::memcpy(rest[0], values + i, size_t(n - i) * 4);
+      std::memcpy(rest[1], gradient + i, size_t(n - i) * 4);
+      std::memcpy(rest[2], weight + i, size_t(n - i) * 4);
+      add(rest[0], rest[1], rest[2], 16);
+    }
+  }
+
+  void add_eight(const float* values, const float* gradient, const float* weight, Lanes& sum, Lanes& product) const {
+    NarrowLanes x, g, w;
+    std::memcpy(&x, values, sizeof x);
+    std::memcpy(&g, gradient, sizeof g);
+    std::memcpy(&w, weight, sizeof w);
+    const NarrowLanes scaled = g * w, both = scaled * ((x - mean) * rstd);
+    sum += wide_lanes(scaled);
+    product += wide_lanes(both);
+  }
+};
+
+// Means of g (0 in RMS norm) and of g * x_hat.
 struct GradientMeans {
   float shift, slope;
 };
 
+// Of one row; meanwhile the next one is fetched.
 inline GradientMeans gradient_means(const NormRows& s, int64_t row) {
-  alignas(64) float scratch[kFetched], other[kFetched], normalised[kFetched], product[kFetched];
+  alignas(64) float scratch[kFetched], other[kFetched], normalised[kFetched], ones[kFetched];
+  for (float& one : ones) one = 1;
   const int64_t first = row * s.columns;
-  LaneSum plain, mixed;
+  GradientSums sums;
+  sums.mean = s.mean && !s.inverted ? s.mean[row] : 0.0f;
+  sums.rstd = s.inverted ? 1.0f : s.rstd[row];
   for (int64_t at = 0; at < s.columns; at += kFetched) {
     const int64_t n = smaller(kFetched, s.columns - at);
     if (row + 1 < s.rows) {
       fetch(s.gradient, first + s.columns + at, n);
       fetch(s.saved, first + s.columns + at, n);
     }
-    const float* __restrict gradient = open_tile(s.gradient, first + at, n, other);
-    normalised_tile(s, row, at, n, scratch, normalised);
-    const float* g = gradient;
-    if (s.weight) {
-      const float* __restrict weight = s.weight + at;
-      for (int64_t i = 0; i < n; ++i) product[i] = gradient[i] * weight[i];
-      g = product;
+    const float* values = normalised;
+    if (s.inverted) {
+      normalised_tile(s, row, at, n, scratch, normalised);
+    } else {
+      values = open_tile(s.saved, first + at, n, scratch);
     }
-    if (s.mean) plain.add(g, n, Itself());
-    for (int64_t i = 0; i < n; ++i) normalised[i] = g[i] * normalised[i];
-    mixed.add(normalised, n, Itself());
+    sums.add(values, open_tile(s.gradient, first + at, n, other), s.weight ? s.weight + at : ones, n);
   }
   const double columns = double(s.columns);
-  return {s.mean ? float(plain.total() / columns) : 0.0f, float(mixed.total() / columns)};
+  return {s.mean ? float(sums.plain.total() / columns) : 0.0f, float(sums.mixed.total() / columns)};
 }
 
 // With g = gradient * weight: result = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd, the first mean only where the

@@ -97,22 +97,37 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 typedef double Lanes __attribute__((vector_size(64)));
 typedef float NarrowLanes __attribute__((vector_size(32)));
 
+// Eight floats as doubles. GCC makes five instructions of the second form with AVX-512, where the first is one.
+inline Lanes wide_lanes(NarrowLanes values) {
+#if ZS_TARGET_LEVEL == 512
+  return (Lanes)_mm512_cvtps_pd((__m256)values);
+#else
+  return __builtin_convertvector(values, Lanes);
+#endif
+}
+
+inline Lanes wide_lanes(const float* from) {
+  NarrowLanes values;
+  std::memcpy(&values, from, sizeof values);
+  return wide_lanes(values);
+}
+
 struct LaneSum {
   Lanes low = {}, high = {};
 
   template <class Term>
   ZS_OUTLINE void add(const float* values, int64_t n, const Term& term) {
     int64_t i = 0;
+    Lanes a = low, b = high;  // of their own: a member would be stored in every turn
     for (; i + 16 <= n; i += 16) {
-      NarrowLanes a, b;
-      std::memcpy(&a, values + i, sizeof a);
-      std::memcpy(&b, values + i + 8, sizeof b);
-      Lanes first = __builtin_convertvector(a, Lanes), second = __builtin_convertvector(b, Lanes);
+      Lanes first = wide_lanes(values + i), second = wide_lanes(values + i + 8);
       term(first);
       term(second);
-      low += first;
-      high += second;
+      a += first;
+      b += second;
     }
+    low = a;
+    high = b;
     if (i < n) {
       float rest[16] = {};
       std::memcpy(rest, values + i, size_t(n - i) * 4);
@@ -135,24 +150,22 @@ struct Moments {
 
   ZS_OUTLINE void add(const float* values, int64_t n) {
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) add_sixteen(values + i);
+    LaneSum plain = sum, square = squares;
+    for (; i + 16 <= n; i += 16) {
+      const Lanes first = wide_lanes(values + i) - pivot, second = wide_lanes(values + i + 8) - pivot;
+      plain.low += first;
+      plain.high += second;
+      square.low += first * first;
+      square.high += second * second;
+    }
+    sum = plain;
+    squares = square;
     if (i < n) {
       float rest[16];
       for (float& value : rest) value = float(pivot);
       std::memcpy(rest, values + i, size_t(n - i) * 4);
-      add_sixteen(rest);
+      add(rest, 16);
     }
-  }
-
-  void add_sixteen(const float* values) {
-    NarrowLanes a, b;
-    std::memcpy(&a, values, sizeof a);
-    std::memcpy(&b, values + 8, sizeof b);
-    const Lanes first = __builtin_convertvector(a, Lanes) - pivot, second = __builtin_convertvector(b, Lanes) - pivot;
-    sum.low += first;
-    sum.high += second;
-    squares.low += first * first;
-    squares.high += second * second;
   }
 
   double mean(int64_t n) const { return pivot + sum.total() / double(n); }
