@@ -65,7 +65,7 @@ void lion(const Segment& s, int64_t begin, int64_t end, double*) {
     for (int64_t i = 0; i < n; ++i) {
       const float gradient = g[i] * scale, before = m[i];
       const float mixed = before * beta1 + gradient * rest1;
-      // +-lr or 0, and NaN stays NaN: in bits, since comparing floats leaves branches, which keep a loop scalar
+      // +-lr or 0, and NaN stays NaN: in bits, without branches on the sign, which is not to be foreseen
       const int32_t bits = int32_t(bits_of(mixed)), magnitude = bits & 0x7fffffff;
       const int32_t nan = magnitude > 0x7f800000 ? 0x7fc00000 : 0, size = magnitude > 0 ? whole : 0;
       m[i] = before * beta2 + gradient * rest2;
