@@ -103,6 +103,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _derivative(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     bias, state = ctx.saved_tensors
+    needs_input, needs_bias, *_ = ctx.needs_input_grad
+    if not needs_input and not needs_bias:
+        return None, None, gradient, None, None
+    bias = bias if needs_bias else None
     dx, dbias = _backward(gradient.contiguous(), bias, state, ctx.p, ctx.dtype)
     return dx, None if bias is None else dbias, gradient, None, None
 

@@ -11,9 +11,10 @@ For every row x of `columns` elements (the last dimensions, `normalized_shape`):
     dx         = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd        (RMS norm: without mean(g))
     dweight    = sum over rows of dy * x_hat,    dbias = sum over rows of dy
 
-Sums are float64 in a fixed order, mean and rstd are kept as float32 and the rest is float32, one rounding per
-operation, whatever the dtypes of input, weight and bias: results are the same for any number of threads and on every
-processor.
+Sums over a row are float64 in a fixed order, in one pass over it and about the mean before that is rounded; mean and
+rstd are kept as float32. dweight and dbias are float64 sums, too, in which the CPU kernels add up four rows at a time
+in float32. The rest is float32, one rounding per operation, whatever the dtypes of input, weight and bias: results
+are the same for any number of threads and on every processor.
 
 `invertible=True` saves y, which the next layer's backward needs anyway, and not x: the backward takes
 x_hat = (y - bias) / weight. A rounding error of y shows there divided by the weight, so x_hat is off by about
@@ -137,10 +138,12 @@ def _forward_reference(
                 "divides by it: 1/1024 is the least"
             )
     x = input.to(torch.float32).reshape(input.numel() // columns, columns)
-    mean = x.double().mean(1).float() if centered else x.new_empty(0)
+    wide = x.double()
+    mean = wide.mean(1).float() if centered else x.new_empty(0)
     if centered:
+        wide = wide - wide.mean(1, keepdim=True)
         x = x - mean.unsqueeze(1)
-    rstd = (1 / (x.double().square().mean(1) + eps).sqrt()).float()
+    rstd = (1 / (wide.square().mean(1) + eps).sqrt()).float()
     output = x * rstd.unsqueeze(1)
     if weight is not None:
         output = output * _row(weight)
@@ -213,6 +216,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _derivative(ctx: Any, gradient: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
     saved, mean, rstd, weight, bias = ctx.saved_tensors
+    *_, invertible = ctx.options
+    if not ctx.needs_input_grad[2] and not invertible:
+        bias = None  # it is needed for nothing but its gradient
     dx, dweight, dbias = _backward(gradient.contiguous(), saved, mean, rstd, weight, bias, *ctx.options)
     return dx, None if weight is None else dweight, None if bias is None else dbias, None, None, None, None
 

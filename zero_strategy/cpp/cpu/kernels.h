@@ -65,7 +65,7 @@ struct NormRows {
   const float* bias = nullptr;
   float* mean = nullptr;  // one per row; null: RMS norm
   float* rstd = nullptr;  // one per row
-  int64_t columns = 0;
+  int64_t rows = 0, columns = 0;
   double eps = 0;
   bool inverted = false;
 };
@@ -102,7 +102,7 @@ struct SoftmaxRows {
   Buffer probabilities;  // forward: before dropout, or nothing
   const int64_t* mask_offset = nullptr;
   int64_t mask_step = 0;
-  int64_t columns = 0;
+  int64_t rows = 0, columns = 0;
   int64_t queries = 0;  // row r sees the columns up to r % queries; 0: all
   Random random;
 };

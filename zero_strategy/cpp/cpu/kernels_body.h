@@ -1,5 +1,8 @@
 // One variant of all kernels; included once by each kernels_<target>.cpp.
 #include <math.h>
+#if ZS_TARGET_LEVEL == 512
+#include <immintrin.h>
+#endif
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

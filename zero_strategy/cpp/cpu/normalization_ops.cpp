@@ -33,6 +33,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(Tensor input, MaybeTensor weight
   rows.bias = biases.data();
   rows.mean = centered ? floats_of(mean) : nullptr;
   rows.rstd = floats_of(rstd);
+  rows.rows = size.rows;
   rows.columns = columns;
   rows.eps = eps;
   for_each_rows(size, [&](int64_t begin, int64_t end) { kernels().normalize(rows, begin, end, nullptr); });
@@ -54,6 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor gradient, Tensor saved, 
   rows.bias = biases.data();
   rows.mean = centered ? floats_of(mean) : nullptr;
   rows.rstd = floats_of(rstd);
+  rows.rows = size.rows;
   rows.columns = columns;
   rows.inverted = invertible;
   ColumnSums sums(size, 2);

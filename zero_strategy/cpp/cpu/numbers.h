@@ -97,22 +97,37 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 typedef double Lanes __attribute__((vector_size(64)));
 typedef float NarrowLanes __attribute__((vector_size(32)));
 
+// Eight floats as doubles. GCC makes five instructions of the second form with AVX-512, where the first is one.
+inline Lanes wide_lanes(NarrowLanes values) {
+#if ZS_TARGET_LEVEL == 512
+  return (Lanes)_mm512_cvtps_pd((__m256)values);
+#else
+  return __builtin_convertvector(values, Lanes);
+#endif
+}
+
+inline Lanes wide_lanes(const float* from) {
+  NarrowLanes values;
+  std::memcpy(&values, from, sizeof values);
+  return wide_lanes(values);
+}
+
 struct LaneSum {
   Lanes low = {}, high = {};
 
   template <class Term>
   ZS_OUTLINE void add(const float* values, int64_t n, const Term& term) {
     int64_t i = 0;
+    Lanes a = low, b = high;  // of their own: a member would be stored in every turn
     for (; i + 16 <= n; i += 16) {
-      NarrowLanes a, b;
-      std::memcpy(&a, values + i, sizeof a);
-      std::memcpy(&b, values + i + 8, sizeof b);
-      Lanes first = __builtin_convertvector(a, Lanes), second = __builtin_convertvector(b, Lanes);
+      Lanes first = wide_lanes(values + i), second = wide_lanes(values + i + 8);
       term(first);
       term(second);
-      low += first;
-      high += second;
+      a += first;
+      b += second;
     }
+    low = a;
+    high = b;
     if (i < n) {
       float rest[16] = {};
       std::memcpy(rest, values + i, size_t(n - i) * 4);
@@ -125,6 +140,65 @@ struct LaneSum {
     return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
   }
 };
+
+// Mean and variance in one pass: float64 sums of (x - pivot) and of its square, in lanes as above, where the pivot is one
+// of the elements. Its own square is part of the sum, so that (mean - pivot)^2 is at most n variances and subtracting it
+// loses no more than n x 2^-52 of the variance.
+struct Moments {
+  LaneSum sum, squares;
+  double pivot;
+
+  ZS_OUTLINE void add(const float* values, int64_t n) {
+    int64_t i = 0;
+    LaneSum plain = sum, square = squares;
+    for (; i + 16 <= n; i += 16) {
+      const Lanes first = wide_lanes(values + i) - pivot, second = wide_lanes(values + i + 8) - pivot;
+      plain.low += first;
+      plain.high += second;
+      square.low += first * first;
+      square.high += second * second;
+    }
+    sum = plain;
+    squares = square;
+    if (i < n) {
+      float rest[16];
+      for (float& value : rest) value = float(pivot);
+      std::memcpy(rest, values + i, size_t(n - i) * 4);
+      add(rest, 16);
+    }
+  }
+
+  double mean(int64_t n) const { return pivot + sum.total() / double(n); }
+
+  double variance(int64_t n) const {
+    const double total = sum.total(), result = (squares.total() - total * total / double(n)) / double(n);
+    return result < 0 ? 0 : result;
+  }
+};
+
+// Sums over rows, column by column, take so many rows at once: these are added up in float32, in pairs, and that in
+// float64, which is converting and storing a quarter as often.
+constexpr int64_t kRowGroup = 4;
+constexpr int64_t kGroupTile = 512;  // so that the tiles of a group stay in L1
+
+ZS_OUTLINE void add_rows(const float* const rows[kRowGroup], int64_t count, int64_t n, double* __restrict sums) {
+  const float *a = rows[0], *b = rows[1], *c = rows[2], *d = rows[3];
+  if (count == kRowGroup) {
+    for (int64_t i = 0; i < n; ++i) sums[i] += double((a[i] + b[i]) + (c[i] + d[i]));
+  } else {
+    for (int64_t row = 0; row < count; ++row) {
+      const float* values = rows[row];
+      for (int64_t i = 0; i < n; ++i) sums[i] += double(values[i]);
+    }
+  }
+}
+
+// Elements needed soon: the processor by itself fetches ahead up to the end of a page only, and a row is often one.
+inline void fetch(const Buffer& buffer, int64_t offset, int64_t n) {
+  const int64_t size = buffer.type == Type::f32 ? 4 : 2;
+  const char* const from = static_cast<const char*>(buffer.data) + offset * size;
+  for (int64_t at = 0; at < n * size; at += 64) __builtin_prefetch(from + at);
+}
 
 struct Square {
   void operator()(Lanes& x) const { x = x * x; }

@@ -75,14 +75,17 @@ void adam(const Segment& s, int64_t begin, int64_t end, double*) {
 // Lion (Chen et al. 2023). factor: scale, 1 - lr x weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
 void lion(const Segment& s, int64_t begin, int64_t end, double*) {
   const float scale = s.factor[0], shrink = s.factor[1], beta1 = s.factor[2], rest1 = s.factor[3];
-  const float beta2 = s.factor[4], rest2 = s.factor[5], lr = s.factor[6];
+  const float beta2 = s.factor[4], rest2 = s.factor[5];
+  const int32_t whole = int32_t(bits_of(s.factor[6]));
   by_tiles(s, begin, end, [=](float* __restrict p, const float* __restrict g, float* __restrict m, float*, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-      const float gradient = g[i] * scale;
-      const float mixed = m[i] * beta1 + gradient * rest1;
-      const float step = mixed > 0 ? lr : mixed < 0 ? -lr : mixed == 0 ? 0.0f : mixed;  // NaN stays NaN
-      m[i] = m[i] * beta2 + gradient * rest2;
-      p[i] = p[i] * shrink - step;
+      const float gradient = g[i] * scale, before = m[i];
+      const float mixed = before * beta1 + gradient * rest1;
+      // +-lr or 0, and NaN stays NaN: in bits, without branches on the sign, which is not to be foreseen
+      const int32_t bits = int32_t(bits_of(mixed)), magnitude = bits & 0x7fffffff;
+      const int32_t nan = magnitude > 0x7f800000 ? 0x7fc00000 : 0, size = magnitude > 0 ? whole : 0;
+      m[i] = before * beta2 + gradient * rest2;
+      p[i] = p[i] * shrink - float_of(uint32_t((nan | size) ^ (bits & int32_t(0x80000000u))));
     }
   });
 }

@@ -43,6 +43,7 @@ std::tuple<Tensor, Tensor> masked_softmax_dropout(Tensor input, MaybeTensor mask
   rows.input = buffer_of(input, input.numel());
   rows.result = buffer_of(result, input.numel());
   if (p > 0) rows.probabilities = buffer_of(probabilities, input.numel());
+  rows.rows = size.rows;
   rows.columns = size.columns;
   rows.queries = causal ? input.size(input.dim() - 2) : 0;
   rows.random = random_of(state, p);
@@ -65,6 +66,7 @@ Tensor masked_softmax_dropout_backward(Tensor gradient, Tensor probabilities, Te
   rows.input = buffer_of(probabilities, gradient.numel());
   rows.gradient = buffer_of(gradient, gradient.numel());
   rows.result = buffer_of(result, gradient.numel());
+  rows.rows = size.rows;
   rows.columns = size.columns;
   rows.random = random_of(state, p);
   run(size, rows, kernels().softmax_backward);
