@@ -3,11 +3,18 @@
 // The factors are float32, computed from the hyper-parameters in float64 by the binding. The gradient is first multiplied
 // by `scale` (1 / loss scale x clipping coefficient / world size, negative to maximize).
 
-// Short, so that fetching ahead does not run dry while a tile is converted.
-
 struct Tiles {
   float gradient[kUpdateTile], first[kUpdateTile], second[kUpdateTile];
 };
+
+// What an update reads of elements [at, at + n), if there are so many.
+inline void fetch_segment(const Segment& s, int64_t at, int64_t n) {
+  if (at + n > s.numel) return;
+  fetch({s.parameter, Type::f32}, at, n);
+  if (s.gradient.data) fetch(s.gradient, at, n);
+  if (s.first.data) fetch(s.first, at, n);
+  if (s.second.data) fetch(s.second, at, n);
+}
 
 // Runs `update(parameter, gradient, first, second, n)` tile by tile, in float32.
 template <class Update>
@@ -15,15 +22,7 @@ inline void by_tiles(const Segment& s, int64_t begin, int64_t end, const Update&
   alignas(64) Tiles scratch;
   for (int64_t at = begin; at < end; at += kUpdateTile) {
     const int64_t n = smaller(kUpdateTile, end - at);
-    if (at + 5 * kUpdateTile <= s.numel) {
-      const int64_t ahead = at + 4 * kUpdateTile;
-      for (int64_t i = 0; i < kUpdateTile; i += 16) {
-        __builtin_prefetch(s.parameter + ahead + i, 1, 3);
-        if (s.gradient.data) __builtin_prefetch(static_cast<const char*>(s.gradient.data) + (ahead + i) * 4, 0, 3);
-        if (s.first.data) __builtin_prefetch(static_cast<const char*>(s.first.data) + (ahead + i) * 4, 1, 3);
-        if (s.second.data) __builtin_prefetch(static_cast<const char*>(s.second.data) + (ahead + i) * 4, 1, 3);
-      }
-    }
+    fetch_segment(s, at + kAhead, kUpdateTile);
     float* const parameter = s.parameter + at;
     const float* const gradient = s.gradient.data ? open_tile(s.gradient, at, n, scratch.gradient) : nullptr;
     float* const first = s.first.data ? open_tile(s.first, at, n, scratch.first) : nullptr;

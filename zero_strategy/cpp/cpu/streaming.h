@@ -1,4 +1,3 @@
-constexpr int64_t kUpdateTile = 32;
 // Stores that go past the caches, for long streams that are only written: an ordinary store reads its line first.
 
 #if defined(__x86_64__)
@@ -15,7 +14,7 @@ typedef long long StreamWord __attribute__((vector_size(16)));
 
 constexpr size_t kLine = 64;  // bytes; a line is written whole, or by ordinary stores
 
-ZS_OUTLINE void stream_bytes(const char* from, char* to, size_t bytes) {
+inline void stream_bytes(const char* from, char* to, size_t bytes) {
   const size_t past = size_t(reinterpret_cast<uintptr_t>(to) % kLine);
   const size_t head = past == 0 ? 0 : kLine - past;
   if (head + kLine > bytes) {
@@ -39,6 +38,8 @@ ZS_OUTLINE void stream_bytes(const char* from, char* to, size_t bytes) {
   std::memcpy(to + at, from + at, bytes - at);
 }
 
+#undef ZS_GCC_STREAM
+
 // Before another thread may read what was streamed.
 inline void end_of_stream() { __builtin_ia32_sfence(); }
 #else
@@ -46,23 +47,21 @@ inline void stream_bytes(const char* from, char* to, size_t bytes) { std::memcpy
 inline void end_of_stream() {}
 #endif
 
-// As `copy_out`.
+// An update works on so few elements at once that converting one tile overlaps with loading the next, which was asked for
+// some tiles before.
+constexpr int64_t kUpdateTile = 64, kAhead = 4 * kUpdateTile;
+
+// As `copy_out`, of at most kUpdateTile elements.
 inline void stream_out(const float* tile, const Buffer& copy, int64_t offset, int64_t n) {
   if (copy.type == Type::f32) {
     stream_bytes(reinterpret_cast<const char*>(tile), static_cast<char*>(copy.data) + offset * 4, size_t(n) * 4);
     return;
   }
   alignas(64) uint16_t halves[kUpdateTile];
-  uint16_t* target = static_cast<uint16_t*>(copy.data) + offset;
-  if (copy.type == Type::bf16 && n == kUpdateTile && uintptr_t(target) % 64 == 0) {
+  if (copy.type == Type::bf16 && n == kUpdateTile) {
     for (int64_t i = 0; i < kUpdateTile; ++i) halves[i] = to_bf16(tile[i]);
-    for (int64_t i = 0; i < kUpdateTile; i += sizeof(StreamWord) / 2) {
-      StreamWord value;
-      std::memcpy(&value, halves + i, sizeof value);
-      ZS_GCC_STREAM((StreamWord*)(target + i), value);
-    }
-    return;
+  } else {
+    narrow(tile, {halves, copy.type}, 0, n);
   }
-  narrow(tile, {halves, copy.type}, 0, n);
   stream_bytes(reinterpret_cast<const char*>(halves), static_cast<char*>(copy.data) + offset * 2, size_t(n) * 2);
 }
