@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -146,6 +148,44 @@ def test_flat_buffers(
         backs.append(back)
     assert same_bits(*flats)
     assert all(same_bits(a, b) for a, b in zip(*backs, strict=True))
+
+
+BEYOND = (1 << 31) + 17
+"""More elements than an int32 counts."""
+
+
+def beyond() -> Tensor:
+    """That many zeros, which take no room until they are written."""
+    return torch.from_numpy(numpy.zeros(BEYOND, numpy.int16)).view(torch.bfloat16)
+
+
+def test_grad_stats_beyond_an_int32() -> None:
+    need_native()
+    values = beyond()
+    values[-1], values[1 << 31], values[3], values[-2] = 2.0, 1.0, 1.0, math.inf
+    (total,), (count,) = ops.grad_stats([values])
+    assert (float(total), int(count)) == (math.inf, 1)
+    assert ops.grad_stats([values[(1 << 30) : -2]])[0].tolist() == [1.0]
+
+
+def test_flat_buffers_beyond_an_int32() -> None:
+    need_native()
+    flat = beyond()
+    values, back = [torch.arange(8.0), torch.ones(9)], [torch.zeros(8), torch.zeros(9)]
+    ops.flatten_(values, flat, [1 << 31, 5])
+    ops.unflatten_(flat, back, [1 << 31, 5])
+    assert all(torch.equal(a, b) for a, b in zip(values, back, strict=True))
+    assert flat[1 << 31 :].tolist() == [*range(8), *[0.0] * 9]
+
+
+def test_scale_beyond_an_int32() -> None:
+    need_native()
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory")
+    values = beyond()
+    values[-3:] = 3.0
+    assert int(ops.scale_([values], [values], 0.5)) == 0
+    assert values[-4:].tolist() == [0, 1.5, 1.5, 1.5]
 
 
 def test_ops_pass_opcheck() -> None:

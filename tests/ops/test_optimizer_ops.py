@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -177,52 +173,51 @@ def test_a_hundred_steps_stay_within_rounding_of_torch(decoupled: bool) -> None:
     assert error <= 2 * their_error + 1e-9, (error, their_error)
 
 
-DIGEST = """
-import hashlib, torch
-from tests.ops import test_optimizer_ops as t
-from tests.ops.native import need_native, spread
-from zero_strategy import ops
-need_native()
-digest = hashlib.sha256()
-for name, case in t.CASES.items():
-    for dtype in t.FLOATS:
-        generator = torch.Generator().manual_seed(1)
-        sizes = [1, 37, 4099, 70_001]
-        lists = [[spread(generator, n, torch.float32) for n in sizes], [spread(generator, n, dtype) for n in sizes]]
-        lists += [[spread(generator, n, torch.float32).abs() for n in sizes] for _ in range(case.states)]
-        for tensor in t.run(case.native, case, lists, [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]):
-            digest.update(tensor.view(torch.uint8).numpy().tobytes())
-for threads in (1, 2):
-    torch.set_num_threads(threads)
-    for order in (1.0, 2.0, float("inf")):
-        sums, counts = ops.grad_stats([spread(generator, n, dtype, wild=order > 2) for n in (5, 100_003)], order)
-        generator.manual_seed(2)
-    digest.update(sums.numpy().tobytes() + counts.numpy().tobytes())
-print(digest.hexdigest())
-"""
-
-
-def test_every_processor_variant_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("copy", FLOATS)
+def test_copies_of_a_large_call_are_written_past_the_caches(copy: torch.dtype) -> None:
+    """The same bits as in pieces, which are written as usual; places before and after stay as they are."""
     need_native()
-    root = Path(__file__).resolve().parents[2]
-    found = {}
-    for variant in ("portable", "avx2", ""):
-        environment = {**os.environ, "ZERO_STRATEGY_CPU": variant, "PYTHONPATH": str(root)}
-        done = subprocess.run([sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found[variant] = done.stdout
-    assert len(set(found.values())) == 1, found
+    sizes = [(1 << 22) + 77, 1, 63, 64, 131]
+    for shift in (0, 1, 5):
+        generator = torch.Generator().manual_seed(shift)
+        params, grads, m, v = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(4))
+        v = [t.abs() for t in v]
+        wholes = [torch.full((n + 40,), 7.0, dtype=copy) for n in sizes]
+        copies = [whole[shift : shift + n] for whole, n in zip(wholes, sizes, strict=True)]
+        hyper = torch.tensor([_adam_row(s) for s in range(len(sizes))], dtype=torch.float64)
+        ops.adam_(params, grads, m, v, hyper, decoupled=True, copies=copies)
+        assert all(same_bits(c, p.to(copy)) for c, p in zip(copies, params, strict=True))
+        assert all((w[:shift] == 7).all() and (w[shift + n :] == 7).all() for w, n in zip(wholes, sizes, strict=True))
 
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_adam_passes_opcheck(flag: bool) -> None:
-    for native in (True, False):
-        if native:
-            need_native()
-        tensors = [[torch.rand(33), torch.rand(5)] for _ in range(4)]
-        copies = [torch.zeros(33, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bfloat16)]
+@pytest.mark.parametrize("name", CASES)
+def test_a_thousand_segments_of_their_own(name: str) -> None:
+    need_native()
+    case, generator = CASES[name], torch.Generator().manual_seed(0)
+    sizes = [1 + 7 * (number % 13) for number in range(1000)]
+    lists = [[spread(generator, n, torch.float32).abs() for n in sizes] for _ in range(2 + case.states)]
+    found, expected = (run(call, case, lists, []) for call in (case.native, case.reference))
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", [*CASES, "lamb"])
+def test_ops_pass_opcheck(name: str, native: bool) -> None:
+    if native:
+        need_native()
+    space, lists = torch.ops.zero_strategy, [[torch.rand(33), torch.rand(5)] for _ in range(4)]
+    copies = [torch.zeros(33, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bfloat16)]
+    if name == "lamb":
         hyper = torch.tensor([_adam_row(0), _adam_row(1)], dtype=torch.float64)
-        torch.library.opcheck(torch.ops.zero_strategy.adam_.default, (*tensors, copies, hyper, flag))
+        torch.library.opcheck(space.lamb_direction_.default, (*lists, hyper))
+        rates = torch.ones(2, 1, dtype=torch.float64)
+        torch.library.opcheck(space.lamb_apply_.default, (lists[0], *lists[2:], copies, hyper, rates))
+        return
+    case = CASES[name]
+    hyper = torch.tensor([case.row(0), case.row(1)], dtype=torch.float64)
+    op = {"adamw": "adam_", "momentum": "sgd_", "nesterov": "sgd_"}.get(name, f"{name}_")
+    states: list[Any] = lists[2 : 2 + case.states] or [[]]
+    torch.library.opcheck(getattr(space, op).default, (*lists[:2], *states, copies, hyper, *case.flags))
 
 
 def adam_arguments() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The layer ops give the same bits on every processor."""
+"""Every op gives the same bits on every processor."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ops.native import need_native
 
-DIGEST = """
+START = """
 import hashlib, itertools, torch
+from tests.ops import test_optimizer_ops as optimizers
 from tests.ops.native import FLOATS, need_native, spread
 from zero_strategy import ops
 from zero_strategy.ops import dropout, fused_activation, normalization, softmax
@@ -22,11 +25,13 @@ def note(*tensors):
     for tensor in tensors:
         # which NaN it is may differ
         clean = tensor.nan_to_num(7.0, 8.0, 9.0) if tensor.is_floating_point() else tensor
-        digest.update(clean.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(clean.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 def made(rows, columns, dtype, wild=False):
     return spread(generator, rows * columns, dtype, wild=wild).view(rows, columns)
 
+"""
+LAYERS = """
 state = ops.random_state(1, 2)
 for dtype, columns in itertools.product(FLOATS, (1, 37, 1024, 2051)):
     x, gradient = made(9, columns, dtype, True), made(9, columns, dtype)
@@ -45,17 +50,44 @@ for dtype, columns in itertools.product(FLOATS, (1, 37, 1024, 2051)):
     for bits in (4, 8):
         codes, scales = ops.quantize_blocks(x, bits=bits, block_size=64)
         note(codes, scales, ops.dequantize_reduce([codes, codes], [scales, scales], x.shape, block_size=64))
-print(digest.hexdigest())
+"""
+OPTIMIZERS = """
+for (name, case), dtype in itertools.product(optimizers.CASES.items(), FLOATS):
+    sizes = [1, 37, 4099, 70_001]
+    lists = [[spread(generator, n, torch.float32) for n in sizes], [spread(generator, n, dtype) for n in sizes]]
+    lists += [[spread(generator, n, torch.float32).abs() for n in sizes] for _ in range(case.states)]
+    note(*optimizers.run(case.native, case, lists, [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]))
+# so large that copies are written past the caches
+lists = [[torch.rand((1 << 22) + 5, generator=generator)] for _ in range(4)]
+note(*optimizers.run(optimizers.CASES["adamw"].native, optimizers.CASES["adamw"], lists, [lists[0][0].bfloat16()]))
+(params, grads, m, v), hyper = optimizers.lamb_case(0)
+note(ops.lamb_direction_(params, grads, m, v, hyper))
+ops.lamb_apply_(params, m, v, hyper, torch.ones(3, 1, dtype=torch.float64))
+note(*params, *m, *v)
+"""
+MOVES = """
+for threads, order in itertools.product((1, 2), (1.0, 2.0, 3.0, float("inf"))):
+    torch.set_num_threads(threads)
+    note(*ops.grad_stats([spread(generator, n, dtype) for dtype in FLOATS for n in (5, 100_003)], order))
+for dtype in FLOATS:
+    x, y, out = ([spread(generator, n, kind, wild=True) for n in (5, 5000)] for kind in (dtype, torch.float32, dtype))
+    note(ops.scale_(x, out, 0.3), *out, ops.axpby_(x, y, out, 0.3, 0.7), *out)
+    ops.accumulate_(y, x, 0.3)
+    flat = torch.zeros(5010, dtype=dtype)
+    ops.flatten_(y, flat, [0, 9])
+    note(*y, flat)
 """
 
 
-def test_every_processor_variant_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("part", [LAYERS, OPTIMIZERS, MOVES], ids=["layers", "optimizers", "moves"])
+def test_every_processor_variant_gives_the_same_bits(part: str) -> None:
     need_native()
+    code = START + part + "print(digest.hexdigest())"
     root = Path(__file__).resolve().parents[2]
     found = {}
     for variant in ("portable", "avx2", ""):
         environment = {**os.environ, "ZERO_STRATEGY_CPU": variant, "PYTHONPATH": str(root)}
-        done = subprocess.run([sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found[variant] = done.stdout
     assert len(set(found.values())) == 1, found

@@ -55,24 +55,44 @@ def global_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
-    shards = list(shards)
+    shards, groups = list(shards), list(groups)
+    factors = [1.0] * len(shards) if scales is None else scales
+    if math.isinf(norm_type):
+        largest, finite = _totals(shards, norm_type, groups, factors)
+        return GradientNorm(largest, finite)
+    total, finite = _totals(shards, norm_type, groups, factors)
+    if not finite:
+        return GradientNorm(total, False)
+    if math.isfinite(total):
+        return GradientNorm(total ** (1.0 / norm_type), True)
+    # finite numbers whose powers are not: as multiples of the largest
+    largest, _ = _totals(shards, math.inf, groups, factors)
+    parts = [shard.detach().double() * (factor / largest) for shard, factor in zip(shards, factors, strict=True)]
+    total, _ = _totals(parts, norm_type, groups, [1.0] * len(parts))
+    return GradientNorm(largest * total ** (1.0 / norm_type), True)
+
+
+def _totals(
+    shards: Sequence[Tensor], norm_type: float, groups: Sequence[Communicator], factors: Sequence[float]
+) -> tuple[float, bool]:
+    """Sum of |x| ** norm_type (inf: the largest |x|) over all ranks, and whether every x is finite."""
     is_max = math.isinf(norm_type)
-    sums = _power_sums(shards, norm_type)
-    if scales is not None:
-        factors = torch.tensor(scales, dtype=torch.float64).abs()
-        sums = sums * (factors if is_max else factors**norm_type)
-    total = (sums.max() if is_max and len(sums) else sums.sum()).reshape(1)
+    sums, nonfinite = _power_sums(shards, norm_type)
+    scales = torch.tensor(factors, dtype=torch.float64).abs()
+    nonfinite += int((~torch.isfinite(scales)).sum())
+    sums = sums * (scales if is_max else scales**norm_type)
+    total = sums.max() if is_max and len(sums) else sums.sum()
+    found = torch.stack([total, torch.tensor(float(nonfinite), dtype=torch.float64)])
     for group in groups:
-        values = torch.stack(group.exchange_small(total))
-        total = values.amax(dim=0) if is_max else values.sum(dim=0)
-    value = float(total)
-    finite = math.isfinite(value)
-    return GradientNorm(value if is_max or not finite else value ** (1.0 / norm_type), finite)
+        values = torch.stack(group.exchange_small(found))
+        summed = values.sum(dim=0)
+        found = torch.stack([values[:, 0].amax(), summed[1]]) if is_max else summed
+    return float(found[0]), float(found[1]) == 0
 
 
-def _power_sums(shards: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Sum of |x| ** norm_type (inf: largest |x|) of every tensor; float64 on the CPU."""
-    sums = torch.zeros(len(shards), dtype=torch.float64)
+def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, int]:
+    """Sum of |x| ** norm_type (inf: largest |x|) of every tensor, float64 on the CPU; how many x are not finite."""
+    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), 0
     by_device: dict[torch.device, list[int]] = {}
     for index, shard in enumerate(shards):
         if shard.dtype in FLOATS and shard.is_contiguous():
@@ -80,10 +100,12 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> Tensor:
         elif shard.numel():
             norm = torch.linalg.vector_norm(shard.detach(), norm_type, dtype=torch.float64)
             sums[index] = norm if math.isinf(norm_type) else norm**norm_type
+            nonfinite += int((~torch.isfinite(shard.detach())).sum())
     for indices in by_device.values():
-        found, _ = ops.grad_stats([shards[index].detach() for index in indices], norm_type)
+        found, counts = ops.grad_stats([shards[index].detach() for index in indices], norm_type)
         sums[indices] = found.cpu()
-    return sums
+        nonfinite += int(counts.sum())
+    return sums, nonfinite
 
 
 def get_global_norm_of_tensors(
