@@ -38,9 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument("--verbose", action="store_true", help="on failure, all that the compiler said")
     commands.add_parser("doctor", help="versions, compilers, and for every op whether it is native, or why not")
     options = parser.parse_args(arguments)
-    if options.command == "build":
-        return _build(["cpu", "cuda"] if options.cuda else ["cpu"], options)
-    return _doctor()
+    try:
+        status = _build(["cpu", "cuda"] if options.cuda else ["cpu"], options) if options.command == "build" else _doctor()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 def _build(names: Sequence[str], options: argparse.Namespace) -> int:

@@ -31,6 +31,15 @@ def test_doctor_says_why_an_op_is_not_native(tmp_path: Path) -> None:
     assert "reference: ZERO_STRATEGY_NATIVE=0" in done.stdout and "native\n" not in done.stdout
 
 
+def test_a_reader_may_leave_early() -> None:
+    command = [sys.executable, "-m", "zero_strategy.cli", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0 and "BrokenPipe" not in said, said
+
+
 def test_build_says_where_the_library_is(capsys: pytest.CaptureFixture[str]) -> None:
     need_native()
     assert main(["build"]) == 0
