@@ -39,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="versions, compilers, and for every op whether it is native, or why not")
     options = parser.parse_args(arguments)
     try:
-        status = _build(["cpu", "cuda"] if options.cuda else ["cpu"], options) if options.command == "build" else _doctor()
+        if options.command == "build":
+            status = _build(["cpu", "cuda"] if options.cuda else ["cpu"], options)
+        else:
+            status = _doctor()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
