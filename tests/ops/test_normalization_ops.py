@@ -95,6 +95,9 @@ def test_a_large_mean_costs_no_accuracy() -> None:
     exact = torch.nn.functional.layer_norm(x.double(), (1000,))
     assert (ops.layer_norm(x, 1000) - exact).abs().max() < 2e-3  # the input's rounding alone is 4e-4 of a deviation
     assert ops.layer_norm(torch.full((3, 7), 0.1), 7).tolist() == [[0.0] * 7] * 3
+    # the mean lies between two float32, and the variance is about the mean itself
+    rstd = n._forward(torch.tensor([[16777216.0, 16777218.0]]), None, None, 2, 1e-5, True, False)[2]
+    assert float(rstd) == pytest.approx(1 / (1 + 1e-5) ** 0.5, rel=1e-6)
 
 
 def test_invertible_saves_the_output_and_not_the_input() -> None:

@@ -82,9 +82,10 @@ void lion(const Segment& s, int64_t begin, int64_t end, double*) {
       const float mixed = before * beta1 + gradient * rest1;
       // +-lr or 0, and NaN stays NaN: in bits, without branches on the sign, which is not to be foreseen
       const int32_t bits = int32_t(bits_of(mixed)), magnitude = bits & 0x7fffffff;
-      const int32_t nan = magnitude > 0x7f800000 ? 0x7fc00000 : 0, size = magnitude > 0 ? whole : 0;
+      const int32_t nan = magnitude > 0x7f800000 ? 0x7fc00000 : 0, sign = bits & int32_t(0x80000000u);
+      const int32_t step = magnitude > 0 ? (nan | whole) ^ sign : 0;
       m[i] = before * beta2 + gradient * rest2;
-      p[i] = p[i] * shrink - float_of(uint32_t((nan | size) ^ (bits & int32_t(0x80000000u))));
+      p[i] = p[i] * shrink - float_of(uint32_t(step));
     }
   });
 }

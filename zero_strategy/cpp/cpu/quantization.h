@@ -73,7 +73,7 @@ void dequantize(const Blocks& s, int64_t begin, int64_t end) {
     const int64_t first = block * s.block, last = smaller(first + s.block, s.numel);
     for (int64_t at = first; at < last; at += kTile) {
       const int64_t n = smaller(kTile, last - at);
-      for (int64_t i = 0; i < n; ++i) sum[i] = 0;
+      for (int64_t i = 0; i <= n; ++i) sum[i] = 0;  // one more: int4 come in pairs
       for (int64_t source = 0; source < s.sources; ++source) {
         const float scale = scale_at(s.scales[source], block);
         if (s.packed) {

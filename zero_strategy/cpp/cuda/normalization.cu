@@ -49,10 +49,11 @@ __global__ void __launch_bounds__(kMostLanes) forward(const RowGrid grid, const 
   for_each_eight<Pass::first>(g, kept, make, [&](int64_t at, float(&x)[1][kWidth]) {
     if (s.mean != nullptr) add_terms(sum, g.in_row(at), [&](int i) { return double(x[0][i]); });
   });
-  const float mean = s.mean != nullptr ? float(over_group<Add>(g, sum) / columns) : 0.0f;
+  const double center = s.mean != nullptr ? over_group<Add>(g, sum) / columns : 0.0;
+  const float mean = float(center);
   for_each_eight<Pass::later>(g, kept, make, [&](int64_t at, float(&x)[1][kWidth]) {
     add_terms(squares, g.in_row(at), [&](int i) {
-      const double difference = double(x[0][i] - mean);
+      const double difference = double(x[0][i]) - center;
       return difference * difference;
     });
   });
