@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.launcher import Launcher
 from tests.models import Kind, build, loss_fn, param_groups
-from tests.reference import MODEL_SEED, adamw, global_batch, micro_batch, train_plain, weights_of
+from tests.reference import MODEL_SEED, OptimizerFactory, adamw, global_batch, micro_batch, train_plain, weights_of
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim.full_state import safe_get_full_fp32_param
+from zero_strategy.optim.loss_scale import LossScaler
 
 STEPS = 10
-DTYPES = {"bf16-mixed": None, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+DTYPES = {"bf16-mixed": None, "bf16-true": torch.bfloat16, "16-mixed": None, "16-true": torch.float16}
 ORDER_OF_SUMMATION = 1.01
-"""Autocast on both sides differs only in the order of a sum, which bf16 rounding turns into noise of either sign."""
+"""Autocast on both sides differs only in the order of a sum, which rounding turns into noise of either sign."""
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def adamw_for_half(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The default eps is 0 in fp16, and plain fp16 parameters become NaN."""
+    return torch.optim.AdamW(groups, foreach=False, eps=1e-4)
+
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "bf16-mixed": adamw,
+    "bf16-true": adamw,
+    "16-mixed": adamw,
+    "16-true": adamw_for_half,
+}
 
 
 def train(kind: Kind, precision: str, stage: int | None) -> dict[str, Tensor]:
@@ -37,20 +53,20 @@ def train(kind: Kind, precision: str, stage: int | None) -> dict[str, Tensor]:
     forward: nn.Module = model
     scaler = None
     if stage is None:
-        if precision == "bf16-true":
-            model.to(torch.bfloat16)
-        if precision == "16-true":  # plain fp16 parameters break AdamW (its eps is 0 in fp16): autocast and GradScaler
+        model.to(dtype or torch.float32)
+        if precision == "16-mixed":
             scaler = torch.amp.GradScaler("cpu")
         forward = DistributedDataParallel(model, find_unused_parameters=True)
     else:
         engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), compute_dtype=dtype)
-    optimizer = adamw(param_groups(model))
+        if precision == "16-mixed":
+            engine.scaler = LossScaler(engine.config.config.loss_scale)
+    optimizer = OPTIMIZERS[precision](param_groups(model))
     if engine is not None:
         engine.attach(optimizer)
-    autocast = autocast_of(precision, engine is not None)
     for step in range(STEPS):
         batch = micro_batch(global_batch(kind, step, world, 1), rank, world, 0)
-        with autocast:
+        with autocast_of(precision):
             loss = loss_fn(forward, batch)
         if engine is not None:
             engine.scale_loss(loss).backward()
@@ -75,12 +91,8 @@ def train(kind: Kind, precision: str, stage: int | None) -> dict[str, Tensor]:
     return {name: safe_get_full_fp32_param(parameter).float() for name, parameter in model.named_parameters()}
 
 
-def autocast_of(precision: str, ours: bool) -> contextlib.AbstractContextManager[object]:
-    if precision == "bf16-mixed":
-        return torch.autocast("cpu", torch.bfloat16)
-    if precision == "16-true" and not ours:
-        return torch.autocast("cpu", torch.float16)
-    return contextlib.nullcontext()
+def autocast_of(precision: str) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast("cpu", MIXED[precision]) if precision in MIXED else contextlib.nullcontext()
 
 
 def train_all(kind: Kind, precision: str) -> dict[str, dict[str, Tensor]]:
@@ -89,8 +101,8 @@ def train_all(kind: Kind, precision: str) -> dict[str, dict[str, Tensor]]:
 
 
 @cache
-def one_process(kind: Kind, world: int) -> dict[str, Tensor]:
-    return train_plain(kind, world, 1, STEPS, None, adamw).weights
+def one_process(kind: Kind, world: int, optimizer: OptimizerFactory) -> dict[str, Tensor]:
+    return train_plain(kind, world, 1, STEPS, None, optimizer).weights
 
 
 def distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -105,9 +117,9 @@ def test_no_further_from_one_process_than_ddp(ranks: Launcher, precision: str, w
     """Every stage, the transformer."""
     kind: Kind = "transformer"
     runs = ranks(world, timeout=120)(train_all, kind, precision)[0]
-    reference = one_process(kind, world)
+    reference = one_process(kind, world, OPTIMIZERS[precision])
     ddp = distance(runs.pop("None"), reference)
     ours = {stage: distance(weights, reference) for stage, weights in runs.items()}
     print(f"{precision} on {world} ranks: DDP {ddp:.3g}, stages", {s: f"{d / ddp:.3f}" for s, d in ours.items()})
-    bound = ORDER_OF_SUMMATION if precision == "bf16-mixed" else 1.0
+    bound = ORDER_OF_SUMMATION if precision in MIXED else 1.0
     assert all(found <= ddp * bound for found in ours.values()), (ours, ddp)
