@@ -2,6 +2,7 @@
 
 zero-strategy build [--cuda] [--arch 90]   compile the native ops into the cache
 zero-strategy doctor                       what this installation has: versions, compilers, every op native or why not
+zero-strategy checkpoint verify DIR        read a checkpoint and compare every byte with its checksums
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+
+from zero_strategy.checkpoint_cli import add_checkpoint_commands, run_checkpoint_command
 
 _PACKAGES = (
     "torch",
@@ -37,10 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument("--anew", action="store_true", help="also if they are there already")
     build.add_argument("--verbose", action="store_true", help="on failure, all that the compiler said")
     commands.add_parser("doctor", help="versions, compilers, and for every op whether it is native, or why not")
+    add_checkpoint_commands(commands)
     options = parser.parse_args(arguments)
     try:
         if options.command == "build":
             status = _build(["cpu", "cuda"] if options.cuda else ["cpu"], options)
+        elif options.command == "checkpoint":
+            status = run_checkpoint_command(options)
         else:
             status = _doctor()
         sys.stdout.flush()

@@ -393,13 +393,18 @@ class ZeroEngine:
         self, source: str | os.PathLike[str] | CheckpointReader, *, strict: bool = True
     ) -> CheckpointReader:
         """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
-        reader = source if isinstance(source, CheckpointReader) else CheckpointReader(source)
+        reader = self._reader(source)
         engine_state.load_weights(self, reader, strict=strict)
         return reader
 
+    def _reader(self, source: str | os.PathLike[str] | CheckpointReader) -> CheckpointReader:
+        if isinstance(source, CheckpointReader):
+            return source
+        return CheckpointReader(source, verify=self.config.config.checkpoint.verify)
+
     def load_optimizers(self, source: str | os.PathLike[str] | CheckpointReader) -> None:
         """Load optimizer state, master weights and the loss scale only."""
-        reader = source if isinstance(source, CheckpointReader) else CheckpointReader(source)
+        reader = self._reader(source)
         engine_state.load_optimizers(self, reader)
 
     # ---- ranks with different numbers of batches ----

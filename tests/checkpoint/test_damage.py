@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.saving import plan_of, save
 from zero_strategy.checkpoint import CheckpointReader, Manifest
+from zero_strategy.checkpoint.checksums import Block, Checksums
+from zero_strategy.checkpoint.manifest import seal
 
 MODEL = {"first": torch.arange(6.0).view(2, 3), "second": torch.arange(5.0)}
 STATES = {"adam": {"exp_avg": {"first": torch.ones(2, 3)}}}
@@ -128,7 +130,7 @@ def test_without_its_manifest_it_is_no_checkpoint(checkpoint: Path) -> None:
     ("change", "message"),
     [
         (lambda m: m.update(format="other"), "format is 'other'"),
-        (lambda m: m.update(version=2), "version 2"),
+        (lambda m: m.update(version=3), "version 3"),
         (lambda m: m.pop("weights"), r"lacks \['weights'\]"),
         (lambda m: m.update(new=1), r"unknown keys \['new'\]"),
         (lambda m: m["weights"].pop("first"), r"does not list \['first'\]"),
@@ -138,6 +140,11 @@ def test_without_its_manifest_it_is_no_checkpoint(checkpoint: Path) -> None:
         (lambda m: m["weights"].update(third=m["weights"]["first"]), "no tensor 'third'"),
         (lambda m: m["files"].update({"../x": 1}), "not a path inside"),
         (lambda m: m["files"].update(x=-1), "files.x is -1"),
+        (lambda m: m["checksums"]["files"].pop("model.safetensors"), r"a file without a checksum: \['model"),
+        (lambda m: m["checksums"]["files"].update({"model.safetensors": "x"}), "16 hexadecimal digits"),
+        (lambda m: m["checksums"]["tensors"]["model.safetensors"].pop("first"), "'first' end at element 0 of 6"),
+        (lambda m: m["checksums"]["tensors"]["model.safetensors"].update(x=[]), r"does not have: \['x'\]"),
+        (lambda m: m["checksums"]["tensors"]["model.safetensors"].update(first=[1]), "malformed entry 1"),
         (lambda m: m["aliases"].update(a="nope"), "alias 'a' of 'nope'"),
         (lambda m: m["optimizers"]["adam"]["states"].update(exp_avg="y"), "state 'exp_avg'.*'y'"),
         (lambda m: m["optimizers"]["adam"].update(param_groups=[1]), "param_groups"),
@@ -150,7 +157,7 @@ def test_manifests_that_are_wrong(checkpoint: Path, change: Callable[[Any], obje
     path = checkpoint / "manifest.json"
     content = json.loads(path.read_text())
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_bytes(seal(json.dumps(content).encode()))
     with pytest.raises(ValueError, match=message) as error:
         CheckpointReader(checkpoint)
     assert str(checkpoint) in str(error.value)
@@ -182,7 +189,9 @@ def test_what_json_cannot_hold_is_refused_when_saving(
 
 
 def test_a_manifest_reads_back_equal() -> None:
-    manifest = Manifest(files={"a/b": 3}, weights={}, user={"x": (1, [2.5, float("inf")], {"y": -0.0})})
+    checksums = Checksums({"a/b": "0" * 16}, {"a": {"t": [Block(0, 3, "1" * 16)]}})
+    user = {"x": (1, [2.5, float("inf")], {"y": -0.0})}
+    manifest = Manifest(files={"a/b": 3}, weights={}, checksums=checksums, user=user)
     again = Manifest.from_json(manifest.to_json(), "test")
     assert again == manifest
     assert str(again.user) == str(manifest.user)

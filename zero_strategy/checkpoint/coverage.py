@@ -6,11 +6,9 @@ committed, one rank adds them all up. An element that nobody wrote would read ba
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.layout import FileLayout
 
 
@@ -71,17 +69,17 @@ class Coverage:
         if holes:
             raise ValueError(f"elements of {len(holes)} tensors were written by no rank: " + ", ".join(holes))
 
-    def to_json(self) -> bytes:
-        """The record as text, for another rank to `merge_json`."""
-        return json.dumps(self._ranges).encode()
+    def to_json(self) -> dict[str, dict[str, list[list[int]]]]:
+        """The record as JSON can hold it, for another rank to `merge_json`."""
+        return self._ranges
 
-    def merge_json(self, data: bytes, source: str) -> None:
+    def merge_json(self, record: dict[str, dict[str, list[list[int]]]]) -> None:
         """Adds the record of another rank.
 
         Raises:
             ValueError: naming the tensor, if both ranks wrote the same element.
         """
-        for path, tensors in parse_object(data, source).items():
+        for path, tensors in record.items():
             for name, ranges in tensors.items():
                 for start, stop in ranges:
                     self.add(path, name, start, stop)

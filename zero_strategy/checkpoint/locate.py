@@ -48,19 +48,29 @@ def locate(path: str | os.PathLike[str]) -> Location:
     Raises:
         ValueError: naming the path, if it is none of these or is an incomplete checkpoint.
     """
-    found = Path(os.path.abspath(path))
-    if not found.exists():
-        found = _moved_aside(found)
+    found = checkpoint_directory(path)
     if found.is_file():
         return Location(found.parent, None, (found.name,))
-    if not (found / MANIFEST_NAME).is_file() and (found / LATEST_NAME).is_file():
-        found = _follow_latest(found)
     if not (found / MANIFEST_NAME).is_file() and _is_plain_model(found):
         return _plain_model(found)
     manifest = Manifest.load(found)
     files = dict.fromkeys(entry.file for entry in manifest.weights.values())
     weight_map = {name: entry.file for name, entry in manifest.weights.items()}
     return Location(found, manifest, tuple(files), weight_map)
+
+
+def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
+    """The path itself, or what its `latest` names, or what a cut-off replacement of it left.
+
+    Raises:
+        ValueError: if there is nothing.
+    """
+    found = Path(os.path.abspath(path))
+    if not found.exists():
+        found = _moved_aside(found)
+    if found.is_dir() and not (found / MANIFEST_NAME).is_file() and (found / LATEST_NAME).is_file():
+        found = _follow_latest(found)
+    return found
 
 
 def parse_aliases(metadata: Mapping[str, str], source: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ It is written last. A directory without a valid one is no checkpoint.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -13,12 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from zero_strategy.checkpoint.checksums import Checksums, checksum_of
 from zero_strategy.checkpoint.exact_json import decode, encode, parse_object
 from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "zero_strategy.checkpoint"
-VERSION = 1
+VERSION = 2
+_OWN_CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')
+_BLANK = b'"checksum": "0000000000000000"'
 
 Scalar = None | bool | int | float | str
 T = TypeVar("T")
@@ -61,6 +65,7 @@ class Manifest:
         world_size: ranks that saved; for information.
         stage: ZeRO stage that saved; for information.
         user: anything that JSON can hold.
+        checksums: of all bytes of the files.
     """
 
     files: Mapping[str, int]
@@ -71,6 +76,7 @@ class Manifest:
     world_size: int = 1
     stage: int = 0
     user: Mapping[str, Any] = field(default_factory=dict)
+    checksums: Checksums = field(default_factory=Checksums)
 
     def to_json(self) -> bytes:
         """The manifest's text.
@@ -81,6 +87,7 @@ class Manifest:
         content = {
             "format": FORMAT,
             "version": VERSION,
+            "checksum": "0" * 16,
             "world_size": self.world_size,
             "stage": self.stage,
             "counters": encode(self.counters, "counters"),
@@ -92,8 +99,10 @@ class Manifest:
                 name: {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "file": entry.file}
                 for name, entry in self.weights.items()
             },
+            "checksums": self.checksums.to_json(),
         }
         text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+        text = seal(text)
         self.from_json(text, "manifest")  # what could not be read back must not be written
         return text
 
@@ -115,13 +124,26 @@ class Manifest:
             raise ValueError(
                 f"{source}: format version {content.get('version')!r}; this package reads {VERSION}"
             )
+        _check_own_checksum(data, source)
         try:
-            _keys(content, set(_FIELDS) | {"format", "version"}, "manifest")
+            _keys(content, set(_FIELDS) | {"format", "version", "checksum"}, "manifest")
             manifest = cls(**{key: parse(content[key], key) for key, parse in _FIELDS.items()})
             _check_references(manifest)
         except _Malformed as error:
             raise ValueError(f"{source}: {error}") from None
         return manifest
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Reads the manifest of a checkpoint.
+
+        Raises:
+            ValueError: naming the file and what is wrong with it.
+        """
+        path = directory / MANIFEST_NAME
+        if not path.is_file():
+            raise ValueError(f"{directory}: not a complete checkpoint: it has no {MANIFEST_NAME}")
+        return cls.from_json(path.read_bytes(), str(path))
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -130,10 +152,7 @@ class Manifest:
         Raises:
             ValueError: naming the file and what is wrong with it.
         """
-        path = directory / MANIFEST_NAME
-        if not path.is_file():
-            raise ValueError(f"{directory}: not a complete checkpoint: it has no {MANIFEST_NAME}")
-        manifest = cls.from_json(path.read_bytes(), str(path))
+        manifest = cls.read(directory)
         for name, size in manifest.files.items():
             file = directory / name
             if not file.is_file():
@@ -141,6 +160,21 @@ class Manifest:
             if (actual := file.stat().st_size) != size:
                 raise ValueError(f"{directory}: file {name} has {actual} bytes, the manifest says {size}")
         return manifest
+
+
+def seal(text: bytes) -> bytes:
+    """A manifest's text with its own checksum, which is that of the text where the checksum is all zeros."""
+    blank = _OWN_CHECKSUM.sub(_BLANK, text, count=1)
+    return blank.replace(_BLANK, f'"checksum": "{checksum_of(blank)}"'.encode(), 1)
+
+
+def _check_own_checksum(data: bytes, source: str) -> None:
+    found = _OWN_CHECKSUM.search(data)
+    if found is None:
+        raise ValueError(f"{source}: is damaged: it lacks its own checksum")
+    actual = checksum_of(_OWN_CHECKSUM.sub(_BLANK, data, count=1))
+    if actual.encode() != found[1]:
+        raise ValueError(f"{source}: is damaged: its checksum is {actual}, it says {found[1].decode()}")
 
 
 def is_inner_path(path: str) -> bool:
@@ -162,7 +196,17 @@ def _encode_optimizer(name: str, entry: OptimizerRecord) -> dict[str, Any]:
     }
 
 
+def _checksums(value: Any, where: str) -> Checksums:
+    try:
+        return Checksums.from_json(value)
+    except ValueError as error:
+        raise _Malformed(str(error)) from None
+
+
 def _check_references(manifest: Manifest) -> None:
+    if manifest.checksums.files.keys() != manifest.files.keys():
+        differing = sorted(manifest.checksums.files.keys() ^ manifest.files.keys())
+        raise _Malformed(f"either a checksum without a file, or a file without a checksum: {differing}")
     referenced = [(f"weight {name!r}", entry.file) for name, entry in manifest.weights.items()]
     for optimizer, entry in manifest.optimizers.items():
         referenced += [(f"state {kind!r} of optimizer {optimizer!r}", p) for kind, p in entry.states.items()]
@@ -262,4 +306,5 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
     "world_size": _count,
     "stage": _count,
     "user": _user,
+    "checksums": _checksums,
 }

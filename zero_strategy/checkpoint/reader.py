@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import torch
+import xxhash
 
+from zero_strategy.checkpoint.checksums import Block, checksum_of
 from zero_strategy.checkpoint.header import read_layout
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.locate import locate, parse_aliases
@@ -23,15 +25,20 @@ class CheckpointReader:
         directory: a checkpoint, its parent with a `latest` file, a Hugging Face model directory, or one
             safetensors file. The last two have weights only, and no manifest.
         chunk_bytes: most bytes read at once, and the host memory used for tensors on other devices.
+        verify: compare the checksums of all that is read with the manifest's; a block of a tensor is read whole
+            where a part of it is asked for. Plain weights have none.
 
     Raises:
         ValueError: naming the file and what is wrong, if anything is missing, truncated or inconsistent.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20, verify: bool = True
+    ) -> None:
         location = locate(directory)
         self.directory = location.directory
         self._manifest = location.manifest
+        self._verified = location.manifest if verify else None
         self._transfer = Transfer(chunk_bytes)
         self._layouts: dict[str, FileLayout] = {}
         self._identities: dict[str, tuple[int, int, int, int]] = {}
@@ -123,7 +130,10 @@ class CheckpointReader:
         path = self.directory / layout.path
         fd = self._reopen(layout.path)
         try:
-            self._transfer.read(fd, out, offset)
+            if self._verified is None:
+                self._transfer.read(fd, out, offset)
+            else:
+                self._read_checked(fd, layout, stored, start, stop, out)
         except EOFError as error:
             raise ValueError(f"{path}: truncated inside tensor {stored!r}: {error}") from None
         finally:
@@ -142,7 +152,10 @@ class CheckpointReader:
         """
         if path not in self.manifest.files:
             raise ValueError(f"{self.directory}: the manifest lists no file {path!r}")
-        return (self.directory / path).read_bytes()
+        content = (self.directory / path).read_bytes()
+        if path not in {layout.path for layout in self._layouts.values()}:
+            self._check_content(path, content)
+        return content
 
     def check_against(self, specs: Iterable[TensorSpec]) -> None:
         """Checks that a model's tensors are those of the checkpoint.
@@ -172,6 +185,42 @@ class CheckpointReader:
         if lines:
             raise ValueError(f"{self.directory}: not a checkpoint of this model:" + "".join(lines))
 
+    def _read_checked(
+        self, fd: int, layout: FileLayout, name: str, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        """Reads all blocks that have elements of [start, stop), and checks them."""
+        assert self._verified is not None
+        size = layout.specs[name].dtype.itemsize
+        target = out.view(torch.uint8)
+        for block in self._verified.checksums.overlapping(layout.path, name, start, stop):
+            begin, end = max(start, block.start), min(stop, block.stop)
+            part = target[(begin - start) * size : (end - start) * size]
+            if (begin, end) == (block.start, block.stop):
+                self._read_block(fd, layout, name, block, part)
+            else:
+                whole = torch.empty((block.stop - block.start) * size, dtype=torch.uint8)
+                self._read_block(fd, layout, name, block, whole)
+                part.copy_(whole[(begin - block.start) * size : (end - block.start) * size])
+
+    def _read_block(self, fd: int, layout: FileLayout, name: str, block: Block, out: torch.Tensor) -> None:
+        checksum = xxhash.xxh3_64()
+        offset, _ = layout.span(name, block.start, block.stop)
+        self._transfer.read(fd, out, offset, checksum.update)
+        if checksum.hexdigest() != block.checksum:
+            raise ValueError(
+                f"{self.directory / layout.path}: tensor {name!r} is damaged: elements [{block.start}, {block.stop}) "
+                f"have the checksum {checksum.hexdigest()}, the manifest says {block.checksum}"
+            )
+
+    def _check_content(self, path: str, content: bytes) -> None:
+        if self._verified is None:
+            return
+        expected = self._verified.checksums.files[path]
+        if (actual := checksum_of(content)) != expected:
+            raise ValueError(
+                f"{self.directory / path}: is damaged: its checksum is {actual}, the manifest says {expected}"
+            )
+
     def _stored_name(self, name: str, stored: Mapping[str, object]) -> str:
         return name if name in stored else self.aliases.get(name, name)
 
@@ -197,10 +246,15 @@ class CheckpointReader:
         if path not in self._layouts:
             fd = os.open(self.directory / path, os.O_RDONLY)
             try:
-                self._layouts[path] = read_layout(fd, path, str(self.directory / path))
+                layout = read_layout(fd, path, str(self.directory / path))
                 self._identities[path] = _identity(fd)
             finally:
                 os.close(fd)
+            if self._verified is not None:
+                self._check_content(path, layout.header)
+                sizes = {name: spec.numel for name, spec in layout.specs.items()}
+                self._verified.checksums.check_cover(path, sizes, str(self.directory / path))
+            self._layouts[path] = layout
         return self._layouts[path]
 
     def _reopen(self, path: str) -> int:

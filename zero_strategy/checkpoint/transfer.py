@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 
 if sys.byteorder != "little":
     raise ImportError("checkpoints are little-endian, and this machine is not")
+
+Seen = Callable[[memoryview], object]
 
 
 class Transfer:
@@ -29,13 +32,14 @@ class Transfer:
         self._chunk_bytes = chunk_bytes
         self._buffer: torch.Tensor | None = None
 
-    def write(self, fd: int, data: torch.Tensor, offset: int) -> None:
+    def write(self, fd: int, data: torch.Tensor, offset: int, seen: Seen | None = None) -> None:
         """Writes a flat tensor.
 
         Args:
             fd: descriptor open for writing.
             data: 1-D, contiguous.
             offset: byte offset in the file of the first element.
+            seen: is given all bytes in their order.
 
         Raises:
             OSError: if the file system does not take all bytes.
@@ -45,15 +49,19 @@ class Transfer:
             chunk = flat[begin : begin + self._chunk_bytes]
             if not _on_host(chunk):
                 chunk = self._staging(chunk).copy_(chunk)
-            _write_all(fd, _memory(chunk), offset + begin)
+            memory = _memory(chunk)
+            if seen is not None:
+                seen(memory)
+            _write_all(fd, memory, offset + begin)
 
-    def read(self, fd: int, out: torch.Tensor, offset: int) -> None:
+    def read(self, fd: int, out: torch.Tensor, offset: int, seen: Seen | None = None) -> None:
         """Fills a flat tensor.
 
         Args:
             fd: descriptor open for reading.
             out: 1-D, contiguous.
             offset: byte offset in the file of the first element.
+            seen: is given all bytes in their order.
 
         Raises:
             EOFError: if the file ends too early.
@@ -61,12 +69,12 @@ class Transfer:
         flat = _as_bytes(out)
         for begin in range(0, flat.numel(), self._chunk_bytes):
             chunk = flat[begin : begin + self._chunk_bytes]
-            if _on_host(chunk):
-                _read_all(fd, _memory(chunk), offset + begin)
-            else:
-                staging = self._staging(chunk)
-                _read_all(fd, _memory(staging), offset + begin)
-                chunk.copy_(staging)
+            host = chunk if _on_host(chunk) else self._staging(chunk)
+            _read_all(fd, _memory(host), offset + begin)
+            if seen is not None:
+                seen(_memory(host))
+            if host is not chunk:
+                chunk.copy_(host)
 
     def _staging(self, chunk: torch.Tensor) -> torch.Tensor:
         if self._buffer is None:

@@ -11,6 +11,7 @@ directory, the target is untouched; a crash leaves the checkpoint that was there
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import xxhash
 
+from zero_strategy.checkpoint.checksums import Block, Checksums, blocks_of, checksum_of
 from zero_strategy.checkpoint.coverage import Coverage
+from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.layout import FileLayout
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, is_inner_path
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
@@ -84,6 +88,7 @@ class CheckpointWriter:
         self._world_size = world_size
         self._transfer = Transfer(chunk_bytes)
         self._coverage = Coverage()
+        self._checksums = Checksums()
         self._plan: CheckpointPlan | None = None
 
     def prepare(self, plan: CheckpointPlan) -> None:
@@ -145,7 +150,8 @@ class CheckpointWriter:
         finally:
             for fd in descriptors.values():
                 os.close(fd)
-        (self.temporary / self._receipt(self._rank)).write_bytes(self._coverage.to_json())
+        receipt = {"coverage": self._coverage.to_json(), "checksums": self._checksums.to_json()}
+        (self.temporary / self._receipt(self._rank)).write_text(json.dumps(receipt))
 
     def commit(
         self,
@@ -159,7 +165,7 @@ class CheckpointWriter:
         An existing target is replaced, with everything in it.
 
         Args:
-            manifest: made by `plan.manifest(...)`; sizes of the extra files are added.
+            manifest: made by `plan.manifest(...)`; sizes of the extra files and all checksums are added.
             extra_files: relative path -> content of small further files.
             update_latest: write this checkpoint's name into the file `latest` beside it.
 
@@ -174,10 +180,11 @@ class CheckpointWriter:
         extra_files = extra_files or {}
         _check_extra_files(plan, extra_files)
         _check_manifest(plan, manifest)
-        text = replace(
-            manifest, files=plan.sizes() | {path: len(data) for path, data in extra_files.items()}
-        ).to_json()
-        self._check_complete(plan)
+        checksums = self._gathered(plan)
+        checksums.files |= {layout.path: checksum_of(layout.header) for layout in plan.layouts}
+        checksums.files |= {path: checksum_of(data) for path, data in {**plan.generated, **extra_files}.items()}
+        sizes = plan.sizes() | {path: len(data) for path, data in extra_files.items()}
+        text = replace(manifest, files=sizes, checksums=checksums).to_json()
         for name, content in extra_files.items():
             path = self.temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,10 +208,14 @@ class CheckpointWriter:
 
     def _write_piece(self, fd: int, layout: FileLayout, piece: Piece) -> None:
         stop = piece.start + piece.data.numel()
-        offset, _ = layout.span(piece.name, piece.start, stop)
         self._coverage.check_free(layout.path, piece.name, piece.start, stop)
         try:
-            self._transfer.write(fd, piece.data, offset)
+            for begin, end in blocks_of(piece.start, stop, piece.data.element_size()):
+                offset, _ = layout.span(piece.name, begin, end)
+                checksum = xxhash.xxh3_64()
+                part = piece.data[begin - piece.start : end - piece.start]
+                self._transfer.write(fd, part, offset, checksum.update)
+                self._checksums.add(layout.path, piece.name, Block(begin, end, checksum.hexdigest()))
         except OSError as error:
             message = f"{error.strerror or error} (tensor {piece.name!r})"
             raise OSError(error.errno, message, str(self.temporary / layout.path)) from error
@@ -213,16 +224,21 @@ class CheckpointWriter:
     def _receipt(self, rank: int) -> str:
         return f"{RECEIPTS_NAME}/rank-{rank:05d}.json"
 
-    def _check_complete(self, plan: CheckpointPlan) -> None:
-        total = Coverage()
+    def _gathered(self, plan: CheckpointPlan) -> Checksums:
+        """All ranks' checksums, once it is certain that the ranks wrote every element."""
+        total, checksums = Coverage(), Checksums()
         for rank in range(self._world_size):
             path = self.temporary / self._receipt(rank)
             # Opened by name, not found by listing: network file systems cache listings for long.
             try:
-                total.merge_json(path.read_bytes(), str(path))
+                receipt = parse_object(path.read_bytes(), str(path))
             except FileNotFoundError:
                 continue  # a rank that owns nothing; if it did, its elements are missed below
+            total.merge_json(receipt["coverage"])
+            checksums.merge(Checksums.from_json(receipt["checksums"]))
         total.check_complete(plan.layouts)
+        checksums.sort()
+        return checksums
 
     def _seal(self, files: Iterable[str], manifest: bytes) -> None:
         """Flushes all files, then the manifest, then the directories."""

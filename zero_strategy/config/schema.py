@@ -94,12 +94,15 @@ class LossScaleConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    """How checkpoints are written."""
+    """How checkpoints are written and read."""
 
     prefix: ClassVar[str] = "checkpoint."
 
     max_file_bytes: int = field(default=5_000_000_000, metadata=at_least(1))
     """Bytes of tensor data after which a new file is begun; one larger tensor still goes into one file."""
+
+    verify: bool = True
+    """Compare the checksums of all that is loaded with those that were noted when it was saved."""
 
 
 @dataclass

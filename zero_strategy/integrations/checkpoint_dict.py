@@ -94,13 +94,17 @@ def unpack(content: bytes, source: str, weights_only: bool | None) -> dict[str, 
     return dict(found)
 
 
-def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], weights_only: bool | None, *, verify: bool = True
+) -> dict[str, Any]:
     """The Trainer's checkpoint dict from a directory; weights and optimizer state come when they are looked into.
+
+    `verify`: compare checksums.
 
     Raises:
         ValueError: If the directory is no complete checkpoint; names what is wrong.
     """
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(path, verify=verify)
     rest: dict[str, Any] = {}
     if reader.has_manifest and LIGHTNING_FILE in reader.manifest.files:
         rest = unpack(reader.extra(LIGHTNING_FILE), str(reader.directory / LIGHTNING_FILE), weights_only)

@@ -131,7 +131,7 @@ class FabricCheckpoints(_Base):
             KeyError: If `strict` and the checkpoint lacks a key of `state`; names them.
         """
         if is_directory_checkpoint(path):
-            checkpoint = _read(path, weights_only)
+            checkpoint = _read(path, weights_only, self.config.checkpoint.verify)
         else:
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if not state:
@@ -174,11 +174,11 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _read(path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
-    reader = CheckpointReader(path)
+def _read(path: str | os.PathLike[str], weights_only: bool | None, verify: bool) -> dict[str, Any]:
+    reader = CheckpointReader(path, verify=verify)
     names = reader.manifest.user.get(_USER) if reader.has_manifest else None
     if names is None:  # plain weights, or the Trainer's
-        return read_checkpoint(path, weights_only)
+        return read_checkpoint(path, weights_only, verify=verify)
     found = unpack(reader.extra(FABRIC_FILE), str(reader.directory / FABRIC_FILE), weights_only)
     found[names["module"]] = weights_on_demand(reader, found)
     for number in reader.manifest.optimizers:

@@ -126,7 +126,7 @@ class TrainerCheckpoints(_Base):
         if weights_only is None:
             weights_only = self.load_weights_only
         if is_directory_checkpoint(checkpoint_path):
-            return read_checkpoint(checkpoint_path, weights_only)
+            return read_checkpoint(checkpoint_path, weights_only, verify=self.config.checkpoint.verify)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return checkpoint
 

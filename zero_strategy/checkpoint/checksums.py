@@ -1,0 +1,155 @@
+"""What the bytes of a checkpoint must be: an XXH3 checksum of 64 bits per block of a tensor and per other file.
+
+A block is what one rank wrote of a tensor, in pieces of at most `BLOCK_BYTES`. Blocks are noted in the ranks' receipts
+while they are written and end up in the manifest; a reader checks whole blocks, also where it needs a part of one.
+
+XXH3 finds damage, not forgery: https://github.com/Cyan4973/xxHash
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import xxhash
+
+BLOCK_BYTES = 16 << 20
+"""Most bytes of a block."""
+_BLOCK = re.compile("([0-9]{1,18}):([0-9]{1,18}):([0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Elements [start, stop) of a row-major flattened tensor and the checksum of their bytes, 16 hexadecimal digits."""
+
+    start: int
+    stop: int
+    checksum: str
+
+
+def checksum_of(content: bytes) -> str:
+    """The checksum of some bytes."""
+    return str(xxhash.xxh3_64_hexdigest(content))
+
+
+def blocks_of(start: int, stop: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Divides elements [start, stop) into blocks, which end at multiples of BLOCK_BYTES from the tensor's beginning.
+
+    Slices of several world sizes then have most of their blocks in common.
+    """
+    most = BLOCK_BYTES // itemsize
+    while start < stop:
+        end = min(stop, (start // most + 1) * most)
+        yield start, end
+        start = end
+
+
+@dataclass
+class Checksums:
+    """Of one checkpoint.
+
+    Attributes:
+        files: Path -> checksum; of a file with tensors its header's, of any other the whole content's.
+        tensors: Path -> tensor name -> blocks, disjoint and in order.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, dict[str, list[Block]]] = field(default_factory=dict)
+
+    def add(self, path: str, name: str, block: Block) -> None:
+        """Note a block that was written."""
+        self.tensors.setdefault(path, {}).setdefault(name, []).append(block)
+
+    def merge(self, other: Checksums) -> None:
+        """Take in another rank's blocks."""
+        for path, tensors in other.tensors.items():
+            for name, blocks in tensors.items():
+                self.tensors.setdefault(path, {}).setdefault(name, []).extend(blocks)
+
+    def sort(self) -> None:
+        """Put each tensor's blocks in order."""
+        for tensors in self.tensors.values():
+            for blocks in tensors.values():
+                blocks.sort(key=lambda block: block.start)
+
+    def overlapping(self, path: str, name: str, start: int, stop: int) -> list[Block]:
+        """The blocks that have elements of [start, stop)."""
+        blocks = self.tensors.get(path, {}).get(name, [])
+        first = bisect_right(blocks, start, key=lambda block: block.stop)
+        last = bisect_right(blocks, stop - 1, key=lambda block: block.start)
+        return blocks[first:last]
+
+    def check_cover(self, path: str, sizes: Mapping[str, int], source: str) -> None:
+        """Checks that each element of a file's tensors is in one block.
+
+        Args:
+            path: The file.
+            sizes: Tensor name -> elements.
+            source: The file's name in errors.
+
+        Raises:
+            ValueError: Naming the tensor.
+        """
+        found = self.tensors.get(path, {})
+        if unknown := sorted(found.keys() - sizes.keys()):
+            raise ValueError(f"{source}: there are checksums of tensors that the file does not have: {unknown}")
+        for name, numel in sizes.items():
+            end = 0
+            for block in found.get(name, []):
+                if block.start != end or block.stop <= end:
+                    break
+                end = block.stop
+            if end != numel:
+                raise ValueError(f"{source}: the checksums of tensor {name!r} end at element {end} of {numel}")
+
+    def to_json(self) -> dict[str, object]:
+        """As JSON can hold it; a block is "start:stop:checksum"."""
+        return {
+            "files": dict(sorted(self.files.items())),
+            "tensors": {
+                path: {
+                    name: [f"{block.start}:{block.stop}:{block.checksum}" for block in tensors[name]]
+                    for name in sorted(tensors)
+                }
+                for path, tensors in sorted(self.tensors.items())
+            },
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Checksums:
+        """What `to_json` made.
+
+        Raises:
+            ValueError: If it is something else, saying what.
+        """
+        if not isinstance(value, dict) or value.keys() != {"files", "tensors"}:
+            raise ValueError("checksums must have files and tensors")
+        files, tensors = value["files"], value["tensors"]
+        if not isinstance(files, dict) or not all(_is_checksum(entry) for entry in files.values()):
+            raise ValueError("checksums.files does not map paths to 16 hexadecimal digits")
+        if not isinstance(tensors, dict) or not all(isinstance(entry, dict) for entry in tensors.values()):
+            raise ValueError("checksums.tensors does not map paths to tensors")
+        return cls(
+            dict(files),
+            {path: {name: _blocks(f"{path}: {name!r}", e) for name, e in t.items()} for path, t in tensors.items()},
+        )
+
+
+def _blocks(where: str, entries: object) -> list[Block]:
+    if not isinstance(entries, list):
+        raise ValueError(f"checksums of {where} are no list")
+    return list(_parsed(where, entries))
+
+
+def _parsed(where: str, entries: Iterable[object]) -> Iterator[Block]:
+    for entry in entries:
+        found = _BLOCK.fullmatch(entry) if isinstance(entry, str) else None
+        if found is None:
+            raise ValueError(f"checksums of {where} have the malformed entry {entry!r}")
+        yield Block(int(found[1]), int(found[2]), found[3])
+
+
+def _is_checksum(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None

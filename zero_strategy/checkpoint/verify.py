@@ -1,0 +1,110 @@
+"""Reads every byte of a checkpoint and says what is wrong with it, all of it at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from zero_strategy.checkpoint.checksums import Block, checksum_of
+from zero_strategy.checkpoint.header import read_layout
+from zero_strategy.checkpoint.layout import FileLayout
+from zero_strategy.checkpoint.locate import checkpoint_directory
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+
+_CHUNK = 4 << 20
+Progress = Callable[[int], object]
+"""Is given the number of bytes that were read since it was called last."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found.
+
+    Attributes:
+        directory: The checkpoint.
+        problems: One sentence each, with the file and, in it, the tensor; empty if all is well.
+        files: How many files the manifest lists.
+        bytes: Their size.
+    """
+
+    directory: Path
+    problems: tuple[str, ...]
+    files: int
+    bytes: int
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[int], Progress] | None = None) -> Verdict:
+    """Compare all bytes of a checkpoint with its checksums.
+
+    Args:
+        path: A checkpoint, or its parent with a `latest` file.
+        progress: Is given the number of bytes that will be read, and returns what is told of each part.
+
+    Raises:
+        ValueError: If there is no checkpoint, or its manifest cannot be trusted.
+    """
+    directory = checkpoint_directory(path)
+    manifest = Manifest.read(directory)
+    total = sum(manifest.files.values())
+    problems = tuple(_problems(directory, manifest, progress(total) if progress else lambda count: None))
+    return Verdict(directory, problems, len(manifest.files), total)
+
+
+def _problems(directory: Path, manifest: Manifest, report: Progress) -> Iterator[str]:
+    found = {str(place.relative_to(directory)) for place in directory.rglob("*") if not place.is_dir()}
+    for extra in sorted(found - manifest.files.keys() - {MANIFEST_NAME}):
+        yield f"{directory / extra}: the manifest does not list it"
+    with_tensors = {record.file for record in manifest.weights.values()}
+    with_tensors |= {place for record in manifest.optimizers.values() for place in record.states.values()}
+    for name, size in manifest.files.items():
+        file = directory / name
+        if name not in found:
+            yield f"{file}: is missing"
+        elif (actual := file.stat().st_size) != size:
+            yield f"{file}: has {actual} bytes, the manifest says {size}"
+        elif name in with_tensors:
+            yield from _problems_of_tensors(file, name, manifest, report)
+        else:
+            if checksum_of(file.read_bytes()) != manifest.checksums.files[name]:
+                yield f"{file}: is damaged: its checksum is not the manifest's"
+            report(size)
+
+
+def _problems_of_tensors(file: Path, name: str, manifest: Manifest, report: Progress) -> Iterator[str]:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        layout = read_layout(fd, name, str(file))
+        if checksum_of(layout.header) != manifest.checksums.files[name]:
+            yield f"{file}: is damaged: its header's checksum is not the manifest's"
+            return
+        sizes = {spec.name: spec.numel for spec in layout.specs.values()}
+        manifest.checksums.check_cover(name, sizes, str(file))
+        report(len(layout.header))
+        for tensor in layout.specs:
+            for block in manifest.checksums.tensors.get(name, {}).get(tensor, []):
+                if _checksum(fd, layout, tensor, block, report) != block.checksum:
+                    place = f"elements [{block.start}, {block.stop})"
+                    yield f"{file}: tensor {tensor!r} is damaged: the checksum of {place} is not the manifest's"
+    except ValueError as error:
+        yield str(error)
+    except OSError as error:
+        yield f"{file}: cannot be read: {error.strerror or error}"
+    finally:
+        os.close(fd)
+
+
+def _checksum(fd: int, layout: FileLayout, tensor: str, block: Block, report: Progress) -> str:
+    checksum = xxhash.xxh3_64()
+    offset, left = layout.span(tensor, block.start, block.stop)
+    while left:
+        data = os.pread(fd, min(left, _CHUNK), offset)
+        if not data:
+            break  # cut off meanwhile: the checksum tells
+        checksum.update(data)
+        report(len(data))
+        offset, left = offset + len(data), left - len(data)
+    return str(checksum.hexdigest())
