@@ -105,7 +105,7 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
         raise ValueError(f"there is no native library {name!r}; there are {', '.join(LIBRARIES)}")
     folder = SOURCES / name
     pattern = "*.cu" if name == "cuda" else "*.cpp"
-    headers = [*SOURCES.glob("*.h"), *folder.glob("*.h"), *folder.glob("*.cuh")]
+    headers = [*SOURCES.glob("*.h"), *(path for kind in ("h", "cuh", "inl") for path in folder.glob(f"*.{kind}"))]
     sources = sorted(folder.glob(pattern))
     if name == "cpu":
         compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
