@@ -237,6 +237,17 @@ def fused(name: str, params: list[nn.Parameter], **options: Any) -> Step:
     return step
 
 
+def adamw_against_copy(s: Setting) -> tuple[Step, Step]:
+    """A plain copy that moves as many bytes as AdamW: 28 per parameter, half of them written.
+
+    bfloat16: 24 for the float32 weight and moments, 2 for the gradient and 2 for the weight that goes out.
+    """
+    source = torch.zeros(14 * s.numel, dtype=torch.uint8, device=s.device)
+    target = torch.empty_like(source)
+    mine: Step = optim.FusedAdamW(parameters(s, s.dtype)).step
+    return lambda: target.copy_(source), mine
+
+
 def foreach_lion(params: list[nn.Parameter]) -> Step:
     weights, grads = plain(params)
     moments = [torch.zeros_like(each) for each in weights]
@@ -305,6 +316,7 @@ CASES: dict[str, Callable[[Setting], tuple[Step, Step]]] = {
     "flatten": flatten,
     "unflatten": unflatten,
     "adamw": lambda s: optimizer(s, optim.FusedAdamW, partial(fused, "AdamW")),
+    "adamw_against_copy": adamw_against_copy,
     "adagrad": lambda s: optimizer(s, optim.FusedAdagrad, partial(fused, "Adagrad")),
     "sgd": lambda s: optimizer(
         s, partial(optim.FusedSGD, lr=1e-3, momentum=0.9), partial(fused, "SGD", lr=1e-3, momentum=0.9)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: the CUDA ops are built, then the tests marked gpu run.
+# Everything that needs a GPU, in one call: the CUDA ops are built, then the tests marked gpu and the benchmarks run.
 # Usage: scripts/gpu_check.sh [folder for results]
-set -eu
+set -eu -o pipefail
 cd "$(dirname "$0")/.."
 out=${1:-outputs/gpu}
 python=${PYTHON:-python3}
@@ -9,4 +9,8 @@ mkdir -p "$out"
 "$python" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name(0))' | tee "$out/machine.txt"
 "$python" -m zero_strategy.cli build --cuda --verbose | tee "$out/build.txt"
 "$python" -m zero_strategy.cli doctor | tee "$out/doctor.txt"
-"$python" -m pytest -m gpu tests -q | tee "$out/tests.txt"
+status=0
+"$python" -m pytest -m gpu tests -q | tee "$out/tests.txt" || status=1
+"$python" -m benchmarks.ops --device cuda --rows 16384 --columns 4096 --numel 100000000 --tensors 100 \
+  --json "$out/ops.json" | tee "$out/ops.txt" || status=1
+exit $status
