@@ -187,6 +187,8 @@ def test_bad_arguments_are_named(kind: type[Any]) -> None:
         kind([*good, nn.Parameter(torch.ones(2).double())])
     with pytest.raises(ValueError, match="empty parameter list"):
         kind([])
+    with pytest.raises(TypeError, match="grad_scale must be a number, not Tensor"):
+        kind(good).step(grad_scale=torch.ones(1))
 
 
 def test_options_of_the_namesakes_are_checked() -> None:

@@ -78,9 +78,12 @@ class FusedOptimizer(Optimizer):
             The closure's result, or None.
 
         Raises:
+            TypeError: If grad_scale is no number.
             ValueError: If a group has an option that is not supported.
             RuntimeError: If a gradient is sparse.
         """
+        if not isinstance(grad_scale, (int, float)):
+            raise TypeError(f"grad_scale must be a number, not {type(grad_scale).__name__}; of a tensor take float()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
