@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint.saving import plan_of, same, save, slices
 from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter, Piece, replace
+from zero_strategy.cli import main
 
 OLD = {"w": torch.arange(10.0)}
 NEW = {"w": -torch.arange(10.0)}
@@ -39,6 +40,37 @@ def test_existing_target_is_replaced_and_nothing_is_left(tmp_path: Path) -> None
 def test_replacement_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replace, "_exchange", lambda first, second: False)
     test_existing_target_is_replaced_and_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (shutil.rmtree, "no such file"),
+        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json"),
+        (lambda path: os.truncate(path / "model.safetensors", 10), "has 10 bytes"),
+        (lambda path: (path / "manifest.json").write_bytes(b"{}"), "format is None"),
+    ],
+)
+def test_a_damaged_latest_gives_way_to_the_newest_complete_one_loudly(
+    tmp_path: Path, spoil: Callable[[Path], object], why: str
+) -> None:
+    for step in (1, 2, 3, 4):
+        weights = {"w": torch.full((3,), float(step))}
+        save(tmp_path / f"step-{step}", weights, {"0": {"exp_avg": weights}})
+        time = 1_000_000_000 * step
+        os.utime(tmp_path / f"step-{step}" / "manifest.json", ns=(time, time))
+    os.truncate(tmp_path / "step-3" / "model.safetensors", 20)
+    spoil(tmp_path / "step-4")
+    with pytest.warns(UserWarning, match=f"latest names step-4.*{why}.*taking .*step-2 instead"):
+        reader = CheckpointReader(tmp_path)
+    assert reader.full("w").tolist() == [2.0] * 3
+    with pytest.raises(ValueError, match="step-4"):  # asked for by name
+        CheckpointReader(tmp_path / "step-4")
+    assert main(["checkpoint", "verify", str(tmp_path), "--json"]) != 0  # what `latest` names, and nothing instead
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    with pytest.raises(ValueError, match="step-4"):
+        CheckpointReader(tmp_path)
 
 
 def test_latest_names_the_newest(tmp_path: Path) -> None:

@@ -59,8 +59,12 @@ def locate(path: str | os.PathLike[str]) -> Location:
     return Location(found, manifest, tuple(files), weight_map)
 
 
-def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
+def checkpoint_directory(path: str | os.PathLike[str], *, fall_back: bool = True) -> Path:
     """The path itself, or what its `latest` names, or what a cut-off replacement of it left.
+
+    Args:
+        path: what the user gave.
+        fall_back: where `latest` names what is no complete checkpoint, warn and take the newest complete one beside it.
 
     Raises:
         ValueError: if there is nothing.
@@ -69,7 +73,7 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     if not found.exists():
         found = _moved_aside(found)
     if found.is_dir() and not (found / MANIFEST_NAME).is_file() and (found / LATEST_NAME).is_file():
-        found = _follow_latest(found)
+        found = _follow_latest(found, fall_back)
     return found
 
 
@@ -97,12 +101,35 @@ def _moved_aside(target: Path) -> Path:
     raise ValueError(f"{target}: no such file or directory")
 
 
-def _follow_latest(parent: Path) -> Path:
+def _follow_latest(parent: Path, fall_back: bool) -> Path:
     name = (parent / LATEST_NAME).read_text().strip()
     if not is_inner_path(name) or "/" in name:
         raise ValueError(f"{parent / LATEST_NAME}: {name!r} is not the name of a directory beside it")
     target = parent / name
-    return target if target.exists() else _moved_aside(target)
+    try:
+        target = target if target.exists() else _moved_aside(target)
+        if fall_back:
+            Manifest.load(target)
+    except ValueError as error:
+        other = _newest_complete(parent) if fall_back else None
+        if other is None:
+            raise
+        message = f"{parent / LATEST_NAME} names {name}, which cannot be loaded ({error}); taking {other} instead"
+        warnings.warn(message, stacklevel=4)
+        return other
+    return target
+
+
+def _newest_complete(parent: Path) -> Path | None:
+    """The checkpoint whose manifest is the newest of those with all their files; names with a dot are unfinished."""
+    manifests = [path / MANIFEST_NAME for path in parent.iterdir() if not path.name.startswith(".")]
+    for manifest in sorted(filter(Path.is_file, manifests), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            Manifest.load(manifest.parent)
+        except ValueError:
+            continue
+        return manifest.parent
+    return None
 
 
 def _is_plain_model(directory: Path) -> bool:

@@ -47,7 +47,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], Progress] | N
     Raises:
         ValueError: If there is no checkpoint, or its manifest cannot be trusted.
     """
-    directory = checkpoint_directory(path)
+    directory = checkpoint_directory(path, fall_back=False)
     manifest = Manifest.read(directory)
     total = sum(manifest.files.values())
     problems = tuple(_problems(directory, manifest, progress(total) if progress else lambda count: None))
