@@ -51,6 +51,7 @@ DEFAULTS = {
     "loss_scale.growth_interval": 2000,
     "loss_scale.minimum": 1.0,
     "checkpoint.max_file_bytes": 5_000_000_000,
+    "checkpoint.verify": True,
     "elementwise_optimizers": [],
     "fused_optimizers": True,
     "timeout_seconds": 1800.0,

@@ -41,7 +41,7 @@ for dtype in FLOATS:
 print(digest.hexdigest())
 """
 OPTIMIZERS = (
-    "not processor and "
+    "not processor and not beyond and not opcheck and "
     "(same_bits or lamb or grad_stats or nonfinite or scaled or results_may or every_number or flat_buffers)"
 )
 LAYERS = ("normalization", "bias", "softmax", "quantization")
