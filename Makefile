@@ -1,6 +1,7 @@
 # make train          the example: a byte-level GPT under ZeRO stage 3 (overrides: make train ARGS="strategy=zero1")
 # make train-compare  the same run under ZeRO stage 3 and under plain DDP, both curves in one picture
 # make test           ruff, mypy and the test suite
+# make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
 # make lint           ruff and mypy
 # make clean          removes the environment, caches and outputs
 
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-compare test lint clean install
+.PHONY: train train-compare test torture lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -39,6 +40,10 @@ lint: $(STAMP)
 test: export OMP_NUM_THREADS = 1
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+torture: export OMP_NUM_THREADS = 1
+torture: $(STAMP)
+	$(BIN)/python -m tests.torture $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun

@@ -21,8 +21,9 @@ SIZES = {
     "transformer-tiny": GPTSize(width=64, depth=2, heads=2, vocabulary=256),
     "transformer-small": GPTSize(width=384, depth=8, heads=6, vocabulary=4096),
     "transformer-medium": GPTSize(width=512, depth=8, heads=8, vocabulary=8192),
+    "transformer-large": GPTSize(width=512, depth=16, heads=8, vocabulary=32768),
 }
-"""0.1, 16 and 30 million parameters."""
+"""0.1, 16, 30 and 67 million parameters."""
 
 
 class Block(nn.Module):

@@ -139,8 +139,8 @@ def _clean_state(env: Mapping[str, str]) -> Iterator[None]:
     environment = dict(os.environ)
     directory = os.getcwd()
     # Anew for every run: Lightning's Trainer, when it ends, "restores" a signal's handler that it cannot see.
-    faulthandler.unregister(signal.SIGUSR1)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    faulthandler.unregister(signal.SIGUSR2)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
     os.environ.update(env)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
@@ -308,7 +308,7 @@ class RankPool:
         sizes = {rank: self._log_size(rank) for rank in hung}
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGUSR1)
+                os.kill(self.pids[rank], signal.SIGUSR2)
         end = time.monotonic() + 15.0
         while time.monotonic() < end and any(self._log_size(rank) == size for rank, size in sizes.items()):
             time.sleep(0.02)

@@ -47,7 +47,7 @@ def spoil_state() -> None:
     os.environ["EXTRA"] = "left over"
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     dist.destroy_process_group()
 
 

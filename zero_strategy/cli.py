@@ -2,7 +2,12 @@
 
 zero-strategy build [--cuda] [--arch 90]   compile the native ops into the cache
 zero-strategy doctor                       what this installation has: versions, compilers, every op native or why not
+zero-strategy checkpoint inspect PATH      what a checkpoint of any format holds
 zero-strategy checkpoint verify DIR        read a checkpoint and compare every byte with its checksums
+zero-strategy checkpoint diff A B          what differs between two checkpoints
+zero-strategy checkpoint convert IN OUT    from any format to any other
+zero-strategy checkpoint prune DIR         remove old checkpoints
+zero-strategy checkpoint merge DIR ...     make an ordinary checkpoint of the pieces that ranks wrote
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from zero_strategy.checkpoint_cli import add_checkpoint_commands, run_checkpoint_command
+from zero_strategy.checkpoint_commands import add_checkpoint_commands, run_checkpoint_command
 
 _PACKAGES = (
     "torch",

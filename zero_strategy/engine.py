@@ -13,28 +13,33 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy import engine_state
-from zero_strategy.checkpoint import CheckpointReader
+from zero_strategy import loading
+from zero_strategy.checkpoint import StateReader
+from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, load_config, resolve
-from zero_strategy.distributed import CommunicationCounters, Mesh
+from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
+from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
+from zero_strategy.optim.membership import check_all_held, check_twice
 from zero_strategy.optim.norm import global_norm
+from zero_strategy.saving import PendingSave, Saver, pretrained, random_state, tagged
+from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.saving.preemption import save_on_signal
+from zero_strategy.saving.step_watch import StepWatch
 from zero_strategy.sharding import ShardedModel
+from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.outside import check_outside_uses
 
 _engine_numbers = itertools.count()
-_STEP_OVER, _NOTHING = -1, -2
-"""What ranks tell each other in place of a unit's number while some have no batch: the step is over; no step here."""
 
 
 class ZeroEngine:
@@ -56,6 +61,8 @@ class ZeroEngine:
         model: Units and buckets of the module.
         optimizers: The attached optimizers.
         scaler: The loss scaler, for fp16 only.
+        saver: Its saves, those that go on in the background too.
+        steps: Counts optimizer steps; what is agreed at them.
 
     Raises:
         ValueError: If the mesh does not fit the world, or the module cannot be sharded; names the parameter.
@@ -70,7 +77,7 @@ class ZeroEngine:
         weights: str | os.PathLike[str] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        world = world_size()
         self.config: ResolvedConfig = (
             config if isinstance(config, ResolvedConfig) else resolve(load_config(config), world)
         )
@@ -87,9 +94,12 @@ class ZeroEngine:
             module, self.mesh, zero, compute_dtype, device=device, initialise=weights is None
         )
         if compute_dtype is not None:
-            _cast_buffers(module, compute_dtype)
+            cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
         self.optimizers: list[ShardedOptimizer] = self.model.optimizers
+        self.evaluation = SharedEvaluation(self.model, self.mesh)
+        self.saver = Saver(self)
+        self.steps = StepWatch(self.model.reducer, self.saver)
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
         if weights is not None:
@@ -117,13 +127,15 @@ class ZeroEngine:
         for optimizer in optimizers:
             if any(sharded.optimizer is optimizer for sharded in self.optimizers):
                 continue
-            self._check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer])
-            check = optimizer.register_step_pre_hook(self._check_before_first_step)  # before groups are exchanged
+            check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer], self.model.names())
+            check = optimizer.register_step_pre_hook(self._check_before_step)  # before groups are exchanged
             try:
-                self.optimizers.append(ShardedOptimizer(optimizer, self.model))
+                sharded = ShardedOptimizer(optimizer, self.model)
             except (TypeError, ValueError):
                 check.remove()
                 raise
+            self.optimizers.append(sharded)
+            self._checks.append(optimizer.register_step_post_hook(self._after_step))  # after groups are back
             self._checks.append(check)
         self._checked = None
 
@@ -154,34 +166,22 @@ class ZeroEngine:
         Raises:
             ValueError: Naming the parameters and the way out.
         """
-        self._check_twice([sharded.optimizer for sharded in self.optimizers])
-        held = {id(parameter) for sharded in self.optimizers for parameter in sharded.parameters()}
-        missing = [name for name, p in self.model.names() if p.requires_grad and id(p) not in held]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} trainable parameter(s) are in no optimizer, e.g. {missing[:5]}: add them to one, or "
-                "freeze them with requires_grad_(False)"
-            )
+        attached = [sharded.optimizer for sharded in self.optimizers]
+        check_twice(attached, self.model.names())
+        check_all_held(attached, self.model.names())
         self._checked = self._group_sizes()
-
-    def _check_twice(self, optimizers: Sequence[Optimizer]) -> None:
-        holders: dict[int, list[str]] = {}
-        for optimizer in optimizers:
-            for parameter in {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
-                holders.setdefault(parameter, []).append(type(optimizer).__name__)
-        twice = [name for name, p in self.model.names() if len(holders.get(id(p), [])) > 1]
-        if twice:
-            names = next(" and ".join(names) for names in holders.values() if len(names) > 1)
-            raise ValueError(
-                f"parameter(s) {twice[:5]} are in two optimizers ({names}); give each parameter to one of them"
-            )
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
-    def _check_before_first_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps.before(skipped=self.sharded(optimizer).skip_next)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self.optimizers[-1].optimizer:
+            self.steps.after()
 
     # ---- the step ----
 
@@ -303,7 +303,7 @@ class ZeroEngine:
                     copies.update({id(p): p.detach().to("cpu", copy=True) for p in bucket.parameters})
         return {
             name: copies[id(tensor)] if id(tensor) in copies else tensor.detach().to("cpu", copy=True)
-            for name, tensor in engine_state.state_dict_entries(self.module, tied=True)
+            for name, tensor in state_dict_entries(self.module, tied=True)
         }
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -337,46 +337,63 @@ class ZeroEngine:
 
     # ---- checkpoints ----
 
-    def save_checkpoint(
+    def save(
         self,
         directory: str | os.PathLike[str],
         *,
         user: Mapping[str, Any] | None = None,
         extra_files: Mapping[str, bytes] | None = None,
+        own_files: Mapping[str, bytes] | None = None,
         optimizers: bool = True,
         update_latest: bool = True,
-    ) -> None:
+        asynchronous: bool = False,
+        weights_dtype: torch.dtype | None = None,
+    ) -> PendingSave:
         """Write a checkpoint directory; all ranks call it, each writes its own part in place.
 
         Args:
             directory: The checkpoint; replaced atomically if it exists. `latest` beside it names it afterwards.
             user: JSON-able values for the manifest.
             extra_files: Further small files, {relative path: bytes}; rank 0's are written.
+            own_files: Small files of this rank alone, under paths that no other rank uses.
             optimizers: Write optimizer state and master weights too.
             update_latest: Let `latest` beside the directory name it.
+            asynchronous: Return as soon as this rank's bytes are copied; they are written in the background.
+            weights_dtype: Save floating-point weights in this dtype; only without optimizers.
+
+        Returns:
+            The save; its `wait()` returns when the checkpoint is there.
 
         Raises:
-            RendezvousError: If a rank does not call it in time.
-            OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was.
+            RendezvousError: If a rank does not call it in time, or with another directory.
+            OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was. Of a save in the
+                background: at the next optimizer step, the next save, `wait()`, or at exit.
         """
-        engine_state.save(
-            self,
+        return self.saver.save(
             directory,
-            user=user,
-            extra_files=extra_files,
+            user=user or {},
+            extra_files=extra_files or {},
+            own_files=own_files or {},
+            counters=self.steps.counters(),
             optimizers=optimizers,
             update_latest=update_latest,
+            asynchronous=asynchronous,
+            weights_dtype=weights_dtype,
         )
 
-    def load_checkpoint(
+    def save_pretrained(self, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        """Write weights and config for Hugging Face's `from_pretrained`; see `saving.pretrained.save_pretrained`."""
+        pretrained.save_pretrained(self, directory, dtype=dtype)
+
+    def load(
         self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True
-    ) -> CheckpointReader:
+    ) -> StateReader:
         """Load a checkpoint written at any world size and stage; all ranks call it.
 
         Args:
             directory: The checkpoint, or the folder with `latest`.
             strict: Missing and unexpected names are errors.
-            optimizers: Load optimizer state and master weights too.
+            optimizers: Resume: load optimizer state, master weights, counters and the random state too.
 
         Returns:
             The reader, for the manifest and extra files.
@@ -385,74 +402,88 @@ class ZeroEngine:
             ValueError: Listing every tensor that does not fit.
         """
         reader = self.load_weights(directory, strict=strict)
-        if optimizers and self.optimizers:
-            engine_state.load_optimizers(self, reader)
+        if optimizers and self.optimizers and reader.has_manifest:
+            loading.load_optimizers(self, reader)
+            self.steps.load_counters(reader.manifest.counters)
+            self.load_random_state(reader)
         return reader
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        *,
+        lr_scheduler: Any = None,
+        asynchronous: bool = False,
+    ) -> PendingSave:
+        """Write the checkpoint `save_dir/tag`; see `saving.tagged.save_checkpoint`."""
+        return tagged.save_checkpoint(
+            self, save_dir, tag, client_state or {}, save_latest, lr_scheduler=lr_scheduler, asynchronous=asynchronous
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        *,
+        lr_scheduler: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load `load_dir/tag`; returns its path and the client state; see `saving.tagged.load_checkpoint`."""
+        return tagged.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            lr_scheduler=lr_scheduler,
+        )
+
+    def load_random_state(self, reader: StateReader) -> None:
+        """Give this rank its random state back, where the config says so; see `saving.random_state`."""
+        if self.config.config.checkpoint.random_state:
+            random_state.load(reader, self.mesh.rank, self.mesh.world_size)
 
     def load_weights(
-        self, source: str | os.PathLike[str] | CheckpointReader, *, strict: bool = True
-    ) -> CheckpointReader:
+        self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True
+    ) -> StateReader:
         """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
+        self.saver.wait()
         reader = self._reader(source)
-        engine_state.load_weights(self, reader, strict=strict)
+        loading.load_weights(self, reader, strict=strict)
         return reader
 
-    def _reader(self, source: str | os.PathLike[str] | CheckpointReader) -> CheckpointReader:
-        if isinstance(source, CheckpointReader):
+    def _reader(self, source: str | os.PathLike[str] | StateReader) -> StateReader:
+        if isinstance(source, StateReader):
             return source
-        return CheckpointReader(source, verify=self.config.config.checkpoint.verify)
+        self.mesh.rendezvous.meet("loading a checkpoint")
+        return loading.open_together(self, lambda: open_any(source, verify=self.config.config.checkpoint.verify))
 
-    def load_optimizers(self, source: str | os.PathLike[str] | CheckpointReader) -> None:
+    def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
         """Load optimizer state, master weights and the loss scale only."""
         reader = self._reader(source)
-        engine_state.load_optimizers(self, reader)
+        loading.load_optimizers(self, reader)
+
+    def save_on_signal(
+        self, directory: str | os.PathLike[str], **options: Any
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """In the block a signal to any rank lets all ranks save; see `saving.preemption.save_on_signal`."""
+        return save_on_signal(self, directory, **options)
 
     # ---- ranks with different numbers of batches ----
 
-    @contextmanager
-    def shared_step(self) -> Iterator[None]:
-        """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3).
-
-        While there are such ranks, those with a batch tell them of every unit before they gather it.
-        """
-        gatherer = self.model.gatherer
-        if gatherer is None or self.mesh.world_size == 1 or all(self._exchange(1)):
-            yield
-            return
-        gatherer.release_idle()  # as in `drain`: nothing is gathered on any rank
-        gatherer.announce = self._announce
-        try:
-            yield
-        finally:
-            gatherer.announce = None
-            gatherer.release_idle()
-            self._exchange(_STEP_OVER)
+    def shared_step(self) -> AbstractContextManager[None]:
+        """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3)."""
+        return self.evaluation.shared_step()
 
     def drain(self) -> None:
         """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
-        gatherer = self.model.gatherer
-        if gatherer is None or self.mesh.world_size == 1:
-            return
-        gatherer.release_idle()
-        while any(self._exchange(0)):
-            while (number := max(self._exchange(_NOTHING))) >= 0:
-                gatherer.units[number].gather()
-                gatherer.units[number].release()
-
-    def _announce(self, number: int) -> None:
-        everyone = self._exchange(number)
-        if len({other for other in everyone if other != _NOTHING}) > 1:
-            names = {
-                rank: "the end of the step" if other == _STEP_OVER else repr(self.model.units[other].name)
-                for rank, other in enumerate(everyone)
-                if other != _NOTHING
-            }
-            raise RuntimeError(
-                f"ranks evaluate different parts of the model, which stage 3 cannot serve while it is sharded: {names}"
-            )
-
-    def _exchange(self, number: int) -> list[int]:
-        return [int(other) for other in self.mesh.control.exchange_small(torch.tensor([number], dtype=torch.int32))]
+        self.evaluation.drain()
 
     def state_bytes(self) -> dict[str, int]:
         """Persistent bytes of model state on this rank: parameters, gradients, optimizer (master weights included)."""
@@ -472,12 +503,3 @@ class ZeroEngine:
             sharded.restore()
         if self.model.gatherer is not None:
             self.model.gatherer.reset()
-
-
-@torch.no_grad()
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point buffers follow the parameters, as with `module.to(dtype)`."""
-    for owner in module.modules():
-        for key, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_floating_point():
-                setattr(owner, key, buffer.to(dtype))

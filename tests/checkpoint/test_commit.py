@@ -109,7 +109,7 @@ def test_a_crash_leaves_the_old_checkpoint(
     assert names(tmp_path) == ["c", "latest"]
 
 
-def _crash(*_: object) -> None:
+def _crash(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -256,3 +256,11 @@ def test_a_checkpoint_replaced_while_open_is_noticed(tmp_path: Path) -> None:
     save(tmp_path / "c", NEW)
     with pytest.raises(ValueError, match="replaced or changed"):
         reader.read("w")
+
+
+def test_a_file_of_that_name_is_replaced(tmp_path: Path) -> None:
+    """As a run meets it that goes on from another strategy's `last.ckpt`."""
+    (tmp_path / "last.ckpt").write_bytes(b"a whole file")
+    save(tmp_path / "last.ckpt", NEW)
+    assert same(CheckpointReader(tmp_path / "last.ckpt").full("w"), NEW["w"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "latest"]

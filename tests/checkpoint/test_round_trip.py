@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.saving import all_dtypes, bits, plan_of, random_tensor, same, save
-from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter, Piece, TensorSpec, transfer
+from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter, Piece, TensorSpec, disk, transfer
 
 ADAM = {
     "adam": {
@@ -100,6 +100,11 @@ def test_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, max_file_byt
 @given(st.data())
 def test_any_cut_gives_the_same_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     root = tmp_path_factory.mktemp("cut")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        check_any_cut(root, data, monkeypatch)
+
+
+def check_any_cut(root: Path, data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {
         "wide": random_tensor(torch.float64, (3, 5), 1),
         "byte": random_tensor(torch.uint8, (13,), 2),
@@ -110,13 +115,14 @@ def test_any_cut_gives_the_same_bytes(tmp_path_factory: pytest.TempPathFactory, 
     limit = data.draw(st.sampled_from([50, 1000]))
     plan = plan_of(tensors, max_file_bytes=limit)
     world_size = data.draw(st.integers(1, 4))
-    chunk = data.draw(st.sampled_from([1, 3, 64]))
+    chunk = data.draw(st.sampled_from([1, 3, 64, 8192]))
     writers = [
-        CheckpointWriter(root / "c", rank=r, world_size=world_size, chunk_bytes=chunk)
+        CheckpointWriter(root / "c", rank=r, world_size=world_size)
         for r in range(world_size)
     ]
     for writer in writers:
         writer.prepare(plan)
+    monkeypatch.setattr(disk, "CHUNK_BYTES", chunk)
     pieces = []
     for name, tensor in tensors.items():
         cuts = sorted(data.draw(st.lists(st.integers(0, tensor.numel()), max_size=5)))
@@ -141,7 +147,7 @@ def test_tensors_of_other_devices_go_through_a_bounded_buffer(
 def test_any_range_of_a_parameter_that_requires_grad(tmp_path: Path, chunk_bytes: int) -> None:
     parameter = torch.nn.Parameter(torch.randn(5, 7))
     plan = plan_of({"w": parameter})
-    writer = CheckpointWriter(tmp_path / "c", rank=0, world_size=1, chunk_bytes=chunk_bytes)
+    writer = CheckpointWriter(tmp_path / "c", rank=0, world_size=1)
     writer.prepare(plan)
     writer.write("model", [Piece("w", 0, parameter.view(-1))])
     writer.commit(plan.manifest(world_size=1, stage=0))
@@ -155,7 +161,7 @@ def test_any_range_of_a_parameter_that_requires_grad(tmp_path: Path, chunk_bytes
 def test_tensors_on_a_gpu(tmp_path: Path) -> None:
     tensors = {name: tensor.cuda() for name, tensor in MODEL.items()}
     plan = plan_of(tensors)
-    writer = CheckpointWriter(tmp_path / "c", rank=0, world_size=1, chunk_bytes=16)
+    writer = CheckpointWriter(tmp_path / "c", rank=0, world_size=1)
     writer.prepare(plan)
     writer.write("model", [Piece(name, 0, tensor.view(-1)) for name, tensor in tensors.items()])
     writer.commit(plan.manifest(world_size=1, stage=0))

@@ -144,25 +144,26 @@ def failing_reads(folder: str, stage: int) -> dict[str, Any]:
         optimizer.zero_grad()
 
     train_one(0)
-    twin.own.save_checkpoint(folder)
+    twin.own.save(folder)
     saved = twin.outcome()
     train_one(1)
-    read, found = CheckpointReader.read, {}
+    read, found = CheckpointReader._read_checked, {}
     for kind in ("model", "exp_avg"):
 
-        def broken(self: CheckpointReader, name: str, *args: Any, kind_: str = kind, **kwargs: Any) -> Tensor:
-            here = kwargs.get("kind", "model")
-            if twin.rank == 1 and kind_ == (here if isinstance(here, str) else here[1]):
+        def broken(
+            self: CheckpointReader, fd: int, transfer: Any, layout: Any, name: str, *args: Any, kind_: str = kind
+        ) -> None:
+            if twin.rank == 1 and kind_ in layout.path:
                 raise OSError(f"the disk is gone at {name}")
-            return read(self, name, *args, **kwargs)
+            read(self, fd, transfer, layout, name, *args)
 
-        CheckpointReader.read = broken  # type: ignore[method-assign]
+        CheckpointReader._read_checked = broken  # type: ignore[method-assign]
         try:
-            found[kind] = message_of(lambda: twin.own.load_checkpoint(folder))
+            found[kind] = message_of(lambda: twin.own.load(folder))
         finally:
-            CheckpointReader.read = read  # type: ignore[method-assign]
+            CheckpointReader._read_checked = read  # type: ignore[method-assign]
         dist.barrier()  # nobody is left in a collective
-    twin.own.load_checkpoint(folder)
+    twin.own.load(folder)
     loaded = twin.outcome()
     found["not loaded"] = str([name for name, value in saved.items() if not torch.equal(value, loaded[name])])
     train_one(2)

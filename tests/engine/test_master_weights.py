@@ -198,8 +198,8 @@ def adagrad(stage: int, made: str, folder: str) -> list[str]:
                 p.copy_(fine)
         train(model, optimizer, range(step, step + 1))
         if step == 1:
-            engine.save_checkpoint(folder)
-            engine.load_checkpoint(folder)
+            engine.save(folder)
+            engine.load(folder)
     states, own = engine.full_optimizer_state(optimizer), masters(model)
     wrong = []
     for (name, _), fine in zip(model.named_parameters(), shadow, strict=True):

@@ -55,9 +55,9 @@ def whole_while_built(meta: bool) -> dict[str, Any]:
     filled: list[ParameterBucket] = []
     peak, fill = 0, ParameterBucket._fill
 
-    def watched(self: ParameterBucket) -> None:
+    def watched(self: ParameterBucket, *args: object, **kwargs: object) -> None:
         nonlocal peak
-        fill(self)
+        fill(self, *args, **kwargs)  # type: ignore[arg-type]
         filled.append(self)
         peak = max(peak, sum(bytes_of(bucket.flat) for bucket in filled))
 

@@ -62,9 +62,9 @@ def saved_and_loaded(twin: Twin, name: str, frozen: bool, folder: str) -> None:
                 model.load_state_dict(weights)
                 twin.own.load_optimizer_state_dict(optimizer, state)
             else:
-                twin.own.save_checkpoint(path)
+                twin.own.save(path)
                 spoil()
-                twin.own.load_checkpoint(path)
+                twin.own.load(path)
     train_one(twin, 4)
 
 
@@ -127,11 +127,11 @@ def without_state(folder: str, stage: int) -> list[int]:
     twin.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     twin.attach(optimizer)
-    twin.own.save_checkpoint(folder)
+    twin.own.save(folder)
     expected = twin.own.full_state_dict()
     train_one(twin, 0)
     trained = len(twin.own.full_optimizer_state(optimizer))
-    twin.own.load_checkpoint(folder)
+    twin.own.load(folder)
     loaded = len(twin.own.full_optimizer_state(optimizer))
     changed = [n for n, value in twin.own.full_state_dict().items() if not torch.equal(value, expected[n])]
     return [trained, loaded, len(changed)]
@@ -160,9 +160,9 @@ def extra_state(folder: str, stage: int) -> list[Any]:
     model = Counting()
     twin.shard(model)
     model.calls = 7
-    twin.own.save_checkpoint(folder)
+    twin.own.save(folder)
     model.calls = 1
-    twin.own.load_checkpoint(folder)
+    twin.own.load(folder)
     loaded = model.calls
     model.calls = 9
     state = model.state_dict()

@@ -162,11 +162,11 @@ def overflow(stage: int, folder: str) -> dict[str, Any]:
         found["scales"].append(engine.scaler.scale)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         found["same"].append(same)
-    engine.save_checkpoint(folder)
+    engine.save(folder)
     other = net(seed=3)
     again = engine_for(other, stage, torch.float16, loss_scale=scaling)
     again.attach(torch.optim.AdamW(other.parameters(), lr=0.01, foreach=False))
-    again.load_checkpoint(folder)
+    again.load(folder)
     assert again.scaler is not None
     found["restored"] = again.scaler.state_dict() == engine.scaler.state_dict()
     found["skipped"] = engine.scaler.skipped
@@ -286,11 +286,11 @@ def hybrid(stage: int, dtype: torch.dtype | None, folder: str) -> dict[str, Any]
     with GatheredParameters(model.head.bias, modifier_rank=3), torch.no_grad():
         model.head.bias.fill_(float(rank))
     state = engine.full_state_dict()
-    engine.save_checkpoint(folder)
+    engine.save(folder)
     other = net(seed=5)
     again = engine_for(other, 1, dtype)
     again.attach(torch.optim.AdamW(other.parameters(), lr=0.5))
-    again.load_checkpoint(folder)
+    again.load(folder)
     back = again.full_state_dict()
     return {
         "gap": gap,

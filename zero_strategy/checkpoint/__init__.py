@@ -4,7 +4,9 @@ from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, plan_files
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, OptimizerRecord, WeightRecord
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.writer import LATEST_NAME, CheckpointWriter, Piece
+from zero_strategy.checkpoint.save_writer import LATEST_NAME, Piece, SaveWriter
+from zero_strategy.checkpoint.state_reader import StateReader
+from zero_strategy.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "LATEST_NAME",
@@ -17,6 +19,8 @@ __all__ = [
     "Manifest",
     "OptimizerRecord",
     "Piece",
+    "SaveWriter",
+    "StateReader",
     "TensorSpec",
     "WeightRecord",
     "plan_files",

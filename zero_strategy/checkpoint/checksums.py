@@ -63,7 +63,8 @@ class Checksums:
         self.tensors.setdefault(path, {}).setdefault(name, []).append(block)
 
     def merge(self, other: Checksums) -> None:
-        """Take in another rank's blocks."""
+        """Take in another rank's checksums."""
+        self.files.update(other.files)
         for path, tensors in other.tensors.items():
             for name, blocks in tensors.items():
                 self.tensors.setdefault(path, {}).setdefault(name, []).extend(blocks)

@@ -45,6 +45,20 @@ def read_layout(fd: int, path: str, source: str) -> FileLayout:
     )
 
 
+def tensors_cut_off(fd: int, source: str) -> list[str]:
+    """The tensors that do not end within an open file whose header is whole, in the order of their bytes.
+
+    Raises:
+        ValueError: naming the file, if the header is cut off or damaged too.
+    """
+    size = os.fstat(fd).st_size
+    header = _read_header(fd, size, source)
+    content = parse_object(header[8:], source)
+    content.pop(METADATA_KEY, None)
+    parsed = sorted((_parse_tensor(name, entry, source) for name, entry in content.items()), key=lambda item: item[1])
+    return [spec.name for spec, begin in parsed if len(header) + begin + spec.nbytes > size]
+
+
 def _read_header(fd: int, size: int, source: str) -> bytes:
     prefix = os.pread(fd, 8, 0)
     length = int.from_bytes(prefix, "little")

@@ -13,7 +13,7 @@ from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, is_inner_path
 from zero_strategy.checkpoint.plan import INDEX_NAME
 from zero_strategy.checkpoint.replace import all_beside
-from zero_strategy.checkpoint.writer import LATEST_NAME, RECEIPTS_NAME
+from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME
 
 SINGLE_NAME = "model.safetensors"
 
@@ -54,6 +54,11 @@ def locate(path: str | os.PathLike[str]) -> Location:
     if not (found / MANIFEST_NAME).is_file() and _is_plain_model(found):
         return _plain_model(found)
     manifest = Manifest.load(found)
+    if manifest.pieces is not None:
+        raise ValueError(
+            f"{found}: a checkpoint of pieces; open it with open_any, or make an ordinary one of it with "
+            "`zero-strategy checkpoint merge`"
+        )
     files = dict.fromkeys(entry.file for entry in manifest.weights.values())
     weight_map = {name: entry.file for name, entry in manifest.weights.items()}
     return Location(found, manifest, tuple(files), weight_map)

@@ -6,6 +6,7 @@ It is written last. A directory without a valid one is no checkpoint.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ import torch
 
 from zero_strategy.checkpoint.checksums import Checksums, checksum_of
 from zero_strategy.checkpoint.exact_json import decode, encode, parse_object
+from zero_strategy.checkpoint.header import tensors_cut_off
 from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES
+from zero_strategy.checkpoint.pieces import PieceTable, rank_path
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "zero_strategy.checkpoint"
@@ -66,6 +69,8 @@ class Manifest:
         stage: ZeRO stage that saved; for information.
         user: anything that JSON can hold.
         checksums: of all bytes of the files.
+        save: what tells this save from any other.
+        pieces: where the bytes of the files are, if not in these files themselves.
     """
 
     files: Mapping[str, int]
@@ -77,6 +82,8 @@ class Manifest:
     stage: int = 0
     user: Mapping[str, Any] = field(default_factory=dict)
     checksums: Checksums = field(default_factory=Checksums)
+    save: str = ""
+    pieces: PieceTable | None = None
 
     def to_json(self) -> bytes:
         """The manifest's text.
@@ -90,6 +97,7 @@ class Manifest:
             "checksum": "0" * 16,
             "world_size": self.world_size,
             "stage": self.stage,
+            "save": self.save,
             "counters": encode(self.counters, "counters"),
             "aliases": dict(self.aliases),
             "optimizers": {name: _encode_optimizer(name, entry) for name, entry in self.optimizers.items()},
@@ -101,8 +109,9 @@ class Manifest:
             },
             "checksums": self.checksums.to_json(),
         }
-        text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-        text = seal(text)
+        if self.pieces is not None:
+            content["pieces"] = self.pieces.to_json()
+        text = seal(_in_lines(content).encode())
         self.from_json(text, "manifest")  # what could not be read back must not be written
         return text
 
@@ -126,8 +135,10 @@ class Manifest:
             )
         _check_own_checksum(data, source)
         try:
+            table = content.pop("pieces", None)
             _keys(content, set(_FIELDS) | {"format", "version", "checksum"}, "manifest")
-            manifest = cls(**{key: parse(content[key], key) for key, parse in _FIELDS.items()})
+            pieces = None if table is None else _pieces(table, "pieces")
+            manifest = cls(pieces=pieces, **{key: parse(content[key], key) for key, parse in _FIELDS.items()})
             _check_references(manifest)
         except _Malformed as error:
             raise ValueError(f"{source}: {error}") from None
@@ -149,17 +160,55 @@ class Manifest:
     def load(cls, directory: Path) -> Manifest:
         """Reads the manifest of a checkpoint and checks that its files are there in full length.
 
+        Pieces of other hosts may be missing, but not all pieces.
+
         Raises:
             ValueError: naming the file and what is wrong with it.
         """
         manifest = cls.read(directory)
+        if manifest.pieces is not None:
+            _check_some_pieces(manifest.pieces, directory)
+            return manifest
         for name, size in manifest.files.items():
             file = directory / name
             if not file.is_file():
-                raise ValueError(f"{directory}: file {name} is missing")
+                raise ValueError(f"{directory}: file {name} is missing{manifest.lost(directory, name)}")
             if (actual := file.stat().st_size) != size:
-                raise ValueError(f"{directory}: file {name} has {actual} bytes, the manifest says {size}")
+                lost = manifest.lost(directory, name)
+                raise ValueError(f"{directory}: file {name} has {actual} bytes, the manifest says {size}{lost}")
         return manifest
+
+    def lost(self, directory: Path, name: str) -> str:
+        """For the end of a message about a file that is missing or cut off: which tensors that concerns."""
+        names = sorted(self.checksums.tensors.get(name, {}))
+        try:
+            fd = os.open(directory / name, os.O_RDONLY)
+        except OSError:
+            return _listed(names)
+        try:
+            return _listed(tensors_cut_off(fd, name) if names else [])
+        except ValueError:  # of the header, too, something is gone
+            return _listed(names)
+        finally:
+            os.close(fd)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    """Such as "; lost: 'a', 'b' and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"; lost: {', '.join(map(repr, names[:most]))}{more}" if names else ""
+
+
+def _in_lines(content: Mapping[str, Any]) -> str:
+    """JSON with a line per entry of its objects: readable, and much faster than the encoder that indents."""
+    lines = []
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def seal(text: bytes) -> bytes:
@@ -203,7 +252,30 @@ def _checksums(value: Any, where: str) -> Checksums:
         raise _Malformed(str(error)) from None
 
 
+def _pieces(value: Any, where: str) -> PieceTable:
+    try:
+        return PieceTable.from_json(value)
+    except ValueError as error:
+        raise _Malformed(f"{where}: {error}") from None
+
+
+def _check_some_pieces(pieces: PieceTable, directory: Path) -> None:
+    present = 0
+    for rank, (size, _) in pieces.ranks.items():
+        file = directory / rank_path(pieces.folder, rank)
+        if not file.is_file():
+            continue
+        present += 1
+        if (actual := file.stat().st_size) != size:
+            name = rank_path(pieces.folder, rank)
+            raise ValueError(f"{directory}: file {name} has {actual} bytes, the manifest says {size}")
+    if not present:
+        raise ValueError(f"{directory}: none of its {len(pieces.ranks)} pieces is here ({pieces.folder}/rank-*)")
+
+
 def _check_references(manifest: Manifest) -> None:
+    if manifest.pieces is not None:
+        _check_logical_files(manifest, manifest.pieces)
     if manifest.checksums.files.keys() != manifest.files.keys():
         differing = sorted(manifest.checksums.files.keys() ^ manifest.files.keys())
         raise _Malformed(f"either a checksum without a file, or a file without a checksum: {differing}")
@@ -216,6 +288,16 @@ def _check_references(manifest: Manifest) -> None:
     for alias, name in manifest.aliases.items():
         if name not in manifest.weights or alias in manifest.weights:
             raise _Malformed(f"alias {alias!r} of {name!r} does not lead from a free name to a weight")
+
+
+def _check_logical_files(manifest: Manifest, pieces: PieceTable) -> None:
+    if clash := sorted(pieces.layouts.keys() & pieces.owners.keys()):
+        raise _Malformed(f"pieces has {clash} among the files with tensors and among the small ones")
+    if (known := pieces.layouts.keys() | pieces.owners.keys()) != manifest.files.keys():
+        raise _Malformed(f"pieces and files differ in {sorted(known ^ manifest.files.keys())}")
+    for path, layout in pieces.layouts.items():
+        if manifest.files[path] != layout.size or manifest.checksums.files.get(path) != checksum_of(layout.header):
+            raise _Malformed(f"the layout of {path} in pieces does not give the file's size and header")
 
 
 def _keys(value: Any, expected: set[str], where: str) -> None:
@@ -305,6 +387,7 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
     "counters": _mapping(_scalar),
     "world_size": _count,
     "stage": _count,
+    "save": _text,
     "user": _user,
     "checksums": _checksums,
 }

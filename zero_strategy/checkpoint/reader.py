@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -15,10 +17,12 @@ from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.locate import locate, parse_aliases
 from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.plan import FileKind
+from zero_strategy.checkpoint.read_jobs import ReadJob, run_jobs
+from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
 from zero_strategy.checkpoint.transfer import Transfer
 
 
-class CheckpointReader:
+class CheckpointReader(StateReader):
     """A checkpoint, or plain weights, open for reading. It keeps no file open between calls.
 
     Args:
@@ -31,6 +35,8 @@ class CheckpointReader:
     Raises:
         ValueError: naming the file and what is wrong, if anything is missing, truncated or inconsistent.
     """
+
+    directory: Path
 
     def __init__(
         self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20, verify: bool = True
@@ -121,28 +127,63 @@ class CheckpointReader:
             TypeError: if `out` has another dtype or is not 1-D and contiguous.
         """
         layout, stored = self._find(name, kind)
+        stop = layout.specs[stored].numel if stop is None else stop
+        fd = self._reopen(layout.path)
+        try:
+            return self._read(fd, self._transfer, layout, stored, start, stop, out)
+        finally:
+            os.close(fd)
+
+    def read_many(self, wanted: Sequence[Wanted]) -> None:
+        """Reads ranges in the order of the files, by several threads, the disk's work a little ahead of them."""
+        files: dict[str, int] = {}
+        try:
+            jobs = []
+            for item in wanted:
+                layout, stored = self._find(item.name, item.kind)
+                offset, nbytes = layout.span(stored, item.start, item.stop)
+                if layout.path not in files:
+                    files[layout.path] = self._reopen(layout.path)
+                jobs.append(ReadJob(files[layout.path], offset, nbytes, partial(self._fill, layout, stored, item)))
+            run_jobs(jobs, self._transfer.chunk_bytes)
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+    def _fill(self, layout: FileLayout, stored: str, item: Wanted, fd: int, transfer: Transfer) -> None:
+        values = self._read(fd, transfer, layout, stored, item.start, item.stop, item.out)
+        if item.then is not None:
+            with torch.no_grad():
+                item.then(values)
+
+    def _read(
+        self,
+        fd: int,
+        transfer: Transfer,
+        layout: FileLayout,
+        stored: str,
+        start: int,
+        stop: int,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
         spec = layout.specs[stored]
-        stop = spec.numel if stop is None else stop
         offset, _ = layout.span(stored, start, stop)
         if out is None:
             out = torch.empty(stop - start, dtype=spec.dtype)
-        _check_out(name, spec.dtype, stop - start, out)
-        path = self.directory / layout.path
-        fd = self._reopen(layout.path)
+        check_out(stored, spec.dtype, stop - start, out)
         try:
             if self._verified is None:
-                self._transfer.read(fd, out, offset)
+                transfer.read(fd, out, offset)
             else:
-                self._read_checked(fd, layout, stored, start, stop, out)
+                self._read_checked(fd, transfer, layout, stored, start, stop, out)
         except EOFError as error:
+            path = self.directory / layout.path
             raise ValueError(f"{path}: truncated inside tensor {stored!r}: {error}") from None
-        finally:
-            os.close(fd)
         return out
 
-    def full(self, name: str, kind: FileKind = "model") -> torch.Tensor:
-        """Reads a whole tensor, in its shape, on the CPU."""
-        return self.read(name, kind=kind).view(self.spec(name, kind).shape)
+    def file_of(self, name: str, kind: FileKind = "model") -> str:
+        """See `StateReader.file_of`."""
+        return self._find(name, kind)[0].path
 
     def extra(self, path: str) -> bytes:
         """Content of a file that the manifest lists, such as one that was given to `commit`.
@@ -157,36 +198,8 @@ class CheckpointReader:
             self._check_content(path, content)
         return content
 
-    def check_against(self, specs: Iterable[TensorSpec]) -> None:
-        """Checks that a model's tensors are those of the checkpoint.
-
-        Tied tensors may be given under any or all of their names. Dtypes may differ: a model can be
-        loaded in another precision than it was saved in.
-
-        Args:
-            specs: all tensors of the model.
-
-        Raises:
-            ValueError: listing every missing, unexpected and wrongly shaped name.
-        """
-        weights = self.weights
-        missing, shapes, used = [], [], set()
-        for spec in specs:
-            stored = weights.get(self._stored_name(spec.name, weights))
-            if stored is None:
-                missing.append(spec.name)
-                continue
-            used.add(stored.name)
-            if stored.shape != spec.shape:
-                shapes.append(f"{spec.name} (checkpoint {stored.shape}, model {spec.shape})")
-        unexpected = [name for name in weights if name not in used]
-        problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
-        lines = [f"\n  {what} ({len(n)}): " + ", ".join(n) for what, n in problems.items() if n]
-        if lines:
-            raise ValueError(f"{self.directory}: not a checkpoint of this model:" + "".join(lines))
-
     def _read_checked(
-        self, fd: int, layout: FileLayout, name: str, start: int, stop: int, out: torch.Tensor
+        self, fd: int, transfer: Transfer, layout: FileLayout, name: str, start: int, stop: int, out: torch.Tensor
     ) -> None:
         """Reads all blocks that have elements of [start, stop), and checks them."""
         assert self._verified is not None
@@ -196,16 +209,18 @@ class CheckpointReader:
             begin, end = max(start, block.start), min(stop, block.stop)
             part = target[(begin - start) * size : (end - start) * size]
             if (begin, end) == (block.start, block.stop):
-                self._read_block(fd, layout, name, block, part)
+                self._read_block(fd, transfer, layout, name, block, part)
             else:
                 whole = torch.empty((block.stop - block.start) * size, dtype=torch.uint8)
-                self._read_block(fd, layout, name, block, whole)
+                self._read_block(fd, transfer, layout, name, block, whole)
                 part.copy_(whole[(begin - block.start) * size : (end - block.start) * size])
 
-    def _read_block(self, fd: int, layout: FileLayout, name: str, block: Block, out: torch.Tensor) -> None:
+    def _read_block(
+        self, fd: int, transfer: Transfer, layout: FileLayout, name: str, block: Block, out: torch.Tensor
+    ) -> None:
         checksum = xxhash.xxh3_64()
         offset, _ = layout.span(name, block.start, block.stop)
-        self._transfer.read(fd, out, offset, checksum.update)
+        transfer.read(fd, out, offset, checksum.update)
         if checksum.hexdigest() != block.checksum:
             raise ValueError(
                 f"{self.directory / layout.path}: tensor {name!r} is damaged: elements [{block.start}, {block.stop}) "
@@ -221,12 +236,9 @@ class CheckpointReader:
                 f"{self.directory / path}: is damaged: its checksum is {actual}, the manifest says {expected}"
             )
 
-    def _stored_name(self, name: str, stored: Mapping[str, object]) -> str:
-        return name if name in stored else self.aliases.get(name, name)
-
     def _find(self, name: str, kind: FileKind) -> tuple[FileLayout, str]:
         if kind == "model":
-            stored = self._stored_name(name, self._weight_files)
+            stored = self.stored_name(name, self._weight_files)
             if stored not in self._weight_files:
                 raise ValueError(f"{self.directory}: has no tensor {name!r}")
             return self._layout(self._weight_files[stored]), stored
@@ -236,7 +248,7 @@ class CheckpointReader:
         if path is None:
             raise ValueError(f"{self.directory}: has no state {state!r} of an optimizer {optimizer!r}")
         layout = self._layout(path)
-        stored = self._stored_name(name, layout.specs)
+        stored = self.stored_name(name, layout.specs)
         if stored not in layout.specs:
             raise ValueError(f"{self.directory / path}: has no tensor {name!r}")
         return layout, stored
@@ -301,12 +313,3 @@ class CheckpointReader:
 def _identity(fd: int) -> tuple[int, int, int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _check_out(name: str, dtype: torch.dtype, numel: int, out: torch.Tensor) -> None:
-    if out.dtype != dtype:
-        raise TypeError(f"tensor {name!r} is stored as {dtype}, out has {out.dtype}")
-    if out.dim() != 1 or not out.is_contiguous() or out.device.type == "meta":
-        raise TypeError(f"out for tensor {name!r} must be 1-D, contiguous and not on the meta device")
-    if out.numel() != numel:
-        raise ValueError(f"out for {numel} elements of tensor {name!r} has {out.numel()}")

@@ -75,7 +75,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def replace_directory(source: Path, target: Path, aside: Path) -> None:
+def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool = False) -> Path | None:
     """Gives `source` the name `target`, then removes what had that name.
 
     Where the system can exchange two names, there is no moment without a `target`. Elsewhere the old one
@@ -85,11 +85,15 @@ def replace_directory(source: Path, target: Path, aside: Path) -> None:
         source: a directory whose content is already flushed.
         target: its new name, on the same file system.
         aside: a free name beside the target.
+        keep_old: leave the removal, which may take as long as writing did, to the caller.
+
+    Returns:
+        What is left to remove.
     """
     if not os.path.lexists(target):
         os.rename(source, target)
         sync(target.parent)
-        return
+        return None
     old = source
     if not _exchange(source, target):
         old = aside
@@ -100,7 +104,10 @@ def replace_directory(source: Path, target: Path, aside: Path) -> None:
             os.rename(aside, target)
             raise
     sync(target.parent)
+    if keep_old:
+        return old
     remove(old)
+    return None
 
 
 def _exchange(first: Path, second: Path) -> bool:

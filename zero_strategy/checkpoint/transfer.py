@@ -1,6 +1,6 @@
-"""Moves bytes between files and flat tensors of any device, in bounded memory.
+"""Reads bytes of files into flat tensors of any device, in bounded memory.
 
-A CPU tensor is written from and read into its own memory. Any other device goes through one host buffer
+A CPU tensor is read into its own memory. Any other device goes through one host buffer
 of `chunk_bytes`, made at first use and kept for the next tensor.
 """
 
@@ -20,7 +20,7 @@ Seen = Callable[[memoryview], object]
 
 
 class Transfer:
-    """Positional reads and writes of tensors.
+    """Positional reads.
 
     Args:
         chunk_bytes: most bytes moved in one system call, and the size of the host buffer.
@@ -29,30 +29,8 @@ class Transfer:
     def __init__(self, chunk_bytes: int = 32 << 20) -> None:
         if chunk_bytes <= 0:
             raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._buffer: torch.Tensor | None = None
-
-    def write(self, fd: int, data: torch.Tensor, offset: int, seen: Seen | None = None) -> None:
-        """Writes a flat tensor.
-
-        Args:
-            fd: descriptor open for writing.
-            data: 1-D, contiguous.
-            offset: byte offset in the file of the first element.
-            seen: is given all bytes in their order.
-
-        Raises:
-            OSError: if the file system does not take all bytes.
-        """
-        flat = _as_bytes(data)
-        for begin in range(0, flat.numel(), self._chunk_bytes):
-            chunk = flat[begin : begin + self._chunk_bytes]
-            if not _on_host(chunk):
-                chunk = self._staging(chunk).copy_(chunk)
-            memory = _memory(chunk)
-            if seen is not None:
-                seen(memory)
-            _write_all(fd, memory, offset + begin)
 
     def read(self, fd: int, out: torch.Tensor, offset: int, seen: Seen | None = None) -> None:
         """Fills a flat tensor.
@@ -66,20 +44,20 @@ class Transfer:
         Raises:
             EOFError: if the file ends too early.
         """
-        flat = _as_bytes(out)
-        for begin in range(0, flat.numel(), self._chunk_bytes):
-            chunk = flat[begin : begin + self._chunk_bytes]
+        flat = as_bytes(out)
+        for begin in range(0, flat.numel(), self.chunk_bytes):
+            chunk = flat[begin : begin + self.chunk_bytes]
             host = chunk if _on_host(chunk) else self._staging(chunk)
-            _read_all(fd, _memory(host), offset + begin)
+            _read_all(fd, memory_of(host), offset + begin)
             if seen is not None:
-                seen(_memory(host))
+                seen(memory_of(host))
             if host is not chunk:
                 chunk.copy_(host)
 
     def _staging(self, chunk: torch.Tensor) -> torch.Tensor:
         if self._buffer is None:
             pinned = chunk.device.type == "cuda"
-            self._buffer = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer[: chunk.numel()]
 
 
@@ -87,23 +65,16 @@ def _on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat tensor: uint8, 1-D."""
     assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type != "meta"
     return tensor.detach().view(torch.uint8)
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a CPU byte tensor, which the caller must keep alive."""
     assert tensor.dtype == torch.uint8 and tensor.device.type == "cpu" and tensor.is_contiguous()
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
-
-
-def _write_all(fd: int, memory: memoryview, offset: int) -> None:
-    while memory:
-        done = os.pwrite(fd, memory, offset)
-        if done == 0:
-            raise OSError("the file system accepted no bytes")
-        memory, offset = memory[done:], offset + done
 
 
 def _read_all(fd: int, memory: memoryview, offset: int) -> None:

@@ -14,6 +14,9 @@ from zero_strategy.checkpoint.header import read_layout
 from zero_strategy.checkpoint.layout import FileLayout
 from zero_strategy.checkpoint.locate import checkpoint_directory
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, remote_checkpoint
+from zero_strategy.checkpoint.storage import Folder, Storage
+from zero_strategy.checkpoint.verify_pieces import piece_bytes, problems_of_pieces
 
 _CHUNK = 4 << 20
 Progress = Callable[[int], object]
@@ -25,13 +28,13 @@ class Verdict:
     """What was found.
 
     Attributes:
-        directory: The checkpoint.
+        directory: The checkpoint; a text if it is a URL.
         problems: One sentence each, with the file and, in it, the tensor; empty if all is well.
         files: How many files the manifest lists.
         bytes: Their size.
     """
 
-    directory: Path
+    directory: Path | str
     problems: tuple[str, ...]
     files: int
     bytes: int
@@ -41,17 +44,38 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], Progress] | N
     """Compare all bytes of a checkpoint with its checksums.
 
     Args:
-        path: A checkpoint, or its parent with a `latest` file.
+        path: A checkpoint, or its parent with a `latest` file; a directory or a URL.
         progress: Is given the number of bytes that will be read, and returns what is told of each part.
 
     Raises:
         ValueError: If there is no checkpoint, or its manifest cannot be trusted.
     """
+    if is_remote(path):
+        folder, manifest = remote_checkpoint(RemoteFolder(os.fspath(path)), fall_back=False)
+        return _verdict_of_pieces(folder.url, folder, manifest, progress)
     directory = checkpoint_directory(path, fall_back=False)
     manifest = Manifest.read(directory)
+    if manifest.pieces is not None:
+        return _verdict_of_pieces(directory, Folder(directory), manifest, progress)
     total = sum(manifest.files.values())
     problems = tuple(_problems(directory, manifest, progress(total) if progress else lambda count: None))
     return Verdict(directory, problems, len(manifest.files), total)
+
+
+def _verdict_of_pieces(
+    directory: Path | str, storage: Storage, manifest: Manifest, progress: Callable[[int], Progress] | None
+) -> Verdict:
+    pieces = manifest.pieces
+    if pieces is None:
+        raise ValueError(f"{directory}: an ordinary checkpoint can be verified in a local directory only")
+    total = piece_bytes(pieces, manifest)
+    report = progress(total) if progress else lambda count: None
+    problems = list(problems_of_pieces(storage, manifest, pieces, report))
+    if isinstance(directory, Path):
+        found = {str(place.relative_to(directory)) for place in directory.rglob("*") if not place.is_dir()}
+        unknown = sorted(found - pieces.files().keys() - {MANIFEST_NAME})
+        problems += [f"{directory / extra}: the manifest does not list it" for extra in unknown]
+    return Verdict(directory, tuple(problems), len(pieces.files()), total)
 
 
 def _problems(directory: Path, manifest: Manifest, report: Progress) -> Iterator[str]:
@@ -63,9 +87,9 @@ def _problems(directory: Path, manifest: Manifest, report: Progress) -> Iterator
     for name, size in manifest.files.items():
         file = directory / name
         if name not in found:
-            yield f"{file}: is missing"
+            yield f"{file}: is missing{manifest.lost(directory, name)}"
         elif (actual := file.stat().st_size) != size:
-            yield f"{file}: has {actual} bytes, the manifest says {size}"
+            yield f"{file}: has {actual} bytes, the manifest says {size}{manifest.lost(directory, name)}"
         elif name in with_tensors:
             yield from _problems_of_tensors(file, name, manifest, report)
         else:

@@ -10,22 +10,21 @@ directory, the target is untouched; a crash leaves the checkpoint that was there
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 import xxhash
 
 from zero_strategy.checkpoint.checksums import Block, Checksums, blocks_of, checksum_of
 from zero_strategy.checkpoint.coverage import Coverage
+from zero_strategy.checkpoint.disk import DiskWriter, create_file
 from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.layout import FileLayout
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, is_inner_path
+from zero_strategy.checkpoint.leftovers import remove_leftovers, sign
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.replace import (
     all_beside,
@@ -36,29 +35,21 @@ from zero_strategy.checkpoint.replace import (
     sync,
     write_file,
 )
-from zero_strategy.checkpoint.transfer import Transfer
-
-LATEST_NAME = "latest"
-RECEIPTS_NAME = ".written"
-"""Directory of the ranks' records of what they wrote; marks a checkpoint that is still being written."""
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A range of a tensor.
-
-    Attributes:
-        name: the tensor.
-        start: index of the piece's first element in the row-major flattened tensor.
-        data: the elements; 1-D, contiguous, of the tensor's dtype, on any device.
-    """
-
-    name: str
-    start: int
-    data: torch.Tensor
+from zero_strategy.checkpoint.save_writer import (
+    LATEST_NAME,
+    RECEIPTS_NAME,
+    Piece,
+    SaveWriter,
+    check_extra_files,
+    check_free_of,
+    check_free_space,
+    check_manifest,
+    check_piece,
+    check_replaceable,
+)
 
 
-class CheckpointWriter:
+class CheckpointWriter(SaveWriter):
     """One rank's part in saving one checkpoint.
 
     Args:
@@ -67,7 +58,7 @@ class CheckpointWriter:
         world_size: number of ranks.
         token: part of the temporary directory's name, equal on all ranks, and best different for every
             run, so that a rank left over from a crashed run cannot write into this one's files.
-        chunk_bytes: most bytes moved at once, and the host memory used for tensors on other devices.
+        cleans_later: `commit` does not remove what it replaces; the caller calls `clean_up`.
     """
 
     def __init__(
@@ -77,18 +68,21 @@ class CheckpointWriter:
         rank: int,
         world_size: int,
         token: str = "save",
-        chunk_bytes: int = 32 << 20,
+        cleans_later: bool = False,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not within a world of {world_size}")
         self.directory = Path(os.path.abspath(directory))
         self.temporary = beside(self.directory, token, "tmp")
         self._aside = beside(self.directory, token, "old")
+        self._token = token
+        self._cleans_later = cleans_later
+        self._replaced: Path | None = None
         self._rank = rank
         self._world_size = world_size
-        self._transfer = Transfer(chunk_bytes)
         self._coverage = Coverage()
         self._checksums = Checksums()
+        self._own_files: dict[str, int] = {}
         self._plan: CheckpointPlan | None = None
 
     def prepare(self, plan: CheckpointPlan) -> None:
@@ -106,30 +100,42 @@ class CheckpointWriter:
         self._plan = plan
         if self._rank != 0:
             return
-        _check_replaceable(self.directory)
+        check_replaceable(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         for stale in all_beside(self.directory, "tmp"):
             remove(stale)
-        _check_free_space(self.directory.parent, plan.total_bytes)
+        remove_leftovers(self.directory.parent, RECEIPTS_NAME)
+        check_free_space(self.directory.parent, plan.total_bytes)
         (self.temporary / RECEIPTS_NAME).mkdir(parents=True)
+        sign(self.temporary / RECEIPTS_NAME)
         for layout in plan.layouts:
             path = self.temporary / layout.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb") as file:
-                file.write(layout.header)
-                file.truncate(layout.size)
+            create_file(path, layout.header, layout.size)
         for name, content in plan.generated.items():
             (self.temporary / name).write_bytes(content)
 
     def write(self, kind: FileKind, pieces: Iterable[Piece]) -> None:
+        """`write_all` of pieces of one kind."""
+        self.write_all((kind, piece) for piece in pieces)
+
+    def write_all(
+        self,
+        pieces: Iterable[tuple[FileKind, Piece]],
+        *,
+        threads: int = 2,
+        bytes_per_second: float | None = None,
+        wrote: Callable[[int], object] | None = None,
+    ) -> None:
         """Writes this rank's pieces in place and flushes them, after rank 0's `prepare`.
 
-        Any number of calls; one per kind is best, for each waits for the disk.
+        Any number of calls; one for all is best, for each waits for the disk. In the order of the files' bytes
+        (`in_file_order`) pieces are put together into large writes.
 
         Args:
-            kind: "model", or (optimizer, state kind).
-            pieces: consumed one by one. Together with those of all other calls and ranks they must cover
-                every element once.
+            pieces: (kind, piece); kind is "model", or (optimizer, state kind). Consumed one by one. Together with
+                those of all other calls and ranks they must cover every element once.
+            threads, bytes_per_second, wrote: see `DiskWriter`.
 
         Raises:
             ValueError: naming the tensor, if it is unknown or the range is outside it or already written.
@@ -137,20 +143,41 @@ class CheckpointWriter:
             OSError: if the file system fails. After any error the checkpoint can only be abandoned.
         """
         plan = self._prepared_plan()
-        descriptors: dict[str, int] = {}
+        disk = DiskWriter(self.temporary, threads=threads, bytes_per_second=bytes_per_second, wrote=wrote)
         try:
-            for piece in pieces:
+            for kind, piece in pieces:
                 layout = plan.layout_of(kind, piece.name)
-                _check_piece(layout, piece)
-                if layout.path not in descriptors:
-                    descriptors[layout.path] = os.open(self.temporary / layout.path, os.O_WRONLY)
-                self._write_piece(descriptors[layout.path], layout, piece)
-            for fd in descriptors.values():
-                os.fsync(fd)  # not left to rank 0: only this host can flush what it has cached
+                check_piece(layout, piece)
+                self._write_piece(disk, layout, piece)
+            disk.finish()
+        except OSError as error:
+            raise _named(error, disk.failed_at, plan) from error
         finally:
-            for fd in descriptors.values():
-                os.close(fd)
-        receipt = {"coverage": self._coverage.to_json(), "checksums": self._checksums.to_json()}
+            disk.close()
+        self._leave_receipt()
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Writes small files of this rank's own, such as its random state, under paths that no other rank uses.
+
+        Raises:
+            ValueError: if a path is not free, or leads out of the checkpoint.
+            OSError: if the file system fails.
+        """
+        check_extra_files(self._prepared_plan(), files)
+        for path, content in files.items():
+            target = self.temporary / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_file(target, content)
+            self._own_files[path] = len(content)
+            self._checksums.files[path] = checksum_of(content)
+        self._leave_receipt()
+
+    def _leave_receipt(self) -> None:
+        receipt = {
+            "coverage": self._coverage.to_json(),
+            "checksums": self._checksums.to_json(),
+            "files": self._own_files,
+        }
         (self.temporary / self._receipt(self._rank)).write_text(json.dumps(receipt))
 
     def commit(
@@ -178,23 +205,38 @@ class CheckpointWriter:
             return
         plan = self._prepared_plan()
         extra_files = extra_files or {}
-        _check_extra_files(plan, extra_files)
-        _check_manifest(plan, manifest)
-        checksums = self._gathered(plan)
+        check_extra_files(plan, extra_files)
+        check_manifest(plan, manifest)
+        checksums, own_files = self._gathered(plan)
+        check_free_of(own_files, extra_files)
         checksums.files |= {layout.path: checksum_of(layout.header) for layout in plan.layouts}
         checksums.files |= {path: checksum_of(data) for path, data in {**plan.generated, **extra_files}.items()}
-        sizes = plan.sizes() | {path: len(data) for path, data in extra_files.items()}
-        text = replace(manifest, files=sizes, checksums=checksums).to_json()
+        sizes = plan.sizes() | own_files | {path: len(data) for path, data in extra_files.items()}
+        text = replace(manifest, files=sizes, checksums=checksums, save=self._token).to_json()
         for name, content in extra_files.items():
             path = self.temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        self._seal([*plan.sizes(), *extra_files], text)
-        replace_directory(self.temporary, self.directory, self._aside)
-        for stale in all_beside(self.directory, "old"):
-            remove(stale)
+        self._seal(sizes, text)
+        self._replaced = replace_directory(self.temporary, self.directory, self._aside, keep_old=True)
         if update_latest:
             replace_file(self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode())
+        if not self._cleans_later:
+            self.clean_up()
+
+    def clean_up(self) -> None:
+        """Removes what had the checkpoint's name before `commit`; rank 0 acts."""
+        if self._replaced is not None:
+            remove(self._replaced)
+        for stale in all_beside(self.directory, "old") if self._rank == 0 else ():
+            remove(stale)
+
+    def is_committed(self) -> bool:
+        """Whether the target is what this writer's group wrote; any rank may ask, while nobody saves to it again."""
+        try:
+            return Manifest.read(self.directory).save == self._token
+        except (OSError, ValueError):
+            return False
 
     def abandon(self) -> None:
         """Removes what was written; the target is not touched. After `commit` it does nothing."""
@@ -206,27 +248,22 @@ class CheckpointWriter:
             raise RuntimeError(f"{self.directory}: prepare(plan) must come before write and commit")
         return self._plan
 
-    def _write_piece(self, fd: int, layout: FileLayout, piece: Piece) -> None:
+    def _write_piece(self, disk: DiskWriter, layout: FileLayout, piece: Piece) -> None:
         stop = piece.start + piece.data.numel()
-        self._coverage.check_free(layout.path, piece.name, piece.start, stop)
-        try:
-            for begin, end in blocks_of(piece.start, stop, piece.data.element_size()):
-                offset, _ = layout.span(piece.name, begin, end)
-                checksum = xxhash.xxh3_64()
-                part = piece.data[begin - piece.start : end - piece.start]
-                self._transfer.write(fd, part, offset, checksum.update)
-                self._checksums.add(layout.path, piece.name, Block(begin, end, checksum.hexdigest()))
-        except OSError as error:
-            message = f"{error.strerror or error} (tensor {piece.name!r})"
-            raise OSError(error.errno, message, str(self.temporary / layout.path)) from error
         self._coverage.add(layout.path, piece.name, piece.start, stop)
+        for begin, end in blocks_of(piece.start, stop, piece.data.element_size()):
+            offset, _ = layout.span(piece.name, begin, end)
+            checksum = xxhash.xxh3_64()
+            disk.write(layout.path, piece.data[begin - piece.start : end - piece.start], offset, checksum.update)
+            self._checksums.add(layout.path, piece.name, Block(begin, end, checksum.hexdigest()))
 
     def _receipt(self, rank: int) -> str:
         return f"{RECEIPTS_NAME}/rank-{rank:05d}.json"
 
-    def _gathered(self, plan: CheckpointPlan) -> Checksums:
-        """All ranks' checksums, once it is certain that the ranks wrote every element."""
+    def _gathered(self, plan: CheckpointPlan) -> tuple[Checksums, dict[str, int]]:
+        """All ranks' checksums and own files, once it is certain that the ranks wrote every element."""
         total, checksums = Coverage(), Checksums()
+        files: dict[str, int] = {}
         for rank in range(self._world_size):
             path = self.temporary / self._receipt(rank)
             # Opened by name, not found by listing: network file systems cache listings for long.
@@ -236,9 +273,11 @@ class CheckpointWriter:
                 continue  # a rank that owns nothing; if it did, its elements are missed below
             total.merge_json(receipt["coverage"])
             checksums.merge(Checksums.from_json(receipt["checksums"]))
+            check_free_of(files, receipt["files"])
+            files |= receipt["files"]
         total.check_complete(plan.layouts)
         checksums.sort()
-        return checksums
+        return checksums, files
 
     def _seal(self, files: Iterable[str], manifest: bytes) -> None:
         """Flushes all files, then the manifest, then the directories."""
@@ -255,41 +294,10 @@ class CheckpointWriter:
         sync(self.temporary)
 
 
-def _check_piece(layout: FileLayout, piece: Piece) -> None:
-    data, spec = piece.data, layout.specs[piece.name]
-    if data.dtype != spec.dtype:
-        raise TypeError(f"piece of tensor {piece.name!r} has dtype {data.dtype}, the file has {spec.dtype}")
-    if data.dim() != 1 or not data.is_contiguous() or data.is_conj() or data.is_neg():
-        raise TypeError(f"piece of tensor {piece.name!r} must be 1-D and contiguous, got {tuple(data.shape)}")
-    if data.device.type == "meta":
-        raise TypeError(f"piece of tensor {piece.name!r} is on the meta device and has no data")
-    layout.span(piece.name, piece.start, piece.start + data.numel())
-
-
-def _check_replaceable(target: Path) -> None:
-    # Replacing removes the old directory with all that is in it, so it must be one of ours.
-    if not os.path.lexists(target) or (target / MANIFEST_NAME).is_file():
-        return
-    if not target.is_dir() or any(target.iterdir()):
-        raise ValueError(f"{target} exists and is not a checkpoint; it will not be overwritten")
-
-
-def _check_free_space(parent: Path, needed: int) -> None:
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"the checkpoint takes {needed} bytes, {free} are free", str(parent))
-
-
-def _check_extra_files(plan: CheckpointPlan, extra_files: Mapping[str, bytes]) -> None:
-    taken = plan.sizes().keys() | {MANIFEST_NAME}
-    for path in extra_files:
-        if not is_inner_path(path) or path.startswith(RECEIPTS_NAME) or path in taken:
-            raise ValueError(f"extra file {path!r}: not a free relative path inside the checkpoint")
-
-
-def _check_manifest(plan: CheckpointPlan, manifest: Manifest) -> None:
-    owners = {optimizer for optimizer, _ in plan.states}
-    same = dict(manifest.weights) == plan.weight_records() and dict(manifest.aliases) == dict(plan.aliases)
-    same = same and owners <= manifest.optimizers.keys()
-    if not same or any(dict(e.states) != plan.state_paths(n) for n, e in manifest.optimizers.items()):
-        raise ValueError("the manifest does not describe the plan; make it with plan.manifest(...)")
+def _named(error: OSError, failed_at: tuple[str, int] | None, plan: CheckpointPlan) -> OSError:
+    """The error with the tensor that could not be written, the first of several in one write."""
+    if failed_at is None:
+        return error
+    layout = next(layout for layout in plan.layouts if layout.path == failed_at[0])
+    name = [name for name, offset in layout.offsets.items() if offset <= failed_at[1]][-1]
+    return OSError(error.errno, f"{error.strerror or error} (tensor {name!r})", error.filename)

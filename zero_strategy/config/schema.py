@@ -101,8 +101,55 @@ class CheckpointConfig(Section):
     max_file_bytes: int = field(default=5_000_000_000, metadata=at_least(1))
     """Bytes of tensor data after which a new file is begun; one larger tensor still goes into one file."""
 
+    layout: str = field(default="auto", metadata=one_of("auto", "shared", "pieces"))
+    """How ranks write: ``shared`` into the same files in place, ``pieces`` one file each. ``auto``: pieces where the
+    ranks do not see the same directory, and always for URLs."""
+
+    asynchronous: bool = True
+    """Saves of a framework's own checkpoint callbacks go on in the background from a copy in host memory of this
+    rank's share (as many bytes as it writes). What `engine.save` does is its caller's choice."""
+
+    while_saving: str = field(default="wait", metadata=one_of("wait", "refuse"))
+    """What a save does while another one of the same engine is under way: ``wait`` for it, or ``refuse`` with an
+    error on all ranks."""
+
+    bytes_per_second: int = field(default=0, metadata=at_least(0))
+    """Bound on the writing speed of each rank in the background. 0: as fast as one thread and the disk are."""
+
+    timeout_seconds: float = field(default=300.0, metadata=between(0, math.inf))
+    """Seconds that another rank may show no sign of work during a save before the save fails on all ranks."""
+
+    keep_last: int = field(default=0, metadata=at_least(0))
+    """Complete checkpoints that are kept beside a new one, itself included; older ones are removed once it is there.
+    0: all. Not with Lightning's ModelCheckpoint, whose ``save_top_k`` decides."""
+
+    keep_every: int = field(default=0, metadata=at_least(0))
+    """Checkpoints whose step is a multiple of this are kept however old they are; 0: none. Needs ``keep_last``."""
+
+    frozen: str = field(default="include", metadata=one_of("include", "reference"))
+    """Parameters that need no gradient: ``include`` them, or ``reference`` them by a digest, which a model that loads
+    the checkpoint must match (for adapters: the base weights then exist once)."""
+
+    random_state: bool = True
+    """Give every rank its random state back when a checkpoint is resumed from."""
+
+    preemption_signals: list[str] = field(
+        default_factory=lambda: ["SIGTERM", "SIGUSR1"], metadata=one_of("SIGTERM", "SIGUSR1", "SIGUSR2")
+    )
+    """Signals that let a Trainer save ``preempted.ckpt`` in its ``default_root_dir`` after the next optimizer step,
+    and end after SIGTERM. An empty list leaves signals to Lightning."""
+
     verify: bool = True
     """Compare the checksums of all that is loaded with those that were noted when it was saved."""
+
+    def check(self) -> None:
+        """Checks the values, and that ``keep_every`` does not stand alone."""
+        super().check()
+        if self.keep_every and not self.keep_last:
+            raise ValueError(
+                f"checkpoint.keep_every is {self.keep_every}, checkpoint.keep_last is 0, which keeps all checkpoints; "
+                "set checkpoint.keep_last too"
+            )
 
 
 @dataclass

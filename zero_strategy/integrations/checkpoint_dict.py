@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_strategy.checkpoint import CheckpointReader
+from zero_strategy.checkpoint import StateReader
+from zero_strategy.checkpoint.open_any import open_any
+from zero_strategy.checkpoint.remote import is_remote, is_remote_checkpoint
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.extra_state import EXTRA_KEY, extra_state, load_extra_state
 from zero_strategy.integrations.on_demand import StateOnDemand, whole
@@ -38,7 +40,7 @@ class StoredWeights:
         extra: What the module's state dict holds besides tensors.
     """
 
-    reader: CheckpointReader
+    reader: StateReader
     extra: Mapping[str, Any]
 
     def whole(self) -> dict[str, Any]:
@@ -59,8 +61,8 @@ _ENGINE = "zero_strategy"
 
 def is_directory_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is for `CheckpointReader`: a directory, or one safetensors file."""
-    if "://" in os.fspath(path):
-        return False
+    if is_remote(path):
+        return is_remote_checkpoint(os.fspath(path))
     found = Path(path)
     return found.is_dir() or found.suffix == ".safetensors"
 
@@ -104,10 +106,10 @@ def read_checkpoint(
     Raises:
         ValueError: If the directory is no complete checkpoint; names what is wrong.
     """
-    reader = CheckpointReader(path, verify=verify)
+    reader = open_any(path, verify=verify)
     rest: dict[str, Any] = {}
     if reader.has_manifest and LIGHTNING_FILE in reader.manifest.files:
-        rest = unpack(reader.extra(LIGHTNING_FILE), str(reader.directory / LIGHTNING_FILE), weights_only)
+        rest = unpack(reader.extra(LIGHTNING_FILE), f"{reader.directory}/{LIGHTNING_FILE}", weights_only)
     rest.setdefault("pytorch-lightning_version", "2.6.0")  # plain weights: nothing to migrate
     rest["state_dict"] = weights_on_demand(reader, rest)
     if reader.has_manifest and reader.manifest.optimizers:
@@ -118,13 +120,13 @@ def read_checkpoint(
     return rest
 
 
-def weights_on_demand(reader: CheckpointReader, rest: dict[str, Any]) -> StateOnDemand:
+def weights_on_demand(reader: StateReader, rest: dict[str, Any]) -> StateOnDemand:
     """The state dict of a checkpoint; its extra state moves there from `rest`."""
     stored = StoredWeights(reader, rest.pop(EXTRA_KEY, {}))
     return StateOnDemand(stored.whole, source=stored)
 
 
-def whole_optimizer_state(reader: CheckpointReader, optimizer: str) -> dict[str, Any]:
+def whole_optimizer_state(reader: StateReader, optimizer: str) -> dict[str, Any]:
     """An optimizer's whole state in the form of torch's `Optimizer.state_dict()`, master weights left out."""
     record, states = reader.manifest.optimizers[optimizer], reader.states(optimizer)
     dtypes = dict(reader.manifest.user.get(_ENGINE, {}).get("scalar_dtypes", {})[int(optimizer)])
@@ -154,19 +156,15 @@ def describe(rest: Mapping[str, Any]) -> dict[str, Any]:
     return {"lightning": {key: rest[key] for key in known if isinstance(rest.get(key), (int, str))}}
 
 
-def check_local(path: str, storage_options: Any) -> None:
-    """Raise if a checkpoint directory cannot be written as asked.
+def check_options(path: str, storage_options: Any) -> None:
+    """Raise if a checkpoint cannot be written as asked.
 
     Raises:
-        ValueError: For a remote path, or for options that only a `CheckpointIO` has a use for.
+        ValueError: For options that only a `CheckpointIO` has a use for.
     """
     if storage_options is not None:
         raise ValueError(
-            f"storage_options={storage_options!r}: a checkpoint directory is written by all ranks themselves and has "
-            "no use for them. Pass plugins=[a CheckpointIO] to save one whole file through it."
-        )
-    if "://" in path:
-        raise ValueError(
-            f"{path}: a checkpoint directory needs a file system that all ranks share. Save to a local or mounted "
-            "path, or pass plugins=[TorchCheckpointIO()] to save one whole file to a URL."
+            f"{path}: storage_options={storage_options!r}: a checkpoint directory is written by all ranks themselves "
+            "and has no use for them. For a URL give options to fsspec (its configuration or environment variables), "
+            "or pass plugins=[a CheckpointIO] to save one whole file through it."
         )

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_strategy.checkpoint import CheckpointReader
+from zero_strategy.checkpoint import StateReader
+from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.checkpoint_dict import (
     FABRIC_FILE,
     StoredWeights,
-    check_local,
+    check_options,
     is_directory_checkpoint,
     pack,
     read_checkpoint,
@@ -29,6 +30,7 @@ from zero_strategy.integrations.checkpoint_dict import (
 )
 from zero_strategy.integrations.engines import engine_of
 from zero_strategy.integrations.on_demand import StateOnDemand, whole
+from zero_strategy.integrations.rank_states import load_own, own_file
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -100,11 +102,12 @@ class FabricCheckpoints(_Base):
         if self._whole_files or filter or engine is None or foreign:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        check_local(path, storage_options)
+        check_options(path, storage_options)
         names = {id(value): key for key, value in optimizers.items()}
         rest = {key: value for key, value in state.items() if key not in modules and key not in optimizers}
-        content = pack(self._convert_stateful_objects_in_state(rest, filter={}), engine.module)
-        engine.save_checkpoint(
+        converted = self._convert_stateful_objects_in_state(rest, filter={})
+        content = pack(converted, engine.module)
+        engine.save(
             path,
             user={
                 _USER: {
@@ -113,6 +116,7 @@ class FabricCheckpoints(_Base):
                 }
             },
             extra_files={FABRIC_FILE: content} if self.is_global_zero else {},
+            own_files=own_file({key: converted[key] for key in rest if _is_stateful(rest[key])}, engine.mesh),
             optimizers=bool(optimizers),
         )
 
@@ -146,6 +150,13 @@ class FabricCheckpoints(_Base):
                 f"{os.fspath(path)} holds {sorted(checkpoint)} and lacks {missing} of the state to load into; remove "
                 "these keys from the state, or load with strict=False"
             )
+        reader = _reader_of(checkpoint)
+        if reader is not None and self.engines and any(map(_is_stateful_object, state.values())):
+            own = load_own(reader, self.engines[0].mesh, weights_only, "such as data loaders") or {}
+            checkpoint.update({key: own[key] for key in state if key in own})
+        resumed = [
+            value for key, value in state.items() if isinstance(value, Optimizer) and _reads_shards(checkpoint.get(key))
+        ]
         # Weights first: they set master weights too, which optimizer states then set to more digits.
         for key, value in sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             if key in checkpoint:
@@ -154,6 +165,10 @@ class FabricCheckpoints(_Base):
                     self._restore(value, loaded, strict)
                 else:
                     state[key] = loaded
+        if reader is not None and resumed:
+            engine = self.engine_of_optimizer(resumed[0])
+            engine.steps.load_counters(reader.manifest.counters)
+            engine.load_random_state(reader)
         return checkpoint
 
     def _restore(self, target: Any, loaded: Any, strict: bool) -> None:
@@ -162,7 +177,7 @@ class FabricCheckpoints(_Base):
         elif isinstance(target, Optimizer):
             engine, source = self.engine_of_optimizer(target), getattr(loaded, "source", None)
             # One optimizer, as is usual: its shards are read where they belong, master weights included.
-            if isinstance(source, CheckpointReader) and len(source.manifest.optimizers) == len(engine.optimizers) == 1:
+            if isinstance(source, StateReader) and len(source.manifest.optimizers) == len(engine.optimizers) == 1:
                 engine.load_optimizers(source)
             else:
                 engine.load_optimizer_state_dict(target, whole(loaded))
@@ -174,12 +189,26 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def _is_stateful_object(value: Any) -> bool:
+    return _is_stateful(value) and not isinstance(value, (nn.Module, Optimizer))
+
+
+def _reads_shards(loaded: Any) -> bool:
+    return isinstance(getattr(loaded, "source", None), StateReader)
+
+
+def _reader_of(checkpoint: dict[str, Any]) -> StateReader | None:
+    """The directory that a checkpoint dict stands for."""
+    sources = (getattr(value, "source", None) for value in checkpoint.values())
+    return next((source.reader for source in sources if isinstance(source, StoredWeights)), None)
+
+
 def _read(path: str | os.PathLike[str], weights_only: bool | None, verify: bool) -> dict[str, Any]:
-    reader = CheckpointReader(path, verify=verify)
+    reader = open_any(path, verify=verify)
     names = reader.manifest.user.get(_USER) if reader.has_manifest else None
     if names is None:  # plain weights, or the Trainer's
         return read_checkpoint(path, weights_only, verify=verify)
-    found = unpack(reader.extra(FABRIC_FILE), str(reader.directory / FABRIC_FILE), weights_only)
+    found = unpack(reader.extra(FABRIC_FILE), f"{reader.directory}/{FABRIC_FILE}", weights_only)
     found[names["module"]] = weights_on_demand(reader, found)
     for number in reader.manifest.optimizers:
         name = names["optimizers"][int(number)]

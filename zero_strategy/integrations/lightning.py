@@ -7,12 +7,15 @@ Trainer(strategy=zero_strategy.ZeroStrategy(stage=3, prefetch=2))
 
 from __future__ import annotations
 
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zero_strategy.integrations.namespaces import strategy_class
 from zero_strategy.integrations.trainer import TrainerStrategy
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
+from zero_strategy.integrations.trainer_preemption import BatchEnd
 
 __all__ = ["ZeroPrecision", "ZeroStrategy", "strategy_class"]
 
@@ -21,7 +24,13 @@ class ZeroPrecision(TrainerPrecision, Precision):
     """Precision plugin of `ZeroStrategy`; made from `Trainer(precision=...)`."""
 
 
+class SaveOnSignal(BatchEnd, Callback):
+    """Added to the Trainer's callbacks during a fit."""
+
+
 class ZeroStrategy(TrainerStrategy, DDPStrategy):
     """Shards optimizer state, gradients and parameters over the ranks."""
 
     precision_class = ZeroPrecision
+    batch_end_class = SaveOnSignal
+    sigterm_exception = SIGTERMException

@@ -40,6 +40,7 @@ from zero_strategy.integrations.precision import precision_of
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
+from zero_strategy.integrations.trainer_preemption import TrainerPreemption
 from zero_strategy.sharding import Init
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ else:
     _Base = object
 
 
-class TrainerStrategy(TrainerCheckpoints, _Base):
+class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     """What `ZeroStrategy` of either Trainer namespace does.
 
     Attributes:
@@ -134,6 +135,11 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
             rendezvous_seconds=rendezvous_seconds,
             **unknown,
         )
+        if self.config.checkpoint.keep_last:
+            raise ValueError(
+                f"checkpoint.keep_last={self.config.checkpoint.keep_last}: which checkpoints of a Trainer stay is "
+                "decided by ModelCheckpoint; give it save_top_k instead"
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -383,8 +389,10 @@ class TrainerStrategy(TrainerCheckpoints, _Base):
 
     def teardown(self) -> None:
         """Tear the plugins down. No collective, and nothing is moved: shards stay where they are."""
+        self.forget_signals()
         if not self._failed:
             self.precision_plugin.update_scale()
+            self.finish_saves()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.cluster_environment.teardown()

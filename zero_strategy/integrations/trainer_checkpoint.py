@@ -11,25 +11,30 @@ Both kinds load at any stage and world size, and so do checkpoints of plain DDP.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from zero_strategy.checkpoint import CheckpointReader
+from zero_strategy.checkpoint import StateReader
+from zero_strategy.checkpoint.remote import is_remote
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.checkpoint_dict import (
     LIGHTNING_FILE,
     StoredWeights,
-    check_local,
+    check_options,
     describe,
     is_directory_checkpoint,
     pack,
     read_checkpoint,
 )
 from zero_strategy.integrations.on_demand import StateOnDemand, untouched, whole
+from zero_strategy.integrations.trainer_resume import TrainerResume, give_own_states, own_files
+from zero_strategy.loading import open_together
+from zero_strategy.saving.places import remove_remote
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -37,7 +42,7 @@ else:
     _Base = object
 
 
-class TrainerCheckpoints(_Base):
+class TrainerCheckpoints(TrainerResume, _Base):
     """The saving and loading half of `TrainerStrategy`."""
 
     engine: ZeroEngine | None
@@ -84,7 +89,7 @@ class TrainerCheckpoints(_Base):
         """Save; all ranks call it.
 
         Raises:
-            ValueError: For a remote path, or for `storage_options` without a `CheckpointIO` to use them.
+            ValueError: For `storage_options` without a `CheckpointIO` to use them.
         """
         if self._alone():
             _warn(f"no checkpoint was saved to {filepath}: this rank failed, but not all ranks did")
@@ -103,19 +108,76 @@ class TrainerCheckpoints(_Base):
                 )
             super().save_checkpoint(whole(checkpoint), path, storage_options)
             return
-        check_local(path, storage_options)
+        check_options(path, storage_options)
         assert self.engine is not None
-        self.engine.save_checkpoint(
+        background = self._in_background(path)
+        named = background and self.is_global_zero and self._reserve_name(path)
+        try:
+            self._save(path, rest, states is not None, background)
+        except BaseException:
+            if named:
+                _free_name(path)
+            raise
+        if named:
+            self.engine.saver.then(lambda: _free_name(path), failed=True)
+
+    def _reserve_name(self, path: str) -> bool:
+        """An empty directory now: ModelCheckpoint asks the file system which names are taken."""
+        if is_remote(path) or os.path.lexists(path):
+            return False
+        os.makedirs(path)
+        return True
+
+    def _save(self, path: str, rest: dict[str, Any], optimizers: bool, background: bool) -> None:
+        assert self.engine is not None
+        self.engine.save(
             path,
             user=describe(rest),
             extra_files={LIGHTNING_FILE: pack(rest, self.engine.module)} if self.is_global_zero else {},
-            optimizers=states is not None,
+            own_files=own_files(rest, self.engine),
+            optimizers=optimizers,
             update_latest=False,  # ModelCheckpoint has its own `last`
+            asynchronous=background,
+        )
+
+    def _in_background(self, path: str) -> bool:
+        """Whether a save may go on while training does: one of a checkpoint callback, in the middle of a fit.
+
+        What user code saves itself, elsewhere than into a callback's folder, it may read at once. A link named `last`
+        must not lead nowhere for a while.
+        """
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if not self.config.checkpoint.asynchronous or trainer is None or trainer.state.fn != "fit" or self._interrupted:
+            return False
+        folder = os.path.dirname(os.path.abspath(path))
+        return trainer.state.status == "running" and any(
+            os.path.abspath(callback.dirpath) == folder and getattr(callback, "save_last", None) != "link"
+            for callback in trainer.checkpoint_callbacks
+            if getattr(callback, "dirpath", None)
         )
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint of either kind."""
-        super().remove_checkpoint(filepath)
+        """Remove a checkpoint of either kind, but not before the one that is being saved is there."""
+        engine = self.engine
+        if self._alone():  # nor was anything saved that could take its place
+            return
+        if engine is None:
+            super().remove_checkpoint(filepath)
+        elif engine.saver.places.removes(filepath, engine.mesh.rank):
+            remove: Callable[[Any], object] = self.checkpoint_io.remove_checkpoint
+            if is_remote(filepath) and is_directory_checkpoint(filepath):
+                remove = remove_remote
+            engine.saver.then(lambda: remove(filepath))
+
+    def finish_saves(self) -> None:
+        """Return when the last checkpoint is there.
+
+        Raises:
+            OSError, ValueError, RuntimeError: Why it could not be saved, on this rank or on another.
+        """
+        if self.engine is not None:
+            self.engine.saver.finish()
 
     # ---- loading ----
 
@@ -123,12 +185,22 @@ class TrainerCheckpoints(_Base):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """The checkpoint dict; weights and optimizer states of a directory are read later, in parts."""
+        self.finish_saves()
         if weights_only is None:
             weights_only = self.load_weights_only
         if is_directory_checkpoint(checkpoint_path):
-            return read_checkpoint(checkpoint_path, weights_only, verify=self.config.checkpoint.verify)
+            return self._together(lambda: self._read_directory(checkpoint_path, weights_only))
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return checkpoint
+
+    def _read_directory(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+        found = read_checkpoint(path, weights_only, verify=self.config.checkpoint.verify)
+        if self.engine is not None and self.lightning_module.trainer.state.fn == "fit":
+            give_own_states(found, found["state_dict"].source.reader, self.engine, weights_only)
+        return found
+
+    def _together(self, opened: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return opened() if self.engine is None else open_together(self.engine, opened)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into the live shards."""
@@ -144,14 +216,20 @@ class TrainerCheckpoints(_Base):
         states, engine = checkpoint["optimizer_states"], self.engine
         assert engine is not None
         readers = [getattr(state, "source", None) for state in states]
-        if readers and isinstance(readers[0], CheckpointReader):
+        if readers and isinstance(readers[0], StateReader):
             engine.load_optimizers(readers[0])
+            self.resume_random_state(readers[0])
             weights = checkpoint.get("state_dict")
             if not untouched(weights):  # master weights came along: those of the user's hook are the ones to keep
                 self.load_model_state_dict(checkpoint)
         for optimizer, state in zip(self.optimizers, states, strict=False):
             if not untouched(state) and any(sharded.optimizer is optimizer for sharded in engine.optimizers):
                 engine.load_optimizer_state_dict(optimizer, whole(state))
+
+
+def _free_name(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(path)  # no more than an empty one goes
 
 
 def _warn(message: str) -> None:

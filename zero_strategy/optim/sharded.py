@@ -361,7 +361,7 @@ class ShardedOptimizer:
         if self.state and not optimizer.state:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.state_dict() would hand out an empty state: this rank holds only its "
-                "part. Call engine.optimizer_state_dict(optimizer) on all ranks, or engine.save_checkpoint(...)."
+                "part. Call engine.optimizer_state_dict(optimizer) on all ranks, or engine.save(...)."
             )
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -59,3 +59,12 @@ def _initialise(module: nn.Module, settled: list[nn.Parameter]) -> None:
     finally:
         for parameter, value in zip(settled, values, strict=True):
             parameter.data = value
+
+
+@torch.no_grad()
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point buffers follow the parameters, as with `module.to(dtype)`."""
+    for owner in module.modules():
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(owner, key, buffer.to(dtype))

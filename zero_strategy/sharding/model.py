@@ -106,7 +106,8 @@ class ShardedModel:
             keys.setdefault(key, []).append((name, parameter))
         master = self.config.precision.master_weights
         buckets = [
-            ParameterBucket(named, self.mesh, self.placement, dtype, master) for (dtype, *_), named in keys.items()
+            ParameterBucket(named, self.mesh, self.placement, dtype, master, blank=not initialise)
+            for (dtype, *_), named in keys.items()
         ]
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole

@@ -30,6 +30,7 @@ class ParameterBucket:
         placement: What is divided among them.
         dtype: Dtype that the parameters take (their compute dtype).
         master_weights: Keep an fp32 master copy of owned elements of trainable low-precision parameters.
+        blank: The parameters' values are about to be loaded: do not look at the present ones.
 
     Attributes:
         parameters: The parameter objects, in bucket order.
@@ -49,6 +50,7 @@ class ParameterBucket:
         placement: Placement,
         dtype: torch.dtype,
         master_weights: bool = True,
+        blank: bool = False,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -72,7 +74,7 @@ class ParameterBucket:
         self._pending: PendingWork | None = None
         self.gathered = True
         self._versions = [parameter._version for parameter in self.parameters]
-        self._fill()
+        self._fill(blank)
 
     @property
     def _replicas(self) -> int:
@@ -89,8 +91,22 @@ class ParameterBucket:
         return self.master is not self.owned_values and self.master.data_ptr() != self.owned_values.data_ptr()
 
     @torch.no_grad()
-    def _fill(self) -> None:
-        """Take the parameters' present values, rank 0's, into the bucket; drop what they held before."""
+    def _fill(self, blank: bool) -> None:
+        """Take the parameters' present values, rank 0's, into the bucket; drop what they held before.
+
+        With `blank` there are none yet: where parameters are sharded, only the shard's memory is touched.
+        """
+        if blank:
+            make = torch.empty if self.placement.shard_parameters else torch.zeros
+            self.flat = make(self.layout.numel, dtype=self.dtype, device=self.device)
+            self.shard = self.flat[self.slice]
+            if self.placement.shard_parameters:
+                self.shard = torch.zeros_like(self.shard)
+            self._point_at_flat()
+            self.master = self.owned_values
+            if self.trainable:
+                self.make_master()
+            return
         source = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         for parameter, segment in zip(self.parameters, self.layout.segments, strict=True):
             source[segment.offset : segment.stop].copy_(parameter.detach().reshape(-1))

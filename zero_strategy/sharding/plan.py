@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -26,11 +28,13 @@ class Agreement:
         touched: By bucket, the parameters that any rank touched.
         late: By bucket, whether any rank touched it again after it had left.
         same_gathers: Whether all ranks gathered the same units in the same order.
+        flags: The bits that any rank raised.
     """
 
     touched: list[set[int]]
     late: list[bool]
     same_gathers: bool
+    flags: int = 0
 
 
 class ReductionPlan:
@@ -78,8 +82,8 @@ class ReductionPlan:
         self._ticks += 1
         self._finished[number] = min(self._ticks, _UNTOUCHED - 1)
 
-    def encode(self, touched: Sequence[set[int]], late: Sequence[bool], gathers: int) -> Tensor:
-        """This rank's message: uint8, of the same length on all ranks."""
+    def encode(self, touched: Sequence[set[int]], late: Sequence[bool], gathers: int, raised: int = 0) -> Tensor:
+        """This rank's message: uint8, of the same length on all ranks. `raised`: bits that all shall learn of."""
         flags: list[int] = []
         for count, mine, again in zip(self.counts, touched, late, strict=True):
             bits = [0] * (count + 1)
@@ -87,7 +91,8 @@ class ReductionPlan:
                 bits[index] = 1
             bits[count] = int(again)
             flags += bits
-        numbers = [gathers & 0x7FFF, *(self._finished.get(number, _UNTOUCHED) for number in range(len(self.counts)))]
+        numbers = [gathers & 0x7FFF, raised]
+        numbers.extend(self._finished.get(number, _UNTOUCHED) for number in range(len(self.counts)))
         tail = torch.tensor(numbers, dtype=torch.int16).view(torch.uint8)
         return torch.cat([torch.tensor(flags, dtype=torch.uint8), tail])
 
@@ -104,7 +109,7 @@ class ReductionPlan:
         for number, mine in enumerate(self._trainable):
             if mine:
                 self._history[number].append(touched[number])
-        positions = tails[0][1:]
+        positions = tails[0][2:]
         if any(position != _UNTOUCHED for position in positions):
             self.order.sort(key=lambda number: positions[number])  # stable: untouched ones keep their order
-        return Agreement(touched, late, len({tail[0] for tail in tails}) == 1)
+        return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, reduce(or_, (tail[1] for tail in tails)))

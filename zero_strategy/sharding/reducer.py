@@ -72,6 +72,9 @@ class GradientReducer:
         if gatherer is not None:
             gatherer.unit_done = self.unit_done
         self.step_torn: Callable[[], bool] = lambda: False
+        self.raise_flags: Callable[[], int] = lambda: 0
+        """Gives the bits that all ranks shall learn of with the next reduction; they end up in `agreed_flags`."""
+        self.agreed_flags = 0
         self._sync = True
         self._active = False
         self._next = 0
@@ -257,7 +260,7 @@ class GradientReducer:
             number in self._left and bool(bucket.late or bucket.local_live)
             for number, bucket in enumerate(self.buckets)
         ]
-        message = self.plan.encode(touched, late, self._sequence())
+        message = self.plan.encode(touched, late, self._sequence(), self.raise_flags())
         order = list(self.plan.order)
         agreed = self.plan.learn(self.mesh.control.exchange_small(message))
         for number in order:
@@ -268,6 +271,7 @@ class GradientReducer:
                 bucket.finish()
                 bucket.admit_late()
                 self._launch(number)
+        self.agreed_flags |= agreed.flags
         self._next, self._unreduced = 0, False
         self._left.clear()
         for bucket in self._in_flight:
@@ -306,8 +310,7 @@ class GradientReducer:
         Raises:
             RuntimeError: If the last backward did not finish.
         """
-        if self._active and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
+        self._check_whole()
         for bucket in self.buckets:
             bucket.finish()
             bucket.sync_handles()
@@ -316,6 +319,21 @@ class GradientReducer:
             self.plan.expect_nothing()
             self._left.clear()
             self.reduce()
+
+
+    def follow_edits(self) -> None:
+        """Before parameters are saved: take over what the user wrote into them. Gradients are left alone.
+
+        Raises:
+            RuntimeError: If the last backward did not finish.
+        """
+        self._check_whole()
+        for bucket in self.buckets:
+            bucket.bucket.follow_edits()
+
+    def _check_whole(self) -> None:
+        if self._active and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
 
 
 class _ParameterHook:

@@ -1,0 +1,123 @@
+"""Hosts that die while a checkpoint in pieces is committed: every host has the old one or the new one, never neither.
+
+Hosts are directories; a death is a process that ends, or a rank that stops, at a chosen step.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.piece_saving import jobs_of, on_hosts, run_jobs, save
+from tests.checkpoint.saving import same
+from zero_strategy.checkpoint import Manifest, host_writer
+from zero_strategy.checkpoint.host_writer import HostPieceWriter
+from zero_strategy.checkpoint.open_any import open_any
+
+OLD = {"w": torch.arange(10.0)}
+NEW = {"w": -torch.arange(10.0)}
+STEPS = ["_put", "_seal", "_rename", "_point"]
+
+
+def hosts(root: Path) -> list[Path]:
+    """Three ranks on two hosts."""
+    return [root / "a" / "c", root / "b" / "c", root / "b" / "c"]
+
+
+def saves(root: Path) -> list[str]:
+    return [Manifest.load(root / host / "c").save for host in "ab"]
+
+
+def names(root: Path) -> list[set[str]]:
+    return [{path.name for path in (root / host).iterdir()} for host in "ab"]
+
+
+def _dies(root: Path, step: str, after: bool) -> None:
+    original: Callable[..., None] = getattr(HostPieceWriter, step)
+
+    def deadly(writer: HostPieceWriter, *args: object) -> None:
+        if after:
+            original(writer, *args)
+        os._exit(9)
+
+    setattr(HostPieceWriter, step, deadly)
+    run_jobs(jobs_of(on_hosts(hosts(root), "new"), NEW, world_size=3))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_each_step_there_is_the_old_or_the_new(tmp_path: Path, step: str, after: bool) -> None:
+    save(on_hosts(hosts(tmp_path), "old"), OLD, world_size=3)
+    process = multiprocessing.get_context("fork").Process(target=_dies, args=(tmp_path, step, after))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    found = saves(tmp_path)
+    assert set(found) <= {"old", "new"}
+    if step in ("_put", "_seal"):
+        assert found == ["old", "old"]
+    if "new" in found:  # then all hosts have it, perhaps without its name
+        for host, save_ in zip("ab", found, strict=True):
+            assert save_ == "new" or Manifest.load(tmp_path / host / ".c.new.tmp").save == "new"
+    save(on_hosts(hosts(tmp_path), "newer"), NEW, world_size=3)
+    assert saves(tmp_path) == ["newer", "newer"]
+    assert names(tmp_path) == [{"c", "latest"}] * 2
+
+
+@pytest.mark.parametrize("step", ["prepare", "write_files", "write_all", "_seal"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, rank: int
+) -> None:
+    save(on_hosts(hosts(tmp_path), "old"), OLD, world_size=3)
+    original: Callable[..., None] = getattr(HostPieceWriter, step)
+
+    def fails(writer: HostPieceWriter, *args: object, **options: object) -> None:
+        if writer.rank == rank:
+            raise OSError(5, "the disk is gone")
+        original(writer, *args, **options)
+
+    monkeypatch.setattr(HostPieceWriter, step, fails)
+    failures = run_jobs(jobs_of(on_hosts(hosts(tmp_path), "new"), NEW, world_size=3))
+    assert sorted(failures) == [0, 1, 2] and all("the disk is gone" in str(error) for error in failures.values())
+    monkeypatch.undo()
+    assert saves(tmp_path) == ["old", "old"]
+    save(on_hosts(hosts(tmp_path), "newer"), NEW, world_size=3)
+    assert saves(tmp_path) == ["newer", "newer"]
+    assert names(tmp_path) == [{"c", "latest"}] * 2
+
+
+def test_a_rename_that_fails_on_one_host_is_told_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(on_hosts(hosts(tmp_path), "old"), OLD, world_size=3)
+    original = host_writer.replace_directory
+
+    def fails(source: Path, target: Path, aside: Path) -> None:
+        if target.parent.name == "b":
+            raise OSError(5, "the disk is gone")
+        original(source, target, aside)
+
+    monkeypatch.setattr(host_writer, "replace_directory", fails)
+    failures = run_jobs(jobs_of(on_hosts(hosts(tmp_path), "new"), NEW, world_size=3))
+    assert sorted(failures) == [0, 1, 2]
+    assert saves(tmp_path) == ["new", "old"]
+    assert Manifest.load(tmp_path / "b" / ".c.new.tmp").save == "new"
+    assert same(open_any(tmp_path / "a" / "c").read("w", 0, 3), NEW["w"][:3])
+
+
+def test_pieces_that_overlap_or_leave_a_hole_cannot_be_committed(tmp_path: Path) -> None:
+    save(on_hosts(hosts(tmp_path), "old"), OLD, world_size=3)
+    jobs = jobs_of(on_hosts(hosts(tmp_path), "new"), NEW, world_size=3)
+    jobs[1].pieces = jobs[0].pieces
+    failures = run_jobs(jobs)
+    assert len(failures) == 3 and "overlap" in str(failures[0])
+    jobs = jobs_of(on_hosts(hosts(tmp_path), "new"), NEW, world_size=3)
+    jobs[1].pieces = ()
+    assert "written by no rank: 'w'" in str(run_jobs(jobs)[0])
+    assert saves(tmp_path) == ["old", "old"]

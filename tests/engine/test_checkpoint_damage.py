@@ -1,0 +1,91 @@
+"""200 damaged checkpoints: `verify` and a load by the engine find each of them, on all ranks, and name what is hit."""
+
+from __future__ import annotations
+
+import collections
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.faults import FAULTS, Fault, files_of
+from tests.launcher import Launcher
+from tests.models import build, loss_fn, make_batch
+from zero_strategy.checkpoint.verify import verify
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+
+COUNT = 200
+FILE_BYTES = 12_000
+"""The weights take several files."""
+
+
+def make(seed: int) -> tuple[torch.nn.Module, ZeroEngine, torch.optim.Optimizer]:
+    model = build("transformer", seed)
+    config = load_config(stage=3, units={"min_numel": 0}, checkpoint={"max_file_bytes": FILE_BYTES})
+    engine = ZeroEngine(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    engine.attach(optimizer)
+    return model, engine, optimizer
+
+
+def save_two(folder: str) -> None:
+    """Two checkpoints of one model, from consecutive steps."""
+    model, engine, optimizer = make(3)
+    for step in range(2):
+        loss_fn(model, make_batch("transformer", step, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.save(f"{folder}/step-{step}", extra_files={"notes/a.txt": f"{step} steps".encode()})
+
+
+def said_by_load(engine: ZeroEngine, directory: Path) -> str:
+    """The error of a load; empty if there is none."""
+    try:
+        engine.load(directory)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def said_by_verify(directory: Path) -> str:
+    try:
+        return "\n".join(verify(directory).problems)
+    except ValueError as error:
+        return str(error)
+
+
+def damage_and_load(folder: str, seed: int) -> list[tuple[Fault, str, str]]:
+    """For each fault: what loading said on this rank, and what `verify` said."""
+    _, engine, _ = make(5)
+    draw = random.Random(seed)
+    good, other, bad = Path(folder, "step-1"), Path(folder, "step-0"), Path(folder, "damaged")
+    assert said_by_load(engine, good) == "" == said_by_verify(good)
+    results = []
+    for number in range(COUNT):
+        fault: list[Any] = [None]
+        if dist.get_rank() == 0:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(good, bad)
+            fault = [FAULTS[number % len(FAULTS)](bad, other, draw)]
+        dist.broadcast_object_list(fault)
+        results.append((fault[0], said_by_load(engine, bad), said_by_verify(bad)))
+        dist.barrier()
+    assert said_by_load(engine, good) == "", "a failed load leaves an engine that can load"
+    return results
+
+
+def test_200_faults_are_all_found_and_named(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2)(save_two, str(tmp_path))
+    assert len([name for name in files_of(tmp_path / "step-1") if name.startswith("model-")]) >= 3
+    results = ranks(2, timeout=120)(damage_and_load, str(tmp_path), 1)
+    for found in results:
+        assert collections.Counter(fault.kind for fault, _, _ in found) == dict.fromkeys(
+            ("flip", "truncate", "lose", "swap", "exchange"), COUNT // 5
+        )
+        for fault, loading, verifying in found:
+            assert loading and fault.is_named_by(loading), (fault, loading)
+            assert verifying and fault.is_named_by(verifying), (fault, verifying)

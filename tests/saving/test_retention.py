@@ -1,0 +1,84 @@
+"""What goes when a new checkpoint is there: old ones, and what crashed saves left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_strategy
+from tests.launcher import Launcher
+from tests.saving.test_background import digests, make, train
+from zero_strategy.checkpoint.leftovers import OWNER_NAME
+from zero_strategy.checkpoint.writer import RECEIPTS_NAME
+from zero_strategy.config import load_config
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "latest")
+
+
+def save_each_step(folder: Path, asynchronous: bool) -> None:
+    model, engine, optimizer = make(2, keep_last=2, keep_every=4)
+    for step in range(9):
+        train(model, optimizer, step)
+        engine.save_checkpoint(folder, asynchronous=asynchronous)
+    engine.saver.finish()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_and_every_nth_stay(tmp_path: Path, ranks: Launcher, asynchronous: bool) -> None:
+    ranks(2)(save_each_step, tmp_path, asynchronous)
+    assert names(tmp_path) == [f"global_step{step}" for step in (4, 8, 9)]
+    assert (tmp_path / "latest").read_text() == "global_step9\n"
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match=r"checkpoint\.keep_every is 4, checkpoint\.keep_last is 0"):
+        load_config(checkpoint={"keep_every": 4})
+    with pytest.raises(ValueError, match=r"checkpoint\.keep_last.*save_top_k"):
+        zero_strategy.ZeroStrategy(checkpoint={"keep_last": 2})
+
+
+def leftover(folder: Path, name: str, pid: int, host: str = "", started: str = "0") -> Path:
+    path = folder / f".{name}.abc.tmp"
+    (path / RECEIPTS_NAME).mkdir(parents=True)
+    owner = {"host": host or socket.gethostname(), "pid": pid, "started": started}
+    (path / RECEIPTS_NAME / OWNER_NAME).write_text(json.dumps(owner))
+    return path
+
+
+def test_only_what_dead_processes_of_this_host_left_goes(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    gone = leftover(tmp_path, "a", int(dead.stdout))
+    again = leftover(tmp_path, "b", os.getpid(), started="1")  # a number that is used again
+    foreign = leftover(tmp_path, "c", int(dead.stdout), host="another")
+    unsigned = tmp_path / ".d.abc.tmp"
+    unsigned.mkdir()
+    model, engine, _ = make(0)
+    seen = []
+    from zero_strategy.checkpoint import CheckpointWriter
+
+    write = CheckpointWriter.write_all
+
+    def nested(writer: CheckpointWriter, *args: object, **kwargs: object) -> None:
+        if not seen:  # a save into the same folder while this one is under way
+            seen.append(writer.temporary)
+            other = CheckpointWriter(tmp_path / "other", rank=0, world_size=1, token="t")
+            other.prepare(writer._prepared_plan())
+            other.abandon()
+        write(writer, *args, **kwargs)  # type: ignore[arg-type]
+
+    CheckpointWriter.write_all = nested  # type: ignore[method-assign, assignment]
+    try:
+        engine.save(tmp_path / "now")
+    finally:
+        CheckpointWriter.write_all = write  # type: ignore[method-assign]
+    assert not gone.exists() and not again.exists() and foreign.exists() and unsigned.exists()
+    assert digests(tmp_path / "now") and torch.is_tensor(next(model.parameters()))

@@ -1,0 +1,317 @@
+"""Writes byte ranges of files past the page cache, so that a save runs at the disk's speed and takes no memory.
+
+    source tensors --copy--> chunk (aligned, 4 MiB) --O_DIRECT, by I/O threads--> disk
+
+Bytes arrive in the order of their ranges and are put together into chunks that end at multiples of CHUNK_BYTES of the
+file. Partial pages at the ends of a range go through the page cache, for another range, or another rank, may have the
+rest of the page. Where a file system refuses O_DIRECT, everything goes through the page cache.
+
+Dropped: the page cache with an fsync at the end (0.4 to 0.6 of the disk's speed, and it evicts what others need), and
+mapping the files (page faults, and a full disk is a SIGBUS).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zero_strategy.checkpoint.aligned import PAGE, AlignedArena, is_aligned
+from zero_strategy.checkpoint.pace import Pace
+from zero_strategy.checkpoint.transfer import Seen, as_bytes, memory_of
+
+CHUNK_BYTES = 4 << 20
+"""Most bytes of a write, and the file offsets at which chunks end are multiples of it."""
+_BORROW_BYTES = 1 << 20
+"""From this size on, memory that lies right is written without a copy."""
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DiskWriter:
+    """One rank's writes into the files of a directory.
+
+    Args:
+        root: the directory; the files exist at their full size.
+        threads: I/O threads, which are started at once; 0 writes in the caller's thread.
+        bytes_per_second: bound on the speed; None for none.
+        wrote: is told the number of bytes of every chunk on its way to the disk.
+
+    Attributes:
+        failed_at: (path, byte offset) of the first write that failed.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        threads: int = 2,
+        bytes_per_second: float | None = None,
+        wrote: Callable[[int], object] | None = None,
+    ) -> None:
+        self._root = root
+        self._files: dict[str, _File] = {}
+        self._pace = Pace(bytes_per_second)
+        self._wrote = wrote
+        self._error: BaseException | None = None
+        self.failed_at: tuple[str, int] | None = None
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=2 * threads)
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._chunks = 2 * threads + 1
+        self._arena: AlignedArena | None = None
+        self._open: _Chunk | None = None
+        self._threads = [threading.Thread(target=self._work, name="checkpoint-io", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def write(self, path: str, data: torch.Tensor, offset: int, seen: Seen | None = None) -> None:
+        """Writes a flat tensor; it may be changed as soon as this returns, unless it is borrowed.
+
+        CPU memory of at least 1 MiB whose address is congruent to `offset` (see `AlignedArena`) is borrowed: it must
+        stay as it is until `finish`.
+
+        Args:
+            path: relative to the root.
+            data: 1-D, contiguous, on any device.
+            offset: byte offset of the first element in the file.
+            seen: is given all bytes in their order.
+
+        Raises:
+            OSError: if an earlier write failed, or this one.
+        """
+        flat = as_bytes(data)
+        if flat.device.type == "cpu" and flat.numel() >= _BORROW_BYTES and is_aligned(flat, offset):
+            self._flush()
+            self._borrow(path, flat, offset, seen)
+            return
+        done = 0
+        while done < flat.numel():
+            chunk = self._chunk_at(path, offset + done, flat.device.type == "cuda")
+            done += chunk.append(flat[done:], seen)
+            if chunk.full:
+                self._flush()
+
+    def finish(self) -> None:
+        """Waits for all writes, flushes the files to disk and closes them.
+
+        Raises:
+            OSError: if a write or the flush failed.
+        """
+        try:
+            self._flush()
+            self._stop()
+            self._check()
+            for file in self._files.values():
+                file.sync()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stops without waiting for more than the writes under way."""
+        self._error = self._error or RuntimeError("closed")
+        self._stop()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _borrow(self, path: str, flat: torch.Tensor, offset: int, seen: Seen | None) -> None:
+        done = 0
+        while done < flat.numel():
+            end = min(flat.numel(), _chunk_end(offset + done) - offset)
+            part = flat[done:end]
+            if seen is not None:
+                seen(memory_of(part))
+            self._submit(path, part, offset + done, None)
+            done = end
+
+    def _chunk_at(self, path: str, offset: int, pinned: bool) -> _Chunk:
+        """The open chunk if it goes on at `offset`, else a new one."""
+        if self._open is not None and (self._open.path, self._open.end) != (path, offset):
+            self._flush()
+        if self._open is None:
+            memory = self._buffer(pinned)
+            self._open = _Chunk(path, offset, memory[offset % PAGE :][: _chunk_end(offset) - offset], memory)
+        return self._open
+
+    def _buffer(self, pinned: bool) -> torch.Tensor:
+        if self._arena is None:
+            self._arena = AlignedArena(pinned)
+            self._arena.reserve(self._chunks * (CHUNK_BYTES + 2 * PAGE))
+            for _ in range(self._chunks):
+                self._free.put(self._arena.take(CHUNK_BYTES + PAGE, 0))
+        memory = self._free.get()
+        self._check()
+        return memory
+
+    def _flush(self) -> None:
+        chunk, self._open = self._open, None
+        if chunk is not None:
+            self._submit(chunk.path, chunk.content, chunk.begin, chunk.memory)
+
+    def _submit(self, path: str, content: torch.Tensor, offset: int, buffer: torch.Tensor | None) -> None:
+        self._check()
+        if path not in self._files:
+            self._files[path] = _File(self._root / path)
+        file = self._files[path]
+
+        def write() -> None:
+            try:
+                if self._error is None:
+                    file.write(content, offset)
+                    if self._wrote is not None:
+                        self._wrote(content.numel())
+            except OSError:
+                self.failed_at = self.failed_at or (path, offset)
+                raise
+            finally:
+                if buffer is not None:
+                    self._free.put(buffer)
+
+        self._pace.wait(content.numel())
+        if self._threads:
+            self._jobs.put(write)
+        else:
+            write()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:
+                self._error = self._error or error
+
+    def _stop(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Chunk:
+    """Bytes of one file being put together.
+
+    Attributes:
+        path, begin: where they go.
+        memory: the whole buffer, to be given back.
+    """
+
+    def __init__(self, path: str, begin: int, room: torch.Tensor, memory: torch.Tensor) -> None:
+        self.path, self.begin, self.memory = path, begin, memory
+        self._room, self._filled = room, 0
+
+    @property
+    def end(self) -> int:
+        return self.begin + self._filled
+
+    @property
+    def full(self) -> bool:
+        return self._filled == self._room.numel()
+
+    @property
+    def content(self) -> torch.Tensor:
+        return self._room[: self._filled]
+
+    def append(self, data: torch.Tensor, seen: Seen | None) -> int:
+        """Takes as much as there is room for; returns how many bytes."""
+        count = min(data.numel(), self._room.numel() - self._filled)
+        part = self._room[self._filled : self._filled + count].copy_(data[:count])
+        if seen is not None:
+            seen(memory_of(part))
+        self._filled += count
+        return count
+
+
+class _File:
+    """An existing file, open twice: past the page cache where that can be, and through it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY)
+        self._direct: int | None = None
+        if _O_DIRECT:
+            try:
+                self._direct = os.open(path, os.O_WRONLY | _O_DIRECT)
+            except OSError as error:
+                if error.errno not in _NOT_DIRECT:
+                    os.close(self._fd)
+                    raise
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        """Writes bytes of CPU memory; whole pages directly if the memory lies right."""
+        memory, end = memory_of(data), offset + data.numel()
+        first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
+        if self._direct is None or first >= last or not is_aligned(data, offset):
+            self._write(self._fd, memory, offset)
+            return
+        self._write(self._fd, memory[: first - offset], offset)
+        try:
+            self._write(self._direct, memory[first - offset : last - offset], first)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+            self._write(self._fd, memory[first - offset : last - offset], first)
+        self._write(self._fd, memory[last - offset :], last)
+
+    def _write(self, fd: int, memory: memoryview, offset: int) -> None:
+        direct = fd == self._direct
+        while memory:
+            try:
+                done = os.pwrite(fd, memory, offset)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+            if done == 0:
+                raise OSError(errno.EIO, "the file system accepted no bytes", str(self._path))
+            memory, offset = memory[done:], offset + done
+            if direct and done % PAGE:  # a short write: the rest no longer lies right
+                fd, direct = self._fd, False
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+def create_file(path: Path, head: bytes, size: int) -> None:
+    """Makes a new file with its first bytes and reserves its space on the disk, where the file system can.
+
+    Raises:
+        OSError: ENOSPC if there is not enough space, or another failure; names the file.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _reserve(fd, size, path)
+        done = 0
+        while done < len(head):
+            done += os.pwrite(fd, head[done:], done)
+    finally:
+        os.close(fd)
+
+
+def _reserve(fd: int, size: int, path: Path) -> None:
+    """Not `os.posix_fallocate`: where the file system cannot reserve, that writes zeros everywhere."""
+    os.ftruncate(fd, size)
+    fallocate: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None or size == 0:
+        return
+    if fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM):
+            raise OSError(code, os.strerror(code), str(path))
+
+
+def _chunk_end(offset: int) -> int:
+    return (offset // CHUNK_BYTES + 1) * CHUNK_BYTES

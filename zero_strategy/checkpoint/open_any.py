@@ -1,0 +1,101 @@
+"""Opens a checkpoint of any kind: ours, plain Hugging Face weights, or another library's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from zero_strategy.checkpoint.interop import Format, detect, format_named
+from zero_strategy.checkpoint.locate import checkpoint_directory
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.piece_reader import PieceReader
+from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
+from zero_strategy.checkpoint.portable import PortableState, portable_of
+from zero_strategy.checkpoint.portable_reader import PortableReader
+from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, remote_checkpoint
+from zero_strategy.checkpoint.save_writer import LATEST_NAME
+from zero_strategy.checkpoint.state_reader import StateReader
+from zero_strategy.checkpoint.storage import Folder
+
+NATIVE = "native"
+"""The name of our own format; plain safetensors weights belong to it."""
+
+
+def open_any(
+    path: str | os.PathLike[str], verify: bool = True, source: str | None = None, **options: Any
+) -> StateReader:
+    """Opens a checkpoint.
+
+    Args:
+        path: A directory or a file.
+        verify: Compare checksums, where the checkpoint has any: ours.
+        source: The format, one of `interop.FORMATS` or "native"; None finds it out.
+        options: For the format's `read`, such as `tag`.
+
+    Raises:
+        ValueError: Naming the path, if there is nothing, it is damaged, or is of no known format.
+    """
+    if is_remote(path):
+        return open_remote(os.fspath(path), verify=verify)
+    entry = foreign_format(path) if source is None else None if source == NATIVE else format_named(source)
+    if entry is None:
+        return open_native(path, verify=verify)
+    if not entry.reads:
+        raise ValueError(f"{os.fspath(path)}: the format {entry.name!r} can be written only")
+    found = Path(os.path.abspath(path))
+    if not found.exists():
+        raise ValueError(f"{found}: no such file or directory")
+    return PortableReader(entry.load().read(found, **options), found)
+
+
+def open_native(path: str | os.PathLike[str], *, verify: bool = True) -> StateReader:
+    """Opens a checkpoint of ours, in ordinary files or in pieces, or plain weights.
+
+    Raises:
+        ValueError: As `CheckpointReader`.
+    """
+    found = checkpoint_directory(path)
+    if found.is_dir() and any(found.glob(f"{FOLDER_PREFIX}*")):
+        manifest = Manifest.load(found)
+        if manifest.pieces is not None:
+            return PieceReader(Folder(found), manifest, found, verify=verify)
+    return CheckpointReader(found, verify=verify)
+
+
+def open_remote(url: str, *, verify: bool = True) -> PieceReader:
+    """Opens a checkpoint in an object store.
+
+    Raises:
+        ValueError: If there is none at the URL, or it is not one of pieces.
+        ImportError: If fsspec, or what it needs for the URL, is not installed.
+    """
+    folder, manifest = remote_checkpoint(RemoteFolder(url))
+    return PieceReader(folder, manifest, folder.url, verify=verify)
+
+
+def state_of(reader: StateReader) -> PortableState:
+    """The portable state behind an open checkpoint."""
+    if isinstance(reader, PortableReader):
+        return reader.state
+    return portable_of(reader)
+
+
+def foreign_format(path: str | os.PathLike[str]) -> Format | None:
+    """The foreign format of a path; None if it is ours, plain weights, or nothing that is known."""
+    found = Path(path)
+    if not found.exists() or found.suffix == ".safetensors" or _is_ours(found):
+        return None
+    return detect(found)
+
+
+def _is_ours(found: Path) -> bool:
+    """Whether it is a checkpoint of ours, or the folder of one; others have a file `latest`, too."""
+    if (found / MANIFEST_NAME).is_file():
+        return True
+    try:
+        named = (found / LATEST_NAME).read_text(errors="replace").strip()
+    except OSError:
+        return False
+    return bool(named) and "\0" not in named and (found / named / MANIFEST_NAME).is_file()

@@ -1,0 +1,321 @@
+"""A whole training state without a file format: what every importer gives and every exporter takes.
+
+    foreign directory --read--> PortableState --write_portable--> our checkpoint
+    our checkpoint --portable_of--> PortableState --write--> foreign directory
+
+Tensors are loaded when they are asked for, one at a time, so that a state may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from zero_strategy.checkpoint.layout import TensorSpec
+from zero_strategy.checkpoint.manifest import Scalar
+from zero_strategy.checkpoint.plan import DEFAULT_MAX_FILE_BYTES, INDEX_NAME, CheckpointPlan, FileKind
+from zero_strategy.checkpoint.save_writer import Piece
+from zero_strategy.checkpoint.state_reader import StateReader
+from zero_strategy.checkpoint.writer import CheckpointWriter
+
+CLIENT_STATE_NAME = "client_state.pt"
+"""`torch.save({"client_state": ..., "lr_scheduler": ...})`, loadable under weights_only=True."""
+
+OWN_KEY = "zero_strategy"
+"""Key of the engine's own entry in the manifest's user metadata."""
+
+Progress = Callable[[int], object]
+"""Is given the number of bytes that were moved since it was called last."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor somewhere on disk.
+
+    Attributes:
+        spec: Its name, dtype and shape.
+        load: Gives the whole tensor on the CPU, in that dtype and shape; called when needed, possibly more than once.
+    """
+
+    spec: TensorSpec
+    load: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> StoredTensor:
+        """One that is in memory already."""
+        return cls(TensorSpec.of(name, tensor), lambda: tensor.detach().cpu())
+
+    def named(self, name: str) -> StoredTensor:
+        """The same under another name."""
+        return StoredTensor(TensorSpec(name, self.spec.dtype, self.spec.shape), self.load)
+
+
+@dataclass
+class PortableOptimizer:
+    """State of one optimizer, in whole tensors under parameter names.
+
+    Attributes:
+        kinds: State kind, such as "exp_avg", or "master" for fp32 master weights -> parameter name -> tensor. A fp32
+            parameter has no master: the weight itself is it. Names in the order of the weights.
+        scalars: Parameter name -> key, such as "step" -> number.
+        scalar_dtypes: Key -> torch dtype name ("float32"), where torch's optimizer keeps a 0-d tensor.
+        param_groups: Hyper-parameters of each group, and "params": names.
+        unnamed: Why parameters are called "#0", "#1", ..., counted through the groups, instead of by their names: a
+            file that does not say them. Such state can be loaded into an optimizer; `with_names` makes it whole.
+    """
+
+    kinds: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
+    scalar_dtypes: dict[str, str] = field(default_factory=dict)
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    unnamed: str = ""
+
+    def with_names(self, names: Sequence[str], weights: Mapping[str, StoredTensor]) -> PortableOptimizer:
+        """The same state with names instead of numbers.
+
+        Args:
+            names: Of all parameters, through the groups.
+            weights: The weights, whose shapes the state must have.
+
+        Raises:
+            ValueError: If the number of names or a shape does not fit.
+        """
+        numbers = [number for group in self.param_groups for number in group["params"]]
+        if len(numbers) != len(names):
+            raise ValueError(f"the state is that of {len(numbers)} parameters, {len(names)} names were given")
+        of = dict(zip(numbers, names, strict=True))
+        kinds = {kind: {of[n]: tensor for n, tensor in tensors.items()} for kind, tensors in self.kinds.items()}
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                if name in weights and weights[name].spec.shape != tensor.spec.shape:
+                    raise ValueError(
+                        f"state {kind!r} in the place of parameter {name!r} has the shape {tensor.spec.shape}, "
+                        f"the parameter {weights[name].spec.shape}: the optimizer had its parameters in another order"
+                    )
+        return PortableOptimizer(
+            kinds={kind: {n: tensor.named(n) for n, tensor in tensors.items()} for kind, tensors in kinds.items()},
+            scalars={of[number]: values for number, values in self.scalars.items()},
+            scalar_dtypes=self.scalar_dtypes,
+            param_groups=[{**group, "params": [of[n] for n in group["params"]]} for group in self.param_groups],
+        )
+
+
+@dataclass
+class PortableState:
+    """A whole training state.
+
+    Attributes:
+        weights: Name -> tensor, in the order of the state dict, a tied tensor once.
+        aliases: Further name of a tied tensor -> its first name.
+        optimizers: In the order in which they are attached.
+        counters: "global_steps", "global_samples", "skipped_steps" and the like.
+        user: Anything that JSON can hold, for the manifest.
+        extra_files: Relative path -> content.
+        loss_scaler: In the form of `LossScaler.state_dict()`, or None.
+        client_state: What the user saved besides.
+        lr_scheduler: The scheduler's state dict, or None.
+    """
+
+    weights: dict[str, StoredTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    optimizers: list[PortableOptimizer] = field(default_factory=list)
+    counters: dict[str, Scalar] = field(default_factory=dict)
+    user: dict[str, Any] = field(default_factory=dict)
+    extra_files: dict[str, bytes] = field(default_factory=dict)
+    loss_scaler: dict[str, Any] | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+    lr_scheduler: dict[str, Any] | None = None
+
+    def tensors(self) -> Iterator[tuple[FileKind, StoredTensor]]:
+        """All tensors with their kind: "model", or (number of the optimizer, state kind)."""
+        for tensor in self.weights.values():
+            yield "model", tensor
+        for number, optimizer in enumerate(self.optimizers):
+            for kind, tensors in sorted(optimizer.kinds.items()):
+                for tensor in tensors.values():
+                    yield (str(number), kind), tensor
+
+
+def write_portable(
+    state: PortableState,
+    directory: str | os.PathLike[str],
+    *,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a checkpoint directory of ours, atomically; one process does it, with one tensor in memory at a time.
+
+    Args:
+        state: What to write.
+        directory: The checkpoint; an existing one is replaced. The name of no `latest` is changed.
+        max_file_bytes: Most bytes of tensor data in one weights file.
+        progress: Is told of the bytes written.
+
+    Raises:
+        ValueError: If names clash, a loaded tensor is not what its spec says, an optimizer's parameters have no names,
+            or the client state holds objects that are not plain data; names them.
+        OSError: If the file system fails. The target is then as it was.
+    """
+    if unnamed := [optimizer.unnamed for optimizer in state.optimizers if optimizer.unnamed]:
+        raise ValueError(unnamed[0])
+    extra_files = {**state.extra_files, **client_state_file(state)}
+    plan = portable_plan(state, max_file_bytes)
+    own = {
+        **state.user.get(OWN_KEY, {}),
+        "scalar_dtypes": [optimizer.scalar_dtypes for optimizer in state.optimizers],
+        "loss_scaler": state.loss_scaler,
+    }
+    manifest = plan.manifest(
+        world_size=1,
+        stage=0,
+        scalars={str(number): optimizer.scalars for number, optimizer in enumerate(state.optimizers)},
+        param_groups={str(number): optimizer.param_groups for number, optimizer in enumerate(state.optimizers)},
+        counters=state.counters,
+        user={**state.user, OWN_KEY: own},
+    )
+    writer = CheckpointWriter(directory, rank=0, world_size=1, token=uuid.uuid4().hex[:12])
+    try:
+        writer.prepare(plan)
+        writer.write("model", _pieces(state.weights.values(), progress))
+        for number, optimizer in enumerate(state.optimizers):
+            for kind, tensors in sorted(optimizer.kinds.items()):
+                writer.write((str(number), kind), _pieces(tensors.values(), progress))
+        writer.commit(manifest, extra_files, update_latest=False)
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def portable_plan(state: PortableState, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES) -> CheckpointPlan:
+    """The files that `write_portable` makes of a state."""
+    states = {
+        str(number): {
+            kind: [tensor.spec for tensor in tensors.values()] for kind, tensors in sorted(optimizer.kinds.items())
+        }
+        for number, optimizer in enumerate(state.optimizers)
+    }
+    specs = [tensor.spec for tensor in state.weights.values()]
+    return CheckpointPlan.build(
+        specs, states, aliases=state.aliases, max_file_bytes=max_file_bytes, metadata={"format": "pt"}
+    )
+
+
+def portable_of(reader: StateReader) -> PortableState:
+    """The state of an open checkpoint of ours, or of plain weights; tensors are read when they are asked for.
+
+    Raises:
+        ValueError: If the client state is damaged or holds objects that are not plain data.
+    """
+    state = PortableState(
+        weights={name: _stored(reader, name, spec, "model") for name, spec in reader.weights.items()},
+        aliases=dict(reader.aliases),
+    )
+    if not reader.has_manifest:
+        return state
+    manifest = reader.manifest
+    own = dict(manifest.user.get(OWN_KEY, {}))
+    dtypes = dict(enumerate(own.pop("scalar_dtypes", [])))
+    state.loss_scaler = own.pop("loss_scaler", None)
+    for name in sorted(manifest.optimizers, key=lambda name: (len(name), name)):
+        record = manifest.optimizers[name]
+        kinds = {
+            kind: {n: _stored(reader, n, spec, (name, kind)) for n, spec in specs.items()}
+            for kind, specs in reader.states(name).items()
+        }
+        scalars = {parameter: dict(values) for parameter, values in record.scalars.items()}
+        groups = [dict(group) for group in record.param_groups]
+        scalar_dtypes = dict(dtypes.get(len(state.optimizers), {}))
+        state.optimizers.append(PortableOptimizer(kinds, scalars, scalar_dtypes, groups))
+    state.counters = dict(manifest.counters)
+    state.user = {key: value for key, value in manifest.user.items() if key != OWN_KEY}
+    if own:
+        state.user[OWN_KEY] = own
+    with_tensors = {record.file for record in manifest.weights.values()} | {INDEX_NAME, CLIENT_STATE_NAME}
+    with_tensors |= {path for record in manifest.optimizers.values() for path in record.states.values()}
+    state.extra_files = {path: reader.extra(path) for path in manifest.files if path not in with_tensors}
+    if CLIENT_STATE_NAME in manifest.files:
+        source = f"{reader.directory}/{CLIENT_STATE_NAME}"
+        state.client_state, state.lr_scheduler = parse_client_state(reader.extra(CLIENT_STATE_NAME), source)
+    return state
+
+
+def client_state_file(state: PortableState) -> dict[str, bytes]:
+    """The client state and the scheduler's as a file, or no file where there are none.
+
+    Raises:
+        ValueError: If they hold what cannot be loaded under weights_only=True; names the key.
+    """
+    if not state.client_state and state.lr_scheduler is None:
+        return {}
+    for key, value in [*state.client_state.items(), ("lr_scheduler", state.lr_scheduler)]:
+        try:
+            _unpacked(_packed(value))
+        except Exception as error:
+            raise ValueError(
+                f"client state {key!r} ({type(value).__name__}) is not plain data and could not be loaded safely: "
+                f"{error}; leave it out, or turn it into numbers, strings, tensors, lists and dicts"
+            ) from None
+    return {CLIENT_STATE_NAME: _packed({"client_state": state.client_state, "lr_scheduler": state.lr_scheduler})}
+
+
+def parse_client_state(content: bytes, source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The client state and the scheduler's state from the content of `client_state.pt`.
+
+    Args:
+        content: The file's.
+        source: Its name, for errors.
+
+    Raises:
+        ValueError: If it is damaged or holds objects that are not plain data.
+    """
+    try:
+        found = _unpacked(content)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{source}: cannot be loaded as plain data: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("client_state", {}), dict):
+        raise ValueError(f"{source}: holds no client state")
+    return found.get("client_state", {}), found.get("lr_scheduler")
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _stored(reader: StateReader, name: str, spec: TensorSpec, kind: FileKind) -> StoredTensor:
+    return StoredTensor(spec, lambda: reader.full(name, kind))
+
+
+def _pieces(tensors: Iterable[StoredTensor], progress: Progress | None) -> Iterator[Piece]:
+    """The tensors in the order of a file's bytes, each loaded when its turn comes."""
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.spec.dtype.itemsize):
+        yield Piece(tensor.spec.name, 0, loaded(tensor).contiguous().reshape(-1))
+        if progress is not None:
+            progress(tensor.spec.nbytes)
+
+
+def loaded(tensor: StoredTensor) -> torch.Tensor:
+    """The tensor, checked against its spec.
+
+    Raises:
+        ValueError: If its dtype or shape is another one.
+    """
+    value, spec = tensor.load(), tensor.spec
+    if value.dtype != spec.dtype or tuple(value.shape) != spec.shape:
+        raise ValueError(
+            f"tensor {spec.name!r} was announced as {spec.dtype} {spec.shape}, "
+            f"its file has {value.dtype} {tuple(value.shape)}"
+        )
+    return value.detach()

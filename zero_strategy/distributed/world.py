@@ -1,0 +1,21 @@
+"""How many processes train together."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch.distributed as dist
+
+
+def world_size() -> int:
+    """Size of the default process group, 1 without one; a warning if the launcher started more processes than that."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if (launched := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
+        warnings.warn(
+            f"WORLD_SIZE is {launched}, but there is no process group, so every process trains alone; call "
+            "torch.distributed.init_process_group() first",
+            stacklevel=3,
+        )
+    return 1

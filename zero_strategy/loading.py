@@ -1,0 +1,269 @@
+"""Loading a checkpoint into an engine: each rank reads the element ranges that it owns, whoever saved it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy import piece_exchange
+from zero_strategy.checkpoint import StateReader, TensorSpec
+from zero_strategy.checkpoint.state_reader import Wanted
+from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.saving import references
+from zero_strategy.saving.contents import EXTRA_STATE_FILE, slice_pieces, state_dict_entries
+from zero_strategy.sharding.parameters import ParameterBucket
+
+if TYPE_CHECKING:
+    from zero_strategy.engine import ZeroEngine
+
+T = TypeVar("T")
+OWN = "zero_strategy"
+"""Key of the engine's own entry in the manifest's user metadata."""
+
+
+def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
+    """Open a checkpoint on all ranks; what hinders one of them is raised on all.
+
+    Raises:
+        ValueError: Why this rank cannot open it.
+        RuntimeError: Why another rank cannot.
+    """
+    found: list[T] = []
+    _together(engine, lambda: found.append(opened()))
+    return found[0]
+
+
+def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> None:
+    """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
+    piece_exchange.check_one_save(engine, reader)
+    _check_same(engine, reader)
+    referenced = references.check(engine, reader)
+    entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
+    tied = {alias: name for alias, name in engine.model.aliases.items() if name not in referenced}
+    if strict:
+        reader.check_against((TensorSpec.of(name, tensor) for name, tensor in entries.items()), tied)
+    sources = reader.sources(entries, tied)
+    for name, source in sorted(sources.items()):
+        _check_shape(name, tuple(reader.spec(source).shape), tuple(entries[name].shape))
+
+    wanted: list[Wanted] = []
+
+    def want() -> None:
+        if engine.mesh.rank == 0:
+            reader.check_ties(tied)
+        for bucket in engine.model.buckets:
+            wanted.extend(_wanted_weights(engine, reader, bucket, sources))
+        for name, buffer in entries.items():
+            if name in sources and not isinstance(buffer, nn.Parameter):
+                shape = tuple(buffer.shape)
+                wanted.append(Wanted(sources[name], 0, buffer.numel(), then=_copier(buffer, shape)))
+
+    _together(engine, lambda: _check_small_files(engine, reader))
+    with torch.no_grad():
+        _release(engine)
+        _together(engine, want)
+        with piece_exchange.supplied(engine, reader, wanted):
+            _together(engine, lambda: reader.read_many(wanted))
+        load_extra_state(engine.module, reader)
+        for bucket in engine.model.buckets:
+            if not bucket.placement.shard_parameters:
+                engine.mesh.gather.all_gather(bucket.flat).wait()
+        _release(engine)
+
+
+def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
+    """Read this rank's optimizer state and master weights; see `ZeroEngine.load_optimizers`."""
+    _check_same(engine, reader)
+    records = reader.manifest.optimizers
+    if len(records) != len(engine.optimizers):
+        raise ValueError(
+            f"{reader.directory} holds the state of {len(records)} optimizer(s), {len(engine.optimizers)} are "
+            "attached; attach the same optimizers in the same order, or load weights only"
+        )
+    own = reader.manifest.user.get(OWN, {})
+    names = {id(p): name for name, p in engine.model.names()}
+
+    wanted: list[Wanted] = []
+
+    def want() -> None:
+        for number, sharded in enumerate(engine.optimizers):
+            groups = sharded.optimizer.param_groups
+            reader.name_parameters(str(number), [names[id(p)] for group in groups for p in group["params"]])
+            _set_groups(sharded, reader.manifest.optimizers[str(number)].param_groups, names, reader)
+            dtypes = own.get("scalar_dtypes", [{}] * len(records))[number]
+            available = reader.states(str(number))
+            sharded.state.clear()
+            for group in sharded.optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names[id(parameter)]
+                    source = (reader, str(number), available, dtypes)
+                    wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
+
+    with torch.no_grad():
+        _together(engine, want)
+        with piece_exchange.supplied(engine, reader, wanted):
+            _together(engine, lambda: reader.read_many(wanted))
+
+        for work in [bucket.publish() for bucket in engine.model.buckets]:
+            work.wait()
+        _release(engine)
+    if engine.scaler is not None and own.get("loss_scaler"):
+        engine.scaler.load_state_dict(own["loss_scaler"])
+
+
+def load_extra_state(module: nn.Module, reader: StateReader) -> None:
+    """Give modules back what `get_extra_state` returned, if the checkpoint has it."""
+    if not reader.has_manifest or EXTRA_STATE_FILE not in reader.manifest.files:
+        return
+    stored = torch.load(io.BytesIO(reader.extra(EXTRA_STATE_FILE)), weights_only=True)
+    for name, child in module.named_modules():
+        if name in stored:
+            child.set_extra_state(stored[name])
+
+
+def _release(engine: ZeroEngine) -> None:
+    engine.model.forget_gathered()
+
+
+def _check_shape(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if stored != wanted:
+        raise ValueError(f"tensor {name!r} has shape {stored} in the checkpoint and {wanted} in the model")
+
+
+def _wanted_weights(
+    engine: ZeroEngine, reader: StateReader, bucket: ParameterBucket, sources: Mapping[str, str]
+) -> Iterator[Wanted]:
+    """What this rank reads into a bucket, straight into the shard where dtypes allow."""
+    if bucket.has_master and not bucket.placement.shard_optimizer:
+        for name, segment in zip(bucket.names, bucket.layout.segments, strict=True):
+            if name in sources:
+                target = bucket.master[segment.offset : segment.stop]
+                yield Wanted(sources[name], 0, target.numel(), then=_copier(target))
+    for piece, name in slice_pieces(engine, bucket):
+        if name not in sources:
+            continue
+        target = bucket.shard[piece.offset : piece.offset + piece.numel]
+        if bucket.has_master and bucket.placement.shard_optimizer:
+            master = bucket.master[piece.offset : piece.offset + piece.numel]
+            yield Wanted(sources[name], piece.start, piece.stop, then=_copier(target, None, master))
+        elif reader.spec(sources[name]).dtype == target.dtype:
+            yield Wanted(sources[name], piece.start, piece.stop, out=target)
+        else:
+            yield Wanted(sources[name], piece.start, piece.stop, then=_copier(target))
+
+
+def _copier(target: Tensor, shape: tuple[int, ...] | None = None, *more: Tensor) -> Callable[[Tensor], None]:
+    def copy(values: Tensor) -> None:
+        for each in (target, *more):
+            each.copy_(values if shape is None else values.view(shape))
+
+    return copy
+
+
+def _set_groups(
+    sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]], names: dict[int, str], reader: StateReader
+) -> None:
+    groups = sharded.optimizer.param_groups
+    # Frozen and empty parameters have no state: some hand them to the optimizer, some (and DeepSpeed) leave them out.
+    idle = {names[id(p)] for group in groups for p in group["params"] if not (p.requires_grad and p.numel())}
+    mine = [[name for p in group["params"] if (name := names[id(p)]) not in idle] for group in groups]
+    theirs = [[name for name in group["params"] if name not in idle] for group in stored]
+    if [sorted(group) for group in mine] != [sorted(group) for group in theirs]:
+        different = sorted({name for group in mine for name in group} ^ {name for group in theirs for name in group})
+        raise ValueError(
+            f"{reader.directory}: the param groups of {type(sharded.optimizer).__name__} hold other parameters "
+            f"({len(theirs)} group(s) there, {len(mine)} here; first differences: {different[:5]})"
+        )
+    for group, values in zip(groups, stored, strict=True):
+        for key, value in values.items():
+            if key != "params":
+                old = group.get(key)
+                if isinstance(old, Tensor):
+                    value = torch.as_tensor(value, dtype=old.dtype, device=old.device)
+                group[key] = value
+
+
+def _load_state(
+    engine: ZeroEngine,
+    sharded: ShardedOptimizer,
+    parameter: nn.Parameter,
+    name: str,
+    reader: StateReader,
+    number: str,
+    available: Mapping[str, Mapping[str, TensorSpec]],
+    scalar_dtypes: Mapping[str, str],
+    group: Mapping[str, Any],
+) -> list[Wanted]:
+    """Gives a parameter its state; the tensors are filled when what is returned has been read."""
+    piece = sharded.piece(parameter)
+    place = engine.model.place(parameter)
+    assert place is not None
+    bucket, index = place
+    if piece is None:
+        return []
+    cut = bucket.piece_of[index]
+    values: dict[str, Any] = {}
+    wanted: list[Wanted] = []
+    for kind, specs in available.items():
+        if name not in specs:
+            continue
+        _check_shape(name, tuple(specs[name].shape), tuple(parameter.shape))
+        if kind == "master":
+            target = bucket.master[cut.offset : cut.offset + cut.numel]
+            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), then=_copier(target)))
+        else:
+            state = torch.empty(cut.numel, dtype=specs[name].dtype, device=piece.device)
+            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), out=state))
+            values[kind] = state.view(piece.shape)
+    for key, value in reader.manifest.optimizers[number].scalars.get(name, {}).items():
+        values[key] = value
+        if key in scalar_dtypes:
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            device = piece.device if on_device else torch.device("cpu")
+            values[key] = torch.tensor(value, dtype=getattr(torch, scalar_dtypes[key]), device=device)
+    if values:
+        sharded.set_state_of(parameter, values)
+    return wanted
+
+
+def _check_same(engine: ZeroEngine, reader: StateReader) -> None:
+    """Ranks that read different checkpoints would make a model of pieces of both."""
+    everyone = engine.mesh.control.gather_objects((str(reader.directory), reader.identity()))
+    if len({identity for _, identity in everyone}) > 1:
+        raise ValueError(
+            "the ranks would load different checkpoints: "
+            + ", ".join(f"rank {rank} {directory}" for rank, (directory, _) in enumerate(everyone))
+            + "; give all of them the same one, on a file system that they share or as equal copies"
+        )
+
+
+def _check_small_files(engine: ZeroEngine, reader: StateReader) -> None:
+    """Each rank reads its share: what one rank alone needs later, such as its random state, fails on all, and here."""
+    if not reader.has_manifest:
+        return
+    manifest = reader.manifest
+    with_tensors = {record.file for record in manifest.weights.values()}
+    with_tensors |= {path for record in manifest.optimizers.values() for path in record.states.values()}
+    small = sorted(manifest.files.keys() - with_tensors)
+    for path in small[engine.mesh.rank :: engine.mesh.world_size]:
+        reader.extra(path)
+
+
+def _together(engine: ZeroEngine, action: Any) -> None:
+    """Run `action` on this rank; if it fails on any rank, raise on all."""
+    error: Exception | None = None
+    try:
+        action()
+    except Exception as caught:
+        error = caught
+    report = None if error is None else f"{type(error).__name__}: {error}"
+    reports = engine.mesh.control.gather_objects(report)
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, text in enumerate(reports) if text is not None}
+    if failed:
+        raise RuntimeError(f"failed on other rank(s): {failed}")

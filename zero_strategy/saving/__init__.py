@@ -1,0 +1,5 @@
+"""Saving the engine's state: what is saved, by whom and when, at once or in the background."""
+
+from zero_strategy.saving.saver import PendingSave, Saver
+
+__all__ = ["PendingSave", "Saver"]

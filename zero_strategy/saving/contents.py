@@ -1,0 +1,193 @@
+"""What a checkpoint of an engine holds: names, order, tables of state, and this rank's pieces of it.
+
+Every rank has its own slices of weights, master weights and optimizer state, which go straight into the final files
+under the module's own names.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.checkpoint import FileKind, Piece
+from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.sharding.parameters import ParameterBucket
+
+if TYPE_CHECKING:
+    from zero_strategy.engine import ZeroEngine
+
+EXTRA_STATE_FILE = "extra_state.pt"
+"""What modules return from `get_extra_state`."""
+
+
+@dataclass
+class OptimizerTable:
+    """What all ranks together know about one optimizer's state.
+
+    Attributes:
+        kinds: State kind -> parameter name -> dtype.
+        scalars: Parameter name -> key -> number.
+        scalar_dtypes: Key -> dtype name, for numbers that the optimizer keeps as 0-d tensors.
+    """
+
+    kinds: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scalar_dtypes: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, other: OptimizerTable) -> None:
+        """Take in another rank's entries."""
+        for kind, dtypes in other.kinds.items():
+            self.kinds.setdefault(kind, {}).update(dtypes)
+        for name, values in other.scalars.items():
+            self.scalars.setdefault(name, {}).update(values)
+        self.scalar_dtypes.update(other.scalar_dtypes)
+
+
+def state_dict_entries(module: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and objects of parameters and persistent buffers in the order of the module's state dict.
+
+    Args:
+        module: The root.
+        tied: Give tied tensors under each of their names; else once, under the first.
+    """
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or key in module._non_persistent_buffers_set or id(tensor) in seen:
+                continue
+            if not tied:
+                seen.add(id(tensor))
+            yield prefix + key, tensor
+        for key, child in module._modules.items():
+            if child is not None:
+                yield from visit(child, f"{prefix}{key}.")
+
+    yield from visit(module, "")
+
+
+def extra_state_file(module: nn.Module) -> dict[str, bytes]:
+    """What modules return from `get_extra_state`, as a file of its own; any picklable value."""
+    found = {
+        name: child.get_extra_state()
+        for name, child in module.named_modules()
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
+    if not found:
+        return {}
+    buffer = io.BytesIO()
+    torch.save(found, buffer)
+    return {EXTRA_STATE_FILE: buffer.getvalue()}
+
+
+def slice_pieces(engine: ZeroEngine, bucket: ParameterBucket) -> Iterator[tuple[Any, str]]:
+    """The parts of parameters inside this rank's slice, with their names; offsets count from the slice's start."""
+    for piece in bucket.layout.pieces(bucket.slice.start, bucket.slice.stop):
+        yield piece, bucket.names[piece.index]
+
+
+def own_table(engine: ZeroEngine, sharded: ShardedOptimizer) -> OptimizerTable:
+    """What this rank knows of an optimizer's state.
+
+    Raises:
+        TypeError: Naming a state that no file of tensors can hold.
+    """
+    table, names = OptimizerTable(), {id(p): name for name, p in engine.model.names()}
+    for parameter in sharded.parameters():
+        place = engine.model.place(parameter)
+        assert place is not None
+        name, (bucket, _) = names[id(parameter)], place
+        if bucket.has_master:
+            table.kinds.setdefault("master", {})[name] = torch.float32
+        piece = sharded.piece(parameter)
+        for key, value in sharded.state_of(parameter).items():
+            assert piece is not None
+            if isinstance(value, Tensor) and value.dim() == 0:
+                table.scalars.setdefault(name, {})[key] = value.item()
+                table.scalar_dtypes[key] = str(value.dtype).removeprefix("torch.")
+            elif isinstance(value, Tensor) and value.shape == piece.shape:
+                table.kinds.setdefault(key, {})[name] = value.dtype
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                table.scalars.setdefault(name, {})[key] = value
+            else:
+                raise TypeError(
+                    f"state {key!r} of {type(sharded.optimizer).__name__} for parameter {name!r} is a "
+                    f"{type(value).__name__} that cannot be stored: only one value per element, or plain numbers"
+                )
+    return table
+
+
+def stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a weight is saved as: `wanted` converts floating-point ones."""
+    return own if wanted is None or not own.is_floating_point else wanted
+
+
+def pieces_of(
+    engine: ZeroEngine,
+    order: Sequence[tuple[str, Tensor]],
+    saved: Sequence[ShardedOptimizer],
+    tables: Sequence[OptimizerTable],
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[FileKind, Piece]]:
+    """All that this rank writes, as views of live memory, or weights converted to `dtype`."""
+    if engine.mesh.replicate.rank:  # the first replica writes for all
+        return
+    wanted = {name for name, _ in order}
+    for bucket in engine.model.buckets:
+        values = bucket.shard
+        if dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize:
+            lead = bucket.slice.start - bucket.owned.start
+            values = bucket.master[lead : lead + bucket.shard.numel()]
+        for piece, name in slice_pieces(engine, bucket):
+            if name in wanted:
+                part = values[piece.offset : piece.offset + piece.numel]
+                yield "model", Piece(name, piece.start, part.to(stored_dtype(part.dtype, dtype)))
+    if engine.mesh.rank == 0:
+        for name, tensor in order:
+            if not isinstance(tensor, nn.Parameter):
+                flat = tensor.detach().contiguous().reshape(-1)
+                yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, dtype)))
+    for number, (sharded, table) in enumerate(zip(saved, tables, strict=True)):
+        for kind, dtypes in table.kinds.items():
+            for state in _state_pieces(engine, sharded, kind, dtypes):
+                yield (str(number), kind), state
+
+
+def _state_pieces(
+    engine: ZeroEngine, sharded: ShardedOptimizer, kind: str, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[Piece]:
+    for bucket in engine.model.buckets:
+        lead = bucket.slice.start - bucket.owned.start
+        for piece, name in slice_pieces(engine, bucket):
+            if name not in dtypes:
+                continue
+            if kind == "master":
+                values = bucket.master[lead + piece.offset : lead + piece.offset + piece.numel]
+            else:
+                values = sharded.state_of(bucket.parameters[piece.index])[kind].reshape(-1)
+                if not bucket.placement.shard_optimizer:
+                    values = values[piece.start : piece.stop]
+            yield Piece(name, piece.start, values.contiguous())
+
+
+def groups_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> list[dict[str, Any]]:
+    """Hyper-parameters of each param group, its parameters by name."""
+    names = {id(p): name for name, p in engine.model.names()}
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params"}
+        | {"params": [names[id(p)] for p in group["params"]]}
+        for group in sharded.optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 else value.tolist()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value

@@ -1,0 +1,410 @@
+"""When a checkpoint is written: at once, or from a snapshot in the background; one at a time, never failing silently.
+
+What training waits for is one small exchange of tables and a copy of this rank's bytes in host memory. All the rest is
+a thread's business: it writes past the page cache and mostly waits for the disk. A failure is raised by the next step
+on all ranks, by the next save, by `wait()`, and at exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import os
+import threading
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zero_strategy.checkpoint import CheckpointPlan, TensorSpec
+from zero_strategy.checkpoint.aligned import AlignedArena
+from zero_strategy.checkpoint.remote import is_remote
+from zero_strategy.checkpoint.retention import prune
+from zero_strategy.checkpoint.save_writer import in_file_order
+from zero_strategy.checkpoint.snapshot import snapshot
+from zero_strategy.config import CheckpointConfig
+from zero_strategy.distributed.save_board import FailedElsewhereError, SaveBoard, own_store
+from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.saving import random_state, references
+from zero_strategy.saving.contents import (
+    OptimizerTable,
+    extra_state_file,
+    groups_of,
+    own_table,
+    pieces_of,
+    state_dict_entries,
+    stored_dtype,
+)
+from zero_strategy.saving.job import SaveJob
+from zero_strategy.saving.places import SavePlaces, parent_of, prune_remote
+
+if TYPE_CHECKING:
+    from zero_strategy.engine import ZeroEngine
+
+OWN = "zero_strategy"
+"""Key of the engine's own entry in the manifest's user metadata."""
+_IO_THREADS = 2
+_NICE = 1
+
+
+class PendingSave:
+    """A save that may still be going on.
+
+    Attributes:
+        directory: The checkpoint.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._over, self._process = threading.Event(), os.getpid()
+        self._cleaned = threading.Event()
+        self._over.set()
+        self._cleaned.set()
+        self._error: BaseException | None = None
+        self._raised = False
+        self._afterwards: list[tuple[Callable[[], object], bool]] | None = None
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether it is over on this rank, well or not."""
+        return self._over.is_set()
+
+    def failed(self) -> bool:
+        """Whether it is over and has failed, and nobody was told yet."""
+        return self.done() and self._error is not None and not self._raised
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there.
+
+        Raises:
+            OSError, ValueError, RuntimeError: Why it is not, on this rank or on another; once.
+        """
+        if self._process == os.getpid():  # a forked child has no such thread
+            self._over.wait()  # not `join`, which does not survive an interruption
+        atexit.unregister(self.wait)
+        if self._error is not None and not self._raised:
+            self._raised = True
+            raise self._error
+
+    def then(self, action: Callable[[], object], *, failed: bool = False) -> None:
+        """Do something once the checkpoint is there, or (`failed`) cannot be: now, in the background, or never.
+
+        What goes wrong with it is a warning: the save is over, on all ranks alike.
+        """
+        with self._lock:
+            if self._afterwards is not None:
+                self._afterwards.append((action, failed))
+                return
+        if failed == (self._error is not None):
+            action()
+
+    def finish(self) -> None:
+        """`wait`, and return when what it replaced is removed, too."""
+        self.wait()
+        if self._process == os.getpid():
+            self._cleaned.wait()
+
+    def start(
+        self, job: SaveJob, bytes_per_second: float | None, before: PendingSave | None, *, written: bool = False
+    ) -> None:
+        """Run a job, or what is left to do if it is `written`, in a thread that keeps the process alive until then.
+
+        Args:
+            job: The job.
+            bytes_per_second: Bound on its speed.
+            before: The save before, which may still be cleaning up.
+            written: It has been run.
+        """
+
+        def run() -> None:
+            _be_nice()
+            try:
+                if not written:
+                    job.run(threads=0, bytes_per_second=bytes_per_second)
+            except BaseException as error:
+                self._error = error
+            self.then(job.clean_up)
+            self._over.set()
+            try:
+                if before is not None:
+                    before._cleaned.wait()
+                self._do_afterwards()
+            finally:
+                self._cleaned.set()
+
+        self._afterwards = []
+        self._cleaned.clear()
+        if not written:
+            self._over.clear()
+        atexit.register(self.wait)  # the interpreter prints what it raises
+        threading.Thread(target=run, name="checkpoint", daemon=False).start()
+
+    def _do_afterwards(self) -> None:
+        with self._lock:
+            actions, self._afterwards = self._afterwards, None
+        for action, failed in actions or []:
+            if failed == (self._error is not None):
+                try:
+                    action()
+                except Exception as error:
+                    warnings.warn(f"after saving {self.directory}: {type(error).__name__}: {error}", stacklevel=1)
+
+
+@dataclass
+class _Contribution:
+    """What a rank says before a save."""
+
+    token: str
+    busy: bool
+    tables: list[OptimizerTable]
+    digests: dict[str, int]
+    knows_place: bool
+    error: str | None
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What the ranks found out together before a save."""
+
+    tables: list[OptimizerTable]
+    token: str
+    references: dict[str, str]
+
+
+class Saver:
+    """The saves of one engine."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self._engine = weakref.proxy(engine)
+        self._arena = AlignedArena(pinned=torch.cuda.is_available())
+        self._pending: PendingSave | None = None
+        self._last: PendingSave | None = None
+        self._board: SaveBoard | None = None
+        self._last_plan: tuple[Any, CheckpointPlan] | None = None
+        self._store: Any = None
+        self._number = 0
+        self._places = SavePlaces(self._engine.config.config.checkpoint.layout)
+
+    @property
+    def places(self) -> SavePlaces:
+        """What is known of the folders that checkpoints go into."""
+        return self._places
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory kept for the snapshots of background saves."""
+        return self._arena.nbytes
+
+    def failed(self) -> bool:
+        """Whether a save in the background has failed and nobody was told."""
+        return self._pending is not None and self._pending.failed()
+
+    def wait(self) -> None:
+        """Return when no save is going on; raises what went wrong with the last one."""
+        pending = self._pending
+        if pending is not None:
+            try:
+                pending.wait()
+            finally:
+                if pending.done():  # not after a Ctrl-C: the snapshot is still being read
+                    self._pending = None
+
+    def finish(self) -> None:
+        """`wait`, and return when all that was replaced or is no longer kept is removed."""
+        self.wait()
+        if self._last is not None:
+            self._last.finish()
+
+    def then(self, action: Callable[[], object], *, failed: bool = False) -> None:
+        """Do something as soon as no save is going on, if the last one succeeds, or (`failed`) if it fails."""
+        if self._pending is not None:
+            self._pending.then(action, failed=failed)
+        elif not failed:
+            action()
+
+    def busy(self) -> bool:
+        """Whether a save goes on on this rank."""
+        return self._pending is not None and not self._pending.done()
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        user: Mapping[str, Any],
+        extra_files: Mapping[str, bytes],
+        own_files: Mapping[str, bytes],
+        counters: Mapping[str, Any],
+        optimizers: bool,
+        update_latest: bool,
+        asynchronous: bool,
+        weights_dtype: torch.dtype | None,
+    ) -> PendingSave:
+        """See `ZeroEngine.save`."""
+        engine, settings = self._engine, self._engine.config.config.checkpoint
+        if weights_dtype is not None and optimizers:
+            raise ValueError("weights_dtype is for weights alone, which cannot be resumed from: give optimizers=False")
+        if settings.while_saving == "wait":
+            self.wait()
+        engine.mesh.rendezvous.meet(f"save({os.fspath(directory)!r})")
+        engine.model.reducer.follow_edits()
+        saved = list(engine.optimizers) if optimizers else []
+        frozen = self._referenced()
+        agreed = self._agree(saved, directory, frozen)
+        if settings.while_saving == "refuse":
+            self.wait()  # it is over on all ranks
+        assert not self.busy(), "one save at a time: they share the snapshot's memory"
+        board = self._next_board()
+        pending = PendingSave(os.fspath(directory))
+        try:
+            order = [item for item in state_dict_entries(engine.module) if item[0] not in frozen]
+            plan = self._plan(order, agreed.tables, weights_dtype)
+            job = self._job(directory, plan, agreed, board, saved, dict(user), dict(counters), update_latest)
+            job.extra_files = {**extra_files, **extra_state_file(engine.module)}
+            job.own_files = {**own_files, random_state.path_of(engine.mesh.rank): random_state.capture()}
+            live = pieces_of(engine, order, saved, agreed.tables, weights_dtype)
+            job.pieces = snapshot(job.plan, live, self._arena) if asynchronous else in_file_order(job.plan, live)
+        except BaseException as error:
+            board.fail(f"{type(error).__name__}: {error}")
+            raise
+        before, self._last = self._last, pending
+        if asynchronous:
+            self._pending = pending
+            pending.start(job, settings.bytes_per_second or None, before)
+        else:
+            job.run(threads=_IO_THREADS, bytes_per_second=None)
+            pending.start(job, None, before, written=True)
+        return pending
+
+    def _agree(
+        self, saved: list[ShardedOptimizer], directory: str | os.PathLike[str], frozen: set[str]
+    ) -> _Agreed:
+        """What all ranks know together; whatever is wrong on one rank is raised on all."""
+        engine, error, own, digests = self._engine, None, list[OptimizerTable](), dict[str, int]()
+        try:
+            own = [own_table(engine, sharded) for sharded in saved]
+            digests = references.own_digests(engine, frozen) if frozen else {}
+        except Exception as caught:
+            error = caught
+        knows, text = self._places.knows(directory), None if error is None else f"{error}"
+        mine = _Contribution(uuid.uuid4().hex[:12], self.busy(), own, digests, knows, text)
+        everyone: list[_Contribution] = engine.mesh.control.gather_objects(mine)
+        if error is not None:
+            raise error
+        if failed := {rank: other.error for rank, other in enumerate(everyone) if other.error is not None}:
+            raise FailedElsewhereError(f"failed on other rank(s): {failed}")
+        busy = [rank for rank, other in enumerate(everyone) if other.busy]
+        if busy and engine.config.config.checkpoint.while_saving == "refuse":
+            raise RuntimeError(
+                f"{os.fspath(directory)}: the last checkpoint is still being written (by ranks {busy}), and "
+                "checkpoint.while_saving is 'refuse'; save less often, or set it to 'wait'"
+            )
+        if not all(other.knows_place for other in everyone):
+            self._places.forget(directory)  # all find out, or none
+        tables = [OptimizerTable() for _ in saved]
+        for other in everyone:
+            for table, part in zip(tables, other.tables, strict=True):
+                table.merge(part)
+        return _Agreed(tables, everyone[0].token, references.total([other.digests for other in everyone], frozen))
+
+    def _referenced(self) -> set[str]:
+        """The frozen parameters that are named by their digest instead of being saved."""
+        if self._engine.config.config.checkpoint.frozen == "include":
+            return set()
+        return {name for name, parameter in self._engine.model.names() if not parameter.requires_grad}
+
+    def _job(
+        self,
+        directory: str | os.PathLike[str],
+        plan: CheckpointPlan,
+        agreed: _Agreed,
+        board: SaveBoard,
+        saved: list[ShardedOptimizer],
+        user: dict[str, Any],
+        counters: dict[str, Any],
+        update_latest: bool,
+    ) -> SaveJob:
+        engine, mesh = self._engine, self._engine.mesh
+        tables, settings = agreed.tables, engine.config.config.checkpoint
+        own = {
+            "scalar_dtypes": [table.scalar_dtypes for table in tables],
+            "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
+            references.KEY: references.describe(engine, agreed.references),
+        }
+        manifest = plan.manifest(
+            world_size=mesh.world_size,
+            stage=engine.stage,
+            scalars={str(number): table.scalars for number, table in enumerate(tables)},
+            param_groups={str(number): groups_of(engine, sharded) for number, sharded in enumerate(saved)},
+            counters=counters,
+            user={**copy.deepcopy(user), OWN: own},
+        )
+        return SaveJob(
+            writer=self._places.writer(directory, board, agreed.token),
+            board=board,
+            plan=plan,
+            pieces=(),
+            own_files={},
+            manifest=manifest,
+            extra_files={},
+            update_latest=update_latest,
+            committed=partial(_prune, parent_of(directory), settings),
+        )
+
+    def _plan(
+        self, order: Sequence[tuple[str, Tensor]], tables: Sequence[OptimizerTable], dtype: torch.dtype | None
+    ) -> CheckpointPlan:
+        """The files; those of the last save if nothing has changed."""
+        engine = self._engine
+        key = ([(name, t.dtype, t.shape) for name, t in order], [table.kinds for table in tables], dtype)
+        if self._last_plan is None or self._last_plan[0] != key:
+            shapes = {name: tuple(p.shape) for name, p in engine.model.names()}
+            stored = {name for name, _ in order}
+            states = {
+                str(number): {
+                    kind: [TensorSpec(name, dtypes[name], shapes[name]) for name, _ in order if name in dtypes]
+                    for kind, dtypes in sorted(table.kinds.items())
+                }
+                for number, table in enumerate(tables)
+            }
+            plan = CheckpointPlan.build(
+                [TensorSpec(name, stored_dtype(t.dtype, dtype), tuple(t.shape)) for name, t in order],
+                states,
+                aliases={alias: name for alias, name in engine.model.aliases.items() if name in stored},
+                max_file_bytes=engine.config.config.checkpoint.max_file_bytes,
+                metadata={"format": "pt"},
+            )
+            self._last_plan = (key, plan)
+        return self._last_plan[1]
+
+    def _next_board(self) -> SaveBoard:
+        mesh, timeout = self._engine.mesh, self._engine.config.config.checkpoint.timeout_seconds
+        if self._board is not None:
+            self._board.clear()  # all ranks have met since, so all have left that save
+        self._number += 1
+        if self._store is None:
+            self._store = own_store(mesh.world_size)
+        key = f"{mesh.rendezvous.prefix}/{self._number}"
+        self._board = SaveBoard(mesh.rank, mesh.world_size, timeout, key, self._store)
+        return self._board
+
+
+def _prune(folder: str, settings: CheckpointConfig) -> None:
+    """Remove what the settings no longer keep; a checkpoint too many is no reason to fail."""
+    if settings.keep_last:
+        try:
+            (prune_remote if is_remote(folder) else prune)(folder, settings.keep_last, settings.keep_every)
+        except Exception as error:
+            warnings.warn(f"{folder}: an old checkpoint could not be removed: {error}", stacklevel=2)
+
+
+def _be_nice() -> None:
+    """Let training have the processor first; the priority is the thread's own on Linux."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
