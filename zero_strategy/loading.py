@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OWN = "zero_strategy"
 """Key of the engine's own entry in the manifest's user metadata."""
+_MOMENT_SETTINGS = {"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "rho"}
+"""Hyper-parameters that tell families of optimizers apart, for a state of one means nothing to another."""
 
 
 def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
@@ -93,9 +95,11 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
         for number, sharded in enumerate(engine.optimizers):
             groups = sharded.optimizer.param_groups
             reader.name_parameters(str(number), [names[id(p)] for group in groups for p in group["params"]])
+            available = reader.states(str(number))
+            if available:
+                _check_family(sharded, reader.manifest.optimizers[str(number)].param_groups, reader)
             _set_groups(sharded, reader.manifest.optimizers[str(number)].param_groups, names, reader)
             dtypes = own.get("scalar_dtypes", [{}] * len(records))[number]
-            available = reader.states(str(number))
             sharded.state.clear()
             for group in sharded.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -185,6 +189,17 @@ def _set_groups(
                 if isinstance(old, Tensor):
                     value = torch.as_tensor(value, dtype=old.dtype, device=old.device)
                 group[key] = value
+
+
+def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]], reader: StateReader) -> None:
+    for group, values in zip(sharded.optimizer.param_groups, stored, strict=False):
+        here, there = (sorted(_MOMENT_SETTINGS & keys.keys()) for keys in (group, values))
+        if here and there and here != there:
+            raise ValueError(
+                f"{reader.directory} holds the state of an optimizer with the hyper-parameters {there}; "
+                f"{type(sharded.optimizer).__name__} has {here} and would drop it: attach an optimizer of the kind "
+                "that was saved, or load weights only"
+            )
 
 
 def _load_state(

@@ -293,12 +293,12 @@ def on_rank_0_only(call: str, late: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "gathered", "save"])
 def test_a_call_on_one_rank_only_is_an_error_within_seconds(ranks: Launcher, call: str) -> None:
-    (message, seconds), _ = ranks(2, timeout=15)(on_rank_0_only, call, False)
+    (message, seconds), _ = ranks(2)(on_rank_0_only, call, False)
     assert "rank(s) [1] did not come" in message and seconds < 5
 
 
 def test_a_rank_that_comes_too_late_does_not_hang(ranks: Launcher) -> None:
-    first, second = ranks(2, timeout=15)(on_rank_0_only, "state_dict", True)
+    first, second = ranks(2)(on_rank_0_only, "state_dict", True)
     assert "did not come" in first[0]
     assert "rank(s) [0]" in second[0] and second[1] < 5
 

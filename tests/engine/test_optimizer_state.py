@@ -143,6 +143,28 @@ def test_a_checkpoint_without_state_clears_it(ranks: Launcher, tmp_path: Path) -
             assert trained > 10 and loaded == 0 and changed == 0
 
 
+def other_family(folder: str) -> str:
+    twin = ShardedTwin(Setting(1, "per_micro_batch"))
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
+    train_one(twin, 0)
+    twin.own.save(folder)
+    other = net()
+    engine = ZeroEngine(other, load_config(stage=1))
+    engine.attach(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    try:
+        engine.load(folder)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused(ranks: Launcher, tmp_path: Path) -> None:
+    for message in ranks(2)(other_family, str(tmp_path / "c")):
+        assert "['betas']" in message and "SGD has ['momentum']" in message
+
+
 class Counting(Net):
     """Keeps a number outside of parameters and buffers."""
 
