@@ -14,7 +14,7 @@ from zero_strategy.checkpoint import StateReader, TensorSpec
 from zero_strategy.checkpoint.state_reader import Wanted
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving import references
-from zero_strategy.saving.contents import EXTRA_STATE_FILE, slice_pieces, state_dict_entries
+from zero_strategy.saving.contents import EXTRA_STATE_FILE, state_dict_entries
 from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ def _wanted_weights(
             if name in sources:
                 target = bucket.master[segment.offset : segment.stop]
                 yield Wanted(sources[name], 0, target.numel(), then=_copier(target))
-    for piece, name in slice_pieces(engine, bucket):
+    for piece in bucket.slice_pieces:
+        name = bucket.names[piece.index]
         if name not in sources:
             continue
         target = bucket.shard[piece.offset : piece.offset + piece.numel]

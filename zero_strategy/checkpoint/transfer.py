@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,6 +18,10 @@ if sys.byteorder != "little":
     raise ImportError("checkpoints are little-endian, and this machine is not")
 
 Seen = Callable[[memoryview], object]
+# https://docs.python.org/3/c-api/memoryview.html; an array type of ctypes per length would cost 20 times as much.
+_VIEW: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_VIEW.argtypes, _VIEW.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
+_WRITABLE = 0x200
 
 
 class Transfer:
@@ -74,7 +79,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a CPU byte tensor, which the caller must keep alive."""
     assert tensor.dtype == torch.uint8 and tensor.device.type == "cpu" and tensor.is_contiguous()
-    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    view: memoryview = _VIEW(tensor.data_ptr(), tensor.numel(), _WRITABLE)
+    return view
 
 
 def _read_all(fd: int, memory: memoryview, offset: int) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from zero_strategy.checkpoint import FileKind, Piece
 from zero_strategy.optim.sharded import ShardedOptimizer
-from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
@@ -85,32 +84,40 @@ def extra_state_file(module: nn.Module) -> dict[str, bytes]:
     return {EXTRA_STATE_FILE: buffer.getvalue()}
 
 
-def slice_pieces(engine: ZeroEngine, bucket: ParameterBucket) -> Iterator[tuple[Any, str]]:
-    """The parts of parameters inside this rank's slice, with their names; offsets count from the slice's start."""
-    for piece in bucket.layout.pieces(bucket.slice.start, bucket.slice.stop):
-        yield piece, bucket.names[piece.index]
+States = Mapping[str, tuple[torch.Size, Mapping[str, Any]]]
+"""Parameter name -> shape of this rank's piece, and its live state."""
 
 
-def own_table(engine: ZeroEngine, sharded: ShardedOptimizer) -> OptimizerTable:
+def states_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> States:
+    """This rank's state of an optimizer, looked up once for all that a save asks of it."""
+    names, found = {id(p): name for name, p in engine.model.names()}, {}
+    for parameter in sharded.parameters():
+        piece = sharded.piece(parameter)
+        if piece is not None:
+            found[names[id(parameter)]] = (piece.shape, sharded.state.get(piece, {}))
+    return found
+
+
+def own_table(engine: ZeroEngine, sharded: ShardedOptimizer, states: States) -> OptimizerTable:
     """What this rank knows of an optimizer's state.
 
     Raises:
         TypeError: Naming a state that no file of tensors can hold.
     """
-    table, names = OptimizerTable(), {id(p): name for name, p in engine.model.names()}
-    for parameter in sharded.parameters():
-        place = engine.model.place(parameter)
-        assert place is not None
-        name, (bucket, _) = names[id(parameter)], place
+    table, dtypes = OptimizerTable(), dict[torch.dtype, str]()
+    parameters = {id(parameter) for parameter in sharded.parameters()}
+    for bucket in engine.model.buckets:
         if bucket.has_master:
-            table.kinds.setdefault("master", {})[name] = torch.float32
-        piece = sharded.piece(parameter)
-        for key, value in sharded.state_of(parameter).items():
-            assert piece is not None
+            held = zip(bucket.names, bucket.parameters, strict=True)
+            table.kinds.setdefault("master", {}).update((n, torch.float32) for n, p in held if id(p) in parameters)
+    for name, (shape, state) in states.items():
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() == 0:
                 table.scalars.setdefault(name, {})[key] = value.item()
-                table.scalar_dtypes[key] = str(value.dtype).removeprefix("torch.")
-            elif isinstance(value, Tensor) and value.shape == piece.shape:
+                if value.dtype not in dtypes:
+                    dtypes[value.dtype] = str(value.dtype).removeprefix("torch.")
+                table.scalar_dtypes[key] = dtypes[value.dtype]
+            elif isinstance(value, Tensor) and value.shape == shape:
                 table.kinds.setdefault(key, {})[name] = value.dtype
             elif value is None or isinstance(value, (bool, int, float, str)):
                 table.scalars.setdefault(name, {})[key] = value
@@ -130,7 +137,7 @@ def stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def pieces_of(
     engine: ZeroEngine,
     order: Sequence[tuple[str, Tensor]],
-    saved: Sequence[ShardedOptimizer],
+    saved: Sequence[States],
     tables: Sequence[OptimizerTable],
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[FileKind, Piece]]:
@@ -143,7 +150,8 @@ def pieces_of(
         if dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize:
             lead = bucket.slice.start - bucket.owned.start
             values = bucket.master[lead : lead + bucket.shard.numel()]
-        for piece, name in slice_pieces(engine, bucket):
+        for piece in bucket.slice_pieces:
+            name = bucket.names[piece.index]
             if name in wanted:
                 part = values[piece.offset : piece.offset + piece.numel]
                 yield "model", Piece(name, piece.start, part.to(stored_dtype(part.dtype, dtype)))
@@ -152,25 +160,24 @@ def pieces_of(
             if not isinstance(tensor, nn.Parameter):
                 flat = tensor.detach().contiguous().reshape(-1)
                 yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, dtype)))
-    for number, (sharded, table) in enumerate(zip(saved, tables, strict=True)):
+    for number, (states, table) in enumerate(zip(saved, tables, strict=True)):
         for kind, dtypes in table.kinds.items():
-            for state in _state_pieces(engine, sharded, kind, dtypes):
+            for state in _state_pieces(engine, states, kind, dtypes):
                 yield (str(number), kind), state
 
 
-def _state_pieces(
-    engine: ZeroEngine, sharded: ShardedOptimizer, kind: str, dtypes: Mapping[str, torch.dtype]
-) -> Iterator[Piece]:
+def _state_pieces(engine: ZeroEngine, states: States, kind: str, dtypes: Mapping[str, torch.dtype]) -> Iterator[Piece]:
     for bucket in engine.model.buckets:
-        lead = bucket.slice.start - bucket.owned.start
-        for piece, name in slice_pieces(engine, bucket):
+        lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
+        for piece in bucket.slice_pieces:
+            name = bucket.names[piece.index]
             if name not in dtypes:
                 continue
             if kind == "master":
                 values = bucket.master[lead + piece.offset : lead + piece.offset + piece.numel]
             else:
-                values = sharded.state_of(bucket.parameters[piece.index])[kind].reshape(-1)
-                if not bucket.placement.shard_optimizer:
+                values = states[name][1][kind].reshape(-1)
+                if whole:
                     values = values[piece.start : piece.stop]
             yield Piece(name, piece.start, values.contiguous())
 

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zero_strategy.saving.contents import slice_pieces
-
 if TYPE_CHECKING:
     from zero_strategy.checkpoint import StateReader
     from zero_strategy.engine import ZeroEngine
@@ -54,7 +52,8 @@ def own_digests(engine: ZeroEngine, names: set[str]) -> dict[str, int]:
         return {}
     found: dict[str, int] = {}
     for bucket in engine.model.buckets:
-        for piece, name in slice_pieces(engine, bucket):
+        for piece in bucket.slice_pieces:
+            name = bucket.names[piece.index]
             if name in names:
                 values = bucket.shard[piece.offset : piece.offset + piece.numel]
                 found[name] = digest(values, piece.start)

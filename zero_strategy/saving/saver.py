@@ -24,22 +24,23 @@ import torch
 from torch import Tensor
 
 from zero_strategy.checkpoint import CheckpointPlan, TensorSpec
-from zero_strategy.checkpoint.aligned import AlignedArena
 from zero_strategy.checkpoint.remote import is_remote
 from zero_strategy.checkpoint.retention import prune
 from zero_strategy.checkpoint.save_writer import in_file_order
-from zero_strategy.checkpoint.snapshot import snapshot
+from zero_strategy.checkpoint.snapshot import Snapshot
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.distributed.save_board import FailedElsewhereError, SaveBoard, own_store
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving import random_state, references
 from zero_strategy.saving.contents import (
     OptimizerTable,
+    States,
     extra_state_file,
     groups_of,
     own_table,
     pieces_of,
     state_dict_entries,
+    states_of,
     stored_dtype,
 )
 from zero_strategy.saving.job import SaveJob
@@ -183,7 +184,7 @@ class Saver:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = weakref.proxy(engine)
-        self._arena = AlignedArena(pinned=torch.cuda.is_available())
+        self._snapshot = Snapshot(pinned=torch.cuda.is_available())
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None
         self._board: SaveBoard | None = None
@@ -200,7 +201,7 @@ class Saver:
     @property
     def snapshot_bytes(self) -> int:
         """Host memory kept for the snapshots of background saves."""
-        return self._arena.nbytes
+        return self._snapshot.nbytes
 
     def failed(self) -> bool:
         """Whether a save in the background has failed and nobody was told."""
@@ -255,8 +256,9 @@ class Saver:
         engine.mesh.rendezvous.meet(f"save({os.fspath(directory)!r})")
         engine.model.reducer.follow_edits()
         saved = list(engine.optimizers) if optimizers else []
+        states = [states_of(engine, sharded) for sharded in saved]
         frozen = self._referenced()
-        agreed = self._agree(saved, directory, frozen)
+        agreed = self._agree(saved, states, directory, frozen)
         if settings.while_saving == "refuse":
             self.wait()  # it is over on all ranks
         assert not self.busy(), "one save at a time: they share the snapshot's memory"
@@ -268,8 +270,8 @@ class Saver:
             job = self._job(directory, plan, agreed, board, saved, dict(user), dict(counters), update_latest)
             job.extra_files = {**extra_files, **extra_state_file(engine.module)}
             job.own_files = {**own_files, random_state.path_of(engine.mesh.rank): random_state.capture()}
-            live = pieces_of(engine, order, saved, agreed.tables, weights_dtype)
-            job.pieces = snapshot(job.plan, live, self._arena) if asynchronous else in_file_order(job.plan, live)
+            live = pieces_of(engine, order, states, agreed.tables, weights_dtype)
+            job.pieces = self._snapshot.take(job.plan, live) if asynchronous else in_file_order(job.plan, live)
         except BaseException as error:
             board.fail(f"{type(error).__name__}: {error}")
             raise
@@ -283,12 +285,16 @@ class Saver:
         return pending
 
     def _agree(
-        self, saved: list[ShardedOptimizer], directory: str | os.PathLike[str], frozen: set[str]
+        self,
+        saved: list[ShardedOptimizer],
+        states: list[States],
+        directory: str | os.PathLike[str],
+        frozen: set[str],
     ) -> _Agreed:
         """What all ranks know together; whatever is wrong on one rank is raised on all."""
         engine, error, own, digests = self._engine, None, list[OptimizerTable](), dict[str, int]()
         try:
-            own = [own_table(engine, sharded) for sharded in saved]
+            own = [own_table(engine, *each) for each in zip(saved, states, strict=True)]
             digests = references.own_digests(engine, frozen) if frozen else {}
         except Exception as caught:
             error = caught
