@@ -11,8 +11,10 @@ as A B B A, and figures are medians of rounds with bootstrap intervals.
     deepspeed   the same for DeepSpeed stage 3, where it is installed (DS_BUILD_OPS=0 pip install deepspeed)
     checksums   time of a save over that of one whose checksums cost nothing, less one
     background  of a save in the background: the time that training waits for it, over that of copying this rank's
-                bytes, and over a save in the foreground; a step while it goes on over one in peace; its time over that
-                of a save in the foreground
+                bytes, and over a save in the foreground; a step that begins while it goes on over one in peace; its
+                time over that of a save in the foreground; and `slower`, how much slower training runs while it goes
+                on, which is the same as the second where it outlasts a step: its time over its time less what those
+                steps took longer
 """
 
 from __future__ import annotations
@@ -202,7 +204,7 @@ def with_and_without_checksums(plan: Plan) -> Samples:
 def in_background(plan: Plan) -> Samples:
     """Seconds of saves in the foreground, of copies, of starting and finishing saves in the background, of steps."""
     ours, place = Ours(plan.model, plan.length), Path(plan.folder, "c")
-    samples = _empty("save", "copy", "wait", "flush", "step", "busy step")
+    samples = _empty("save", "copy", "wait", "flush", "step", "busy step", "busy steps", "busy")
     sources = list(ours.own_tensors())
     buffers = [torch.zeros_like(source) for source in sources]
     ours.start_saving(place).wait()
@@ -211,21 +213,21 @@ def in_background(plan: Plan) -> Samples:
         samples["save"].append(timed(lambda: ours.save(place)))
         clear(place)
         samples["copy"].append(timed(lambda: torch._foreach_copy_(buffers, sources)))
-        samples["step"] += [timed(ours.step) for _ in range(2)]
+        samples["step"] += [timed(ours.step) for _ in range(4)]
         handles, ended = list[Any](), list[float]()
         dist.barrier()
         start = time.perf_counter()
         samples["wait"].append(timed(lambda handles=handles: handles.append(ours.start_saving(place))))  # type: ignore[misc]
         finisher = threading.Thread(target=note_end, args=(handles[0], ended))
         finisher.start()
-        busy = True
-        while busy:  # all ranks take the same steps
-            seconds = timed(ours.step)
-            busy = slowest(float(not ended)) > 0
-            if busy or not samples["busy step"]:
-                samples["busy step"].append(seconds)
+        taken = list[float]()
+        while not taken or slowest(float(not ended)) > 0:  # all ranks take the same steps
+            taken.append(timed(ours.step))
         finisher.join()
         samples["flush"].append(slowest(ended[0] - start))
+        samples["busy step"] += taken
+        samples["busy steps"].append(len(taken))
+        samples["busy"].append(sum(taken))
     clear(place)
     return samples
 
@@ -262,6 +264,16 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     return asdict(bootstrap([(a + b) / (c + d) for a, b, c, d in pairs]))
 
 
+def _busy_rounds(samples: Samples) -> Iterator[tuple[float, float, tuple[float, float]]]:
+    """Of each round: a step while saving, one in peace, and (seconds of flushing, seconds that steps took longer)."""
+    steps, flushes = samples["step"], samples["flush"]
+    for number in range(len(flushes) // 2):
+        turns = slice(2 * number, 2 * number + 2)
+        busy, count = sum(samples["busy"][turns]), sum(samples["busy steps"][turns])
+        step, flush = statistics.mean(steps[8 * number : 8 * number + 8]), sum(flushes[turns])
+        yield busy / count, step, (flush, busy - count * step)
+
+
 def figures(suite: str, samples: Samples) -> dict[str, dict[str, float]]:
     """The ratios of a suite, by name."""
     if suite == "disk":
@@ -270,12 +282,12 @@ def figures(suite: str, samples: Samples) -> dict[str, dict[str, float]]:
         found = ratio(samples["with"], samples["without"])
         return {"cost / save": {key: value - 1 for key, value in found.items()}}
     if suite == "background":
-        busy = statistics.median(samples["busy step"]) / statistics.median(samples["step"])
         return {
             "wait / copy": ratio(samples["wait"], samples["copy"]),
             "wait / save": ratio(samples["wait"], samples["save"]),
             "flush / save": ratio(samples["flush"], samples["save"]),
-            "busy step / step": {"median": busy, "low": busy, "high": busy},
+            "busy step / step": asdict(bootstrap([busy / step for busy, step, _ in _busy_rounds(samples)])),
+            "slower": asdict(bootstrap([flush / (flush - more) for _, _, (flush, more) in _busy_rounds(samples)])),
         }
     return {
         f"{what}, peer / ours": ratio(samples[f"A {what}"], samples[f"B {what}"])

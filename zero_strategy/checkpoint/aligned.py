@@ -6,6 +6,9 @@ whose address is congruent to the file offset lets all whole pages of a range be
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import torch
 
 PAGE = 4096
@@ -34,7 +37,10 @@ class AlignedArena:
         self._at = 0
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            if self._pinned:
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._memory = _in_large_pages(nbytes)
 
     def take(self, nbytes: int, offset: int) -> torch.Tensor:
         """The next `nbytes` whose address is congruent to `offset` modulo a page.
@@ -47,6 +53,16 @@ class AlignedArena:
         assert begin + nbytes <= self._memory.numel(), "reserve more"
         self._at = begin + nbytes
         return self._memory[begin : begin + nbytes]
+
+
+def _in_large_pages(nbytes: int) -> torch.Tensor:
+    """Memory that the kernel may keep in large pages: a write past the page cache looks every page up and holds it."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def is_aligned(memory: torch.Tensor, offset: int) -> bool:

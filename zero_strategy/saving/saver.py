@@ -12,11 +12,9 @@ import contextlib
 import copy
 import os
 import threading
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +27,14 @@ from zero_strategy.checkpoint.retention import prune
 from zero_strategy.checkpoint.save_writer import in_file_order
 from zero_strategy.checkpoint.snapshot import Snapshot
 from zero_strategy.config import CheckpointConfig
-from zero_strategy.distributed.save_board import FailedElsewhereError, SaveBoard, own_store
+from zero_strategy.distributed.save_board import SaveBoard, own_store
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving import random_state, references
+from zero_strategy.saving.agreement import Agreed, Agreement
 from zero_strategy.saving.contents import (
     OptimizerTable,
-    States,
     extra_state_file,
     groups_of,
-    own_table,
     pieces_of,
     state_dict_entries,
     states_of,
@@ -158,27 +155,6 @@ class PendingSave:
                     warnings.warn(f"after saving {self.directory}: {type(error).__name__}: {error}", stacklevel=1)
 
 
-@dataclass
-class _Contribution:
-    """What a rank says before a save."""
-
-    token: str
-    busy: bool
-    tables: list[OptimizerTable]
-    digests: dict[str, int]
-    knows_place: bool
-    error: str | None
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """What the ranks found out together before a save."""
-
-    tables: list[OptimizerTable]
-    token: str
-    references: dict[str, str]
-
-
 class Saver:
     """The saves of one engine."""
 
@@ -191,6 +167,7 @@ class Saver:
         self._last_plan: tuple[Any, CheckpointPlan] | None = None
         self._store: Any = None
         self._number = 0
+        self._agreement = Agreement(self._engine)
         self._places = SavePlaces(self._engine.config.config.checkpoint.layout)
 
     @property
@@ -258,7 +235,9 @@ class Saver:
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
         frozen = self._referenced()
-        agreed = self._agree(saved, states, directory, frozen)
+        agreed = self._agreement.reach(
+            saved, states, directory, frozen=frozen, busy=self.busy(), places=self._places
+        )
         if settings.while_saving == "refuse":
             self.wait()  # it is over on all ranks
         assert not self.busy(), "one save at a time: they share the snapshot's memory"
@@ -284,41 +263,6 @@ class Saver:
             pending.start(job, None, before, written=True)
         return pending
 
-    def _agree(
-        self,
-        saved: list[ShardedOptimizer],
-        states: list[States],
-        directory: str | os.PathLike[str],
-        frozen: set[str],
-    ) -> _Agreed:
-        """What all ranks know together; whatever is wrong on one rank is raised on all."""
-        engine, error, own, digests = self._engine, None, list[OptimizerTable](), dict[str, int]()
-        try:
-            own = [own_table(engine, *each) for each in zip(saved, states, strict=True)]
-            digests = references.own_digests(engine, frozen) if frozen else {}
-        except Exception as caught:
-            error = caught
-        knows, text = self._places.knows(directory), None if error is None else f"{error}"
-        mine = _Contribution(uuid.uuid4().hex[:12], self.busy(), own, digests, knows, text)
-        everyone: list[_Contribution] = engine.mesh.control.gather_objects(mine)
-        if error is not None:
-            raise error
-        if failed := {rank: other.error for rank, other in enumerate(everyone) if other.error is not None}:
-            raise FailedElsewhereError(f"failed on other rank(s): {failed}")
-        busy = [rank for rank, other in enumerate(everyone) if other.busy]
-        if busy and engine.config.config.checkpoint.while_saving == "refuse":
-            raise RuntimeError(
-                f"{os.fspath(directory)}: the last checkpoint is still being written (by ranks {busy}), and "
-                "checkpoint.while_saving is 'refuse'; save less often, or set it to 'wait'"
-            )
-        if not all(other.knows_place for other in everyone):
-            self._places.forget(directory)  # all find out, or none
-        tables = [OptimizerTable() for _ in saved]
-        for other in everyone:
-            for table, part in zip(tables, other.tables, strict=True):
-                table.merge(part)
-        return _Agreed(tables, everyone[0].token, references.total([other.digests for other in everyone], frozen))
-
     def _referenced(self) -> set[str]:
         """The frozen parameters that are named by their digest instead of being saved."""
         if self._engine.config.config.checkpoint.frozen == "include":
@@ -329,7 +273,7 @@ class Saver:
         self,
         directory: str | os.PathLike[str],
         plan: CheckpointPlan,
-        agreed: _Agreed,
+        agreed: Agreed,
         board: SaveBoard,
         saved: list[ShardedOptimizer],
         user: dict[str, Any],
