@@ -43,9 +43,20 @@ class SaveBoard:
         timeout: Seconds that another rank may go without any sign of work.
         key: Keeps saves apart; equal on all ranks.
         store: What carries the messages; default: the process group's store.
+        earlier: Of a save that all ranks have left.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout: float, key: str, store: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        key: str,
+        store: Any = None,
+        *,
+        earlier: SaveBoard | None = None,
+    ) -> None:
+        self._earlier = earlier
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._key = f"zero_strategy/save/{key}"
         self._store: Any = store if store is not None or world_size == 1 else own_store(world_size)
@@ -152,6 +163,13 @@ class SaveBoard:
                 reasons[rank] = self._store.get(f"{self._key}/failed/{rank}").decode()
         if reasons:
             raise FailedElsewhereError(f"failed on other rank(s): {reasons}")
+
+    def clear_earlier(self) -> None:
+        """Removes this rank's messages of earlier saves; not in `__init__`, for training waits for that."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            earlier.clear_earlier()  # of a save that never began
+            earlier.clear()
 
     def clear(self) -> None:
         """Removes this rank's messages; for when all ranks are known to have left the save."""

@@ -48,6 +48,7 @@ class SaveJob:
             FailedElsewhereError: What went wrong on another.
         """
         with self.board.alive():
+            self.board.clear_earlier()
             self._run(threads, bytes_per_second)
 
     def _run(self, threads: int, bytes_per_second: float | None) -> None:

@@ -335,13 +335,12 @@ class Saver:
 
     def _next_board(self) -> SaveBoard:
         mesh, timeout = self._engine.mesh, self._engine.config.config.checkpoint.timeout_seconds
-        if self._board is not None:
-            self._board.clear()  # all ranks have met since, so all have left that save
         self._number += 1
         if self._store is None:
             self._store = own_store(mesh.world_size)
         key = f"{mesh.rendezvous.prefix}/{self._number}"
-        self._board = SaveBoard(mesh.rank, mesh.world_size, timeout, key, self._store)
+        # All ranks have met since the save before, so all have left it.
+        self._board = SaveBoard(mesh.rank, mesh.world_size, timeout, key, self._store, earlier=self._board)
         return self._board
 
 
