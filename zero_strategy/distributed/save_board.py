@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 _BEAT_SECONDS = 1.0
-_LONGEST_PAUSE = 0.05
+_LONGEST_PAUSE = 0.01
 _TELL_SECONDS = 5.0
 _PATIENCE = 10
 """Times the time-out that a rank may be there and not get on: flushing a page cache takes long, and says nothing."""

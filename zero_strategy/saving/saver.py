@@ -8,7 +8,6 @@ on all ranks, by the next save, by `wait()`, and at exit.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import os
 import threading
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 OWN = "zero_strategy"
 """Key of the engine's own entry in the manifest's user metadata."""
 _IO_THREADS = 2
-_NICE = 1
 
 
 class PendingSave:
@@ -122,7 +120,6 @@ class PendingSave:
         """
 
         def run() -> None:
-            _be_nice()
             try:
                 if not written:
                     job.run(threads=0, bytes_per_second=bytes_per_second)
@@ -351,9 +348,3 @@ def _prune(folder: str, settings: CheckpointConfig) -> None:
             (prune_remote if is_remote(folder) else prune)(folder, settings.keep_last, settings.keep_every)
         except Exception as error:
             warnings.warn(f"{folder}: an old checkpoint could not be removed: {error}", stacklevel=2)
-
-
-def _be_nice() -> None:
-    """Let training have the processor first; the priority is the thread's own on Linux."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
