@@ -23,6 +23,7 @@ _PUBLIC = {
     "FusedLamb": "zero_strategy.optim",
     "FusedLion": "zero_strategy.optim",
     "FusedSGD": "zero_strategy.optim",
+    "ZeroAccelerator": "zero_strategy.integrations.accelerate",
     "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -218,6 +218,7 @@ class ZeroEngine:
         norm_type: float = 2.0,
         optimizer: Optimizer | None = None,
         error_if_nonfinite: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None,
     ) -> Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. A collective.
 
@@ -226,6 +227,7 @@ class ZeroEngine:
             norm_type: Any positive p, or inf.
             optimizer: Whose gradients; default: those of all attached optimizers together.
             error_if_nonfinite: Raise, on every rank, instead of multiplying by nan.
+            parameters: Those whose gradients count and are scaled, the same on all ranks; default: all.
 
         Returns:
             The norm before clipping, 0-d float32.
@@ -236,30 +238,39 @@ class ZeroEngine:
         """
         if max_norm < 0:
             raise ValueError(f"max_norm must not be negative, not {max_norm}")
-        norm = self.grad_norm(norm_type, optimizer)
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
+        norm = self._norm(norm_type, optimizer, only)
         if error_if_nonfinite and not norm.finite:
             raise RuntimeError(f"the gradient norm of order {norm_type} is {norm.value}; gradients were not clipped")
         coefficient = norm.coefficient(max_norm)
         for sharded in self._chosen(optimizer):
-            sharded.scale_gradients(coefficient)
+            sharded.scale_gradients(coefficient, only)
         return torch.tensor(norm.value, dtype=torch.float32)
 
-    def clip_grad_value_(self, clip_value: float, optimizer: Optimizer | None = None) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value].
+    def clip_grad_value_(
+        self,
+        clip_value: float,
+        optimizer: Optimizer | None = None,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> None:
+        """Clamp every gradient element, or those of `parameters`, to [-clip_value, clip_value].
 
         Raises:
             ValueError: If clip_value is negative.
         """
         if clip_value < 0:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
         for sharded in self._chosen(optimizer):
-            sharded.clip_values(clip_value)
+            sharded.clip_values(clip_value, only)
 
     def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
         """Norm of the mean gradients over all ranks. A collective."""
-        chosen = self._chosen(optimizer)
+        return self._norm(norm_type, optimizer, None)
+
+    def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         self.model.reducer.settle()
-        parts = [sharded.norm_shards() for sharded in chosen]
+        parts = [sharded.norm_shards(only) for sharded in self._chosen(optimizer)]
         shards = [shard for found, _ in parts for shard in found]
         return global_norm(shards, norm_type, self.model.norm_groups, [f for _, factors in parts for f in factors])
 

@@ -8,7 +8,7 @@ flat fp32 views into the master buffers, with flat views of the reduced gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -249,10 +249,16 @@ class ShardedOptimizer:
 
     # ---- gradients ----
 
-    def _gradients(self) -> Iterator[tuple[GradientBucket, int, Tensor, float]]:
-        """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come."""
+    def _gradients(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int, Tensor, float]]:
+        """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come.
+
+        Args:
+            only: Ids of the parameters that count; default: all.
+        """
         found: dict[int, dict[int, tuple[Tensor, float]]] = {}
         for parameter in self.parameters():
+            if only is not None and id(parameter) not in only:
+                continue
             place = self.model.place(parameter)
             assert place is not None
             gradients, index = self.model.gradient_of(place[0]), place[1]
@@ -261,14 +267,14 @@ class ShardedOptimizer:
             if index in found[id(gradients)]:
                 yield gradients, index, *found[id(gradients)][index]
 
-    def norm_shards(self) -> tuple[list[Tensor], list[float]]:
+    def norm_shards(self, only: Container[int] | None = None) -> tuple[list[Tensor], list[float]]:
         """Every element of the gradients once over the shard axis: tensors, and what each is to be multiplied by."""
         for parameter in self.parameters():
             place = self.model.place(parameter)
             assert place is not None
             self.model.gradient_of(place[0]).round_scales()
         shards, factors = [], []
-        for gradients, index, values, factor in self._gradients():
+        for gradients, index, values, factor in self._gradients(only):
             bucket = gradients.bucket
             if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
                 pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(self.model.mesh.shard_rank))
@@ -285,16 +291,16 @@ class ShardedOptimizer:
         return global_norm(shards, norm_type, [*self.model.norm_groups], factors)
 
     @torch.no_grad()
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float, only: Container[int] | None = None) -> None:
         """Multiply this optimizer's gradients; a fused step does it on its way."""
-        for gradients, index, _, _ in list(self._gradients()):
+        for gradients, index, _, _ in list(self._gradients(only)):
             gradients.scale(index, factor)
 
     @torch.no_grad()
-    def clip_values(self, limit: float) -> None:
+    def clip_values(self, limit: float, only: Container[int] | None = None) -> None:
         """Clamp every element of this optimizer's gradients to [-limit, limit]."""
         self.model.reducer.settle()
-        for gradients, index, _, _ in list(self._gradients()):
+        for gradients, index, _, _ in list(self._gradients(only)):
             gradients.owned_gradients()[index].clamp_(-limit, limit)
 
     # ---- state ----

@@ -1,0 +1,76 @@
+"""`accelerate launch`: with our templates, Accelerate's own scripts, and launches that cannot work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_strategy.integrations.accelerate_launch import check_processes, check_single_owner, needs_cpu
+
+ROOT = Path(__file__).parents[3]
+TEMPLATES = ROOT / "configs" / "accelerate"
+UPSTREAM = Path(__file__).with_name("upstream.py")
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+
+
+def launch(arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC"))}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+    return subprocess.run([*LAUNCH, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.parametrize("name, stage", [("test_script", 1), ("test_script", 2), ("test_ops", 3)])
+def test_scripts_of_accelerate_itself(tmp_path: Path, name: str, stage: int) -> None:
+    done = launch(["--config_file", str(TEMPLATES / "cpu2.yaml"), str(UPSTREAM), name, str(stage)], tmp_path)
+    assert f"passed: {name} {stage} 2" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+SCRIPT = """
+from zero_strategy.integrations.accelerate import ZeroAccelerator
+accelerator = ZeroAccelerator()
+print("processes", accelerator.num_processes, "stage", accelerator.zero_config.stage, flush=True)
+accelerator.end_training()
+"""
+
+
+def test_the_environment_names_the_config(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "zero.yaml").write_text("stage: 2\n")
+    template = str(TEMPLATES / "one_node.yaml")
+    done = launch(
+        ["--config_file", template, "--num_processes", "2", "script.py"], tmp_path, ZERO_STRATEGY_CONFIG="zero.yaml"
+    )
+    assert done.stdout.count("processes 2 stage 2") == 2, done.stdout + done.stderr
+
+
+def test_one_process_in_place_of_two_is_told(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    done = launch([*command, "--dynamo_backend", "no", "script.py"], tmp_path)
+    assert "processes 1 stage 3" in done.stdout
+    assert "accelerate launch --multi_gpu --num_processes 2" in done.stderr, done.stderr
+
+
+def test_other_ways_of_sharding_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP=true .*distributed_type: FSDP.*--use_fsdp"):
+        check_single_owner({}, {"ACCELERATE_USE_FSDP": "true"})
+    with pytest.raises(ValueError, match="distributed_type: DEEPSPEED"):
+        check_single_owner({}, {"ACCELERATE_USE_DEEPSPEED": "True"})
+    with pytest.raises(ValueError, match="fsdp_plugin"):
+        check_single_owner({"fsdp_plugin": object()}, {})
+    with pytest.raises(ValueError, match="parallelism_config"):
+        check_single_owner({"parallelism_config": object()}, {})
+    check_single_owner({"mixed_precision": "no"}, {"ACCELERATE_USE_FSDP": "false"})
+
+
+def test_processes_that_would_train_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2"):
+        check_processes(1, {"WORLD_SIZE": "2"})
+    check_processes(2, {"WORLD_SIZE": "2"})
+    check_processes(1, {})
+    assert not needs_cpu({})
