@@ -24,6 +24,7 @@ _PUBLIC = {
     "FusedLion": "zero_strategy.optim",
     "FusedSGD": "zero_strategy.optim",
     "ZeroAccelerator": "zero_strategy.integrations.accelerate",
+    "ZeroTrainer": "zero_strategy.integrations.transformers",
     "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }

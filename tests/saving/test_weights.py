@@ -82,7 +82,9 @@ def test_the_dtype_is_chosen_at_save(
                 wide = dtype == torch.float32 and f"master {name}" in live
                 expected = live[f"master {name}"] if wide else expected.to(dtype)
             assert torch.equal(value, expected) and value.dtype == expected.dtype, (dtype, name)
-        assert json.loads((tmp_path / str(dtype) / "config.json").read_text()) == {"model_type": "net"}
+        config = json.loads((tmp_path / str(dtype) / "config.json").read_text())
+        stored = dtype or compute_dtype or torch.float32
+        assert config == {"model_type": "net", "architectures": ["Net"], "dtype": str(stored).removeprefix("torch.")}
 
 
 # ---- digests ----

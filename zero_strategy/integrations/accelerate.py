@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
@@ -34,6 +34,9 @@ from zero_strategy.integrations.accelerate_launch import (
     needs_cpu,
 )
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ZeroAccelerator"]
 
@@ -61,6 +64,24 @@ class ZeroAccelerator(Accelerator):
         if needs_cpu(os.environ) and len(arguments) < 5:  # `cpu` is the fifth
             keywords.setdefault("cpu", True)
         super().__init__(*arguments, **keywords)
+        self._set_up(zero_config)
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, zero_config: Any = None) -> Self:
+        """Ours in the place of an Accelerator that somebody else has made and that has prepared nothing yet.
+
+        Raises:
+            ValueError: As making one; or if it has prepared something.
+        """
+        check_single_owner({}, os.environ)
+        if accelerator._models or accelerator._optimizers:
+            raise ValueError("this Accelerator has prepared models or optimizers already, which cannot be undone")
+        adopted = cls.__new__(cls)
+        adopted.__dict__.update(accelerator.__dict__)
+        adopted._set_up(zero_config)
+        return adopted
+
+    def _set_up(self, zero_config: Any) -> None:
         check_processes(self.num_processes, os.environ)
         if self.scaler is not None:
             raise ValueError("mixed_precision='fp16' is not supported by ZeroAccelerator yet; use 'bf16' or 'no'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -40,18 +41,32 @@ def save_pretrained(
         )
     engine.save(
         directory,
-        extra_files=config_files(engine.module),
+        extra_files=config_files(engine.module, dtype),
         optimizers=False,
         update_latest=False,
         weights_dtype=dtype,
     )
 
 
-def config_files(module: torch.nn.Module) -> dict[str, bytes]:
-    """What a Hugging Face model keeps in JSON beside its weights; nothing for other modules."""
+def config_files(module: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, bytes]:
+    """What a Hugging Face model keeps in JSON beside its weights; nothing for other modules.
+
+    Args:
+        module: The model.
+        dtype: What its weights are saved as; default: as they are.
+    """
     found: dict[str, bytes] = {}
     for attribute, name in _CONFIGS.items():
         config: Any = getattr(module, attribute, None)
         if callable(getattr(config, "to_json_string", None)):
             found[name] = str(config.to_json_string()).encode()
+    if "config.json" in found:  # what tools that build the model from its config look for
+        content = json.loads(found["config.json"])
+        if not content.get("architectures"):
+            content["architectures"] = [type(module).__name__]
+        floating = (p.dtype for p in module.parameters() if p.dtype.is_floating_point)
+        stored = dtype or next(floating, None)
+        if stored is not None:
+            content["dtype"] = str(stored).removeprefix("torch.")
+        found["config.json"] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return found

@@ -1,0 +1,123 @@
+"""The transformers Trainer and ours: the same losses, weights that reload without this package, resume, generate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.accelerate.training import fresh_state
+from tests.integrations.transformers.training import (
+    KINDS,
+    difference,
+    generated,
+    resume,
+    run,
+    trainer_of,
+    whole,
+)
+from tests.launcher import Launcher
+
+STAGES = {"gpt2": [1, 2, 3], "llama": [3], "bert": [2, 3], "t5": [1, 3]}
+RELOAD = """
+import json, sys
+sys.modules["zero_strategy"] = None
+import torch, transformers
+found = {}
+for folder in sys.argv[1:]:
+    config = json.load(open(f"{folder}/config.json"))
+    kind = getattr(transformers, config["architectures"][0])
+    model, problems = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(problems.values()), problems
+    found[folder] = {name: float(value.double().abs().sum()) for name, value in model.state_dict().items()}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_training(ranks: Launcher, tmp_path: Path, kind: str) -> None:
+    plain, _ = ranks(2, timeout=120)(run, None, kind, str(tmp_path / "plain"))[0]
+    folders, expected = [], {}
+    for stage in STAGES[kind]:
+        folder = tmp_path / str(stage)
+        ours, state = ranks(2, timeout=120)(run, stage, kind, str(folder))[0]
+        assert difference(plain, ours) < 1e-5 and len(ours) > 8
+        folders.append(str(folder / "model"))
+        expected[folders[-1]] = {name: float(value.double().abs().sum()) for name, value in state.items()}
+    done = subprocess.run([sys.executable, "-c", RELOAD, *folders], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_gradient_checkpointing_and_label_smoothing(ranks: Launcher, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"gradient_checkpointing": True, "label_smoothing_factor": 0.1, "num_train_epochs": 1}
+    plain, _ = ranks(2, timeout=120)(run, None, "llama", str(tmp_path / "plain"), **options)[0]
+    ours, _ = ranks(2, timeout=120)(run, 3, "llama", str(tmp_path / "ours"), **options)[0]
+    assert difference(plain, ours) < 1e-5
+
+
+def test_resume_at_the_same_and_at_another_world_size(ranks: Launcher, tmp_path: Path) -> None:
+    for folder in ("whole", "cut"):
+        ranks(2, timeout=120)(resume, 2, "gpt2", str(tmp_path / folder), 2 if folder == "whole" else 1)
+    through = ranks(2, timeout=120)(resume, 2, "gpt2", str(tmp_path / "other"), 2)[0]
+    gone_on = ranks(2, timeout=120)(resume, 3, "gpt2", str(tmp_path / "cut"), None)[0]
+    assert difference(through[0], gone_on[0]) < 1e-5
+    assert all(float((through[1][name] - value).abs().max()) < 1e-5 for name, value in gone_on[1].items())
+    alone = ranks(1, timeout=120)(resume, 1, "gpt2", str(tmp_path / "whole"), None, num_train_epochs=3)[0]
+    assert all(bool(torch.isfinite(value).all()) for value in alone[1].values()) and len(alone[0]) > len(through[0])
+
+
+def test_generating_in_evaluation(ranks: Launcher, tmp_path: Path) -> None:
+    plain = ranks(2, timeout=120)(generated, None, str(tmp_path / "plain"))[0]
+    assert ranks(2, timeout=120)(generated, 3, str(tmp_path / "ours"))[0] == plain
+
+
+def test_ranks_that_generate_for_different_lengths(ranks: Launcher, tmp_path: Path) -> None:
+    plain = ranks(2, timeout=120)(generated, None, str(tmp_path / "plain"), True)[0]
+    assert ranks(2, timeout=120)(generated, 3, str(tmp_path / "ours"), True)[0] == plain
+
+
+def best(folder: str, stage: int) -> bool:
+    with fresh_state():
+        trainer = trainer_of(
+            stage,
+            "gpt2",
+            Path(folder),
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            save_total_limit=1,
+            learning_rate=0.5,
+        )
+        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.evaluate()
+        trainer.train()
+        first = trainer.evaluate()["eval_loss"]
+        logged = [record["eval_loss"] for record in trainer.state.log_history if "eval_loss" in record]
+        changed = any(not torch.equal(before[name], value) for name, value in whole(trainer).items())
+        return changed and abs(first - min(logged[1:])) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluating_first_and_the_best_model_last(ranks: Launcher, tmp_path: Path, stage: int) -> None:
+    assert all(ranks(2, timeout=120)(best, str(tmp_path), stage))
+
+
+def refused(folder: str) -> str:
+    with fresh_state():
+        try:
+            trainer_of(2, "gpt2", Path(folder), fsdp="full_shard")
+        except ValueError as error:
+            return str(error)
+        return "made"
+
+
+def test_two_ways_of_sharding_are_refused(ranks: Launcher, tmp_path: Path) -> None:
+    for message in ranks(2, timeout=120)(refused, str(tmp_path)):
+        assert "fsdp" in message and "zero_config" in message

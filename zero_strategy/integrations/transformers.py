@@ -1,0 +1,146 @@
+"""ZeRO for scripts written for the transformers Trainer: a subclass in place of `Trainer`, started as before.
+
+    from zero_strategy.integrations.transformers import ZeroTrainer
+    trainer = ZeroTrainer(model, args, zero_config={"stage": 3}, train_dataset=...)
+
+A checkpoint of the Trainer (`checkpoint-500`) is one of this package: Hugging Face weights that `from_pretrained`
+reads, optimizer state in safetensors, at any number of processes and stage; the Trainer's own files lie in it, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.accelerate import ZeroAccelerator
+from zero_strategy.saving.pretrained import config_files
+
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "make_zero_trainer"]
+
+_SCHEDULER = "scheduler.pt"
+_ARGUMENTS = "training_args.bin"
+
+
+class ZeroTrainerMixin:
+    """What makes a Trainer shard; put it before the Trainer's class.
+
+    Args:
+        zero_config: Anything `load_config` takes; default: the file that `ZERO_STRATEGY_CONFIG` names, else stage 3.
+
+    Raises:
+        ValueError: If the arguments ask for DeepSpeed or FSDP as well, or each process would train alone.
+    """
+
+    accelerator: Any
+    args: Any
+    model: Any
+    lr_scheduler: Any
+    processing_class: Any
+    optimizer: Any
+
+    def __init__(self, *arguments: Any, zero_config: Any = None, **keywords: Any) -> None:
+        self._zero_config = zero_config
+        super().__init__(*arguments, **keywords)
+        if self.accelerator.zero_config.stage == 3 and isinstance(self.model, PreTrainedModel):
+            # transformers' own mark for "forwards are collective": ranks then generate for equally many tokens.
+            vars(self.model)["_is_fsdp_managed_module"] = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Take the Accelerator that the Trainer makes for one that shards."""
+        for name in ("deepspeed", "fsdp"):
+            if getattr(self.args, name, None):
+                raise ValueError(
+                    f"TrainingArguments({name}={getattr(self.args, name)!r}) asks for another way of sharding beside "
+                    f"{type(self).__name__}'s zero_config; drop one of them"
+                )
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator = ZeroAccelerator.adopt(self.accelerator, self._zero_config)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    @property
+    def zero_engine(self) -> ZeroEngine | None:
+        """The engine, once the model was prepared by training or evaluation."""
+        engine: ZeroEngine | None = self.accelerator._engines.get(id(self.model))
+        return engine
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self.accelerator.zero_config.stage < 3:  # else the whole model may not fit: the engine moves its slices
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    # ---- saving ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write weights and config as `from_pretrained` reads them; all ranks call it."""
+        engine, directory = self.zero_engine, output_dir or self.args.output_dir
+        if engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        resumable = _internal_call and not self.args.save_only_model and bool(engine.optimizers)
+        if not resumable and not (isinstance(self.model, PreTrainedModel) and _replaceable(directory)):
+            self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
+            self.accelerator.wait_for_everyone()
+            return
+        engine.save(directory, extra_files=config_files(self.model), optimizers=resumable, update_latest=False)
+        if not isinstance(self.model, PreTrainedModel):  # an adapter, say, has files of its own
+            self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
+        elif self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(directory)
+            torch.save(self.args, os.path.join(directory, _ARGUMENTS))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The optimizer is in the checkpoint already; `save_model` wrote it with the weights."""
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Each rank reads its part, whoever saved it."""
+        engine = self.zero_engine
+        if checkpoint is None or engine is None:
+            return
+        if not (Path(checkpoint) / MANIFEST_NAME).is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        reader = engine.load_weights(checkpoint)
+        if reader.manifest.optimizers:
+            engine.load_optimizers(reader)
+            engine.steps.load_counters(reader.manifest.counters)
+        scheduler = Path(checkpoint) / _SCHEDULER
+        if scheduler.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
+
+    def _load_best_model(self) -> None:
+        engine = self.zero_engine
+        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        if engine is not None and best is not None and (Path(best) / MANIFEST_NAME).is_file():
+            engine.load_weights(best)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """The transformers Trainer with ZeRO sharding; takes `zero_config` beside everything that `Trainer` takes."""
+
+
+def make_zero_trainer(trainer: type[Trainer]) -> type[Trainer]:
+    """A subclass of a Trainer class, such as TRL's, that takes `zero_config` and shards."""
+    made: type[Trainer] = type(f"Zero{trainer.__name__}", (ZeroTrainerMixin, trainer), {"__doc__": trainer.__doc__})
+    return made
+
+
+def _replaceable(directory: str) -> bool:
+    """Whether a checkpoint may take the place of a directory: it is empty or not there, or holds one."""
+    path = Path(directory)
+    return not path.is_dir() or not any(path.iterdir()) or (path / MANIFEST_NAME).is_file()
