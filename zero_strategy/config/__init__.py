@@ -7,7 +7,7 @@ Example:
 """
 
 from .deepspeed_json import DeepSpeedSettings, inspect_deepspeed, is_deepspeed, read_deepspeed
-from .deepspeed_owned import BATCH_KEYS, check_owned, dtype_fact
+from .deepspeed_owned import LATER_KEYS, check_owned, dtype_fact
 from .load import load_config, load_layers
 from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import CheckpointConfig, LossScaleConfig, MeshConfig, PrecisionConfig, UnitsConfig, ZeroConfig
@@ -15,10 +15,10 @@ from .section import Setting
 from .sources import Layer, preset
 
 __all__ = [
-    "BATCH_KEYS",
     "CheckpointConfig",
     "DeepSpeedSettings",
     "Fact",
+    "LATER_KEYS",
     "Layer",
     "LossScaleConfig",
     "MeshConfig",

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .deepspeed.classify import AUTO
+from .deepspeed.named import Named
 from .resolve import Fact
 from .rules import from_origin
 from .schema import ZeroConfig
 from .section import Setting
 from .unknown import owned_key
 
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
-"""Keys that can only be compared once there is a data loader."""
+LATER_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "optimizer")
+"""Keys that can only be compared once there are a data loader and an optimizer."""
 
 # Facts by their names in a framework, then by DeepSpeed's own, for faces that act on the key themselves.
 _FACTS = {
@@ -41,7 +43,7 @@ def check_owned(config: ZeroConfig, facts: Mapping[str, Fact], later: Collection
 
     Raises:
         ValueError: If a value differs from the framework's, or nobody would act on it; names the key and the
-            framework's own argument.
+            framework's own argument. The fact about the optimizer is the optimizer itself.
     """
     if config.deepspeed is None:
         return
@@ -50,6 +52,8 @@ def check_owned(config: ZeroConfig, facts: Mapping[str, Fact], later: Collection
         if fact is None:
             if key not in later and not _idle(key, setting):
                 raise ValueError(_nobody(key, setting))
+        elif key == "optimizer":
+            _check_optimizer(config.deepspeed.optimizer, fact)
         elif _comparable(key, fact.value) != setting.value:
             raise ValueError(
                 f"{key} is {setting.value!r}{from_origin(setting.origin)}, but {fact.value!r} in "
@@ -76,6 +80,26 @@ def _idle(key: str, setting: Setting) -> bool:
         ("gradient_accumulation_steps", 1),
         ("dataloader_drop_last", False),
     )
+
+
+def _check_optimizer(named: Named | None, fact: Fact) -> None:
+    """Compares an optimizer of the JSON with the one that there is, by class and by what is not ``"auto"``."""
+    assert named is not None, "owned means that it was accepted"
+    if fact.value is named:
+        return  # a face that made it from the JSON
+    kind = type(fact.value).__name__.removeprefix("Fused")
+    if kind != named.type:
+        raise ValueError(
+            f"optimizer.type is {named.type!r}{from_origin(named.origin)}, but {fact.origin} is {kind}; make them "
+            "equal, or leave the section out"
+        )
+    for name, value in named.params.items():
+        there = getattr(fact.value, "defaults", {}).get(name)
+        if value != AUTO and (list(value) != list(there or ()) if isinstance(value, (list, tuple)) else value != there):
+            raise ValueError(
+                f"optimizer.params.{name} is {value!r}{from_origin(named.origin)}, but {there!r} in {fact.origin}; "
+                'make them equal, or write "auto" in the JSON'
+            )
 
 
 def _nobody(key: str, setting: Setting) -> str:

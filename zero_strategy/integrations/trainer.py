@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.config import (
-    BATCH_KEYS,
+    LATER_KEYS,
     CheckpointConfig,
     Fact,
     LossScaleConfig,
@@ -227,7 +227,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             self.precision_plugin.convert_module(module)
         compute_dtype = self.precision_plugin.plan.compute_dtype
         if fitting:
-            check_owned(self.config, self._facts(), later=BATCH_KEYS)
+            check_owned(self.config, self._facts(), later=LATER_KEYS)
         self.engine = engine_for(module, self._resolve(), compute_dtype, self.root_device)
         if self._failed:
             self.engine.reset()
@@ -314,8 +314,11 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             self.engine.drain()
 
     def on_train_start(self) -> None:
-        """Before the first batch: now there is a data loader that a DeepSpeed config may speak of."""
-        check_owned(self.config, self._facts())
+        """Before the first batch: now there are the loader and the optimizer that a DeepSpeed config may speak of."""
+        facts = self._facts()
+        if len(self.optimizers) == 1:
+            facts["optimizer"] = Fact(self.optimizers[0], "configure_optimizers()")
+        check_owned(self.config, facts)
         super().on_train_start()
 
     def on_validation_start(self) -> None:
