@@ -50,8 +50,8 @@ def load_config(source: ConfigSource | None = None, **overrides: Any) -> ZeroCon
         settings.update(source.settings())
         deepspeed = source.deepspeed
     elif source is not None:
-        layer = _read(source)
-        if is_deepspeed(layer.values, layer.origin):
+        layer = read_layer(source)
+        if layer.is_deepspeed:
             deepspeed = read_deepspeed(layer)
             settings.update(deepspeed.zero)
         else:
@@ -73,6 +73,19 @@ def load_layers(layers: Iterable[Layer]) -> ZeroConfig:
     for layer in layers:
         settings.update(_settings(layer))
     return _build(ZeroConfig, settings)
+
+
+def config_of(settings: DeepSpeedSettings) -> ZeroConfig:
+    """The config that a DeepSpeed JSON leads to."""
+    config = _build(ZeroConfig, settings.zero)
+    config._deepspeed = settings
+    return config
+
+
+def read_layer(source: Any) -> Layer:
+    """Reads a source of any kind but a `ZeroConfig`, and finds out whether it is DeepSpeed's."""
+    layer = _read(source)
+    return layer._replace(is_deepspeed=is_deepspeed(layer.values, layer.origin))
 
 
 def _read(source: Any) -> Layer:

@@ -93,6 +93,13 @@ def owned_key(section: type[Section], name: str, origin: str) -> str | None:
     return owner and f"'{section.prefix}{name}'{from_origin(origin)} cannot be set here: {owner}"
 
 
+def owner_of(name: str) -> str:
+    """Who owns a key that is no setting, and where to set it; empty if nobody else does."""
+    if name == "dataloader_drop_last":
+        return "set DataLoader(drop_last=True)"
+    return _OWNERS.get(name, "")
+
+
 def deepspeed_key(origin: str) -> str:
     """Message for DeepSpeed's main section where only settings of ours are read."""
     return (
