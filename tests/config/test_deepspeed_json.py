@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,12 +227,49 @@ def test_unknown_key(config: dict[str, Any], key: str, meant: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["zero_optimization.stage", "zero_optimization.overlapp", "fp16.consecutive_hysteresis", "steps_per_print_",
-     "zero_optimization.contiguous_gradients", "optimizer.type", "gradient_predivide_factor", "dataloader_drop_last"],
-)  # fmt: skip
+    [
+        "zero_optimization.stage",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.stage3_max_live_parameters",
+        "fp16.loss_scale",
+        "fp16.hysteresis",
+        "tensorboard.enabled",
+        "steps_per_print",
+        "optimizer.type",
+        "gradient_predivide_factor",
+        "communication_data_type",
+    ],
+)
 def test_auto_where_nobody_decides(key: str) -> None:
-    with pytest.raises(ValueError, match=r"'auto'.*no framework decides|unknown key"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)} is 'auto' \[user: mapping\], but no framework"):
         read_deepspeed(nested(key, "auto"))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fp16.enabled",
+        "bf16.enabled",
+        "amp.enabled",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_optimizer.nvme_path",
+    ],
+)
+def test_auto_where_a_framework_decides(key: str) -> None:
+    found = quietly(nested(key, "auto"))
+    assert found.found[0].value == "auto" and not found.owned and not found.offload
+
+
+def test_auto_among_parameters_of_an_optimizer() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.params\.amsgrad is 'auto'"):
         read_deepspeed({"optimizer": {"type": "Adam", "params": {"amsgrad": "auto"}}})
 
@@ -250,8 +288,11 @@ def test_auto_where_nobody_decides(key: str) -> None:
         ({"bf16": ON, "bfloat16": ON}, ValueError, "'bf16.enabled' and 'bfloat16.enabled'"),
         ({"train_batch_size": 0}, ValueError, "train_batch_size is 0; accepted: 1 or more"),
         ({"gradient_clipping": -1.0}, ValueError, "gradient_clipping is -1.0"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, ValueError, "hysteresis is 0 [user: mapping: fp16.hysteresis]"),
+        ({ZERO: {"prefetch_bucket_size": -1}}, ValueError, "prefetch is -1 [user: mapping: zero_optimization.prefetch"),
         ({"fp16": {"enabled": True, "initial_scale_power": 99}}, ValueError, "accepted: 0 to 64"),
         ({"deepspeed_defaults": "0.9.0", "fp16": {}}, ValueError, "whose defaults are known is '0.19.8'"),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ValueError, "use gradient_clipping"),
         ({"optimizer": {"type": "Adom"}}, ValueError, "did you mean 'Adam'?"),
         ({"scheduler": {"type": "Cosine"}}, ValueError, "no scheduler that is known by name"),
         ({"optimizer": {"params": {"lr": 1.0}}}, ValueError, "name the type"),

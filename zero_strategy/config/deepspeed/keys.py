@@ -65,9 +65,11 @@ def refused(kind: Kind, default: Any, why: str, *, auto: bool = False) -> Key:
     return Key(kind, REJECTED, default, why, "", auto)
 
 
-def switched(why: str, keys: Mapping[str, Key | Group] | None = None, *, open: bool = False) -> Group:
+def switched(
+    why: str, keys: Mapping[str, Key | Group] | None = None, *, open: bool = False, auto: bool = False
+) -> Group:
     """A group with the switch ``enabled`` that is rejected when turned on; by default it is off."""
-    switch = refused(BOOL, False, why, auto=True)
+    switch = refused(BOOL, False, why, auto=auto)
     return Group({"enabled": switch, **(keys or {})}, switch="enabled", note=why, open=open)
 
 

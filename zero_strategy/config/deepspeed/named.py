@@ -101,6 +101,8 @@ def read_optimizer(name: str, params: Mapping[str, Any], path: str, origin: str)
     known = _OPTIMIZERS[kind].split()
     if kind in ("Adam", "AdamW", "Adagrad", "Lamb", "Lion"):
         known += _OF_DEEPSPEED
+    if "max_grad_norm" in params:
+        raise Refusal("params.max_grad_norm clips in DeepSpeed's old fp16 optimizers only; use gradient_clipping")
     _check_params(kind, params, known, path, origin)
     for extra, only in _OF_DEEPSPEED.items():
         if only is not None and params.get(extra, only) != only:

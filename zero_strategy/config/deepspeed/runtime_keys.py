@@ -7,6 +7,7 @@ from .keys import (
     BOOL,
     INT,
     MAPPING,
+    NUMBER,
     TEXT,
     Group,
     Key,
@@ -124,7 +125,7 @@ _CHECKPOINTS: dict[str, Key | Group] = {
 
 _MONITOR = "this logger is off"
 _LOGGING: dict[str, Key | Group] = {
-    "steps_per_print": unneeded(INT, None, _PRINTS, auto=True),
+    "steps_per_print": unneeded(NUMBER, None, _PRINTS),
     "dump_state": unneeded(BOOL, False, _PRINTS),
     "wall_clock_breakdown": unneeded(BOOL, False, _PRINTS),
     "memory_breakdown": unneeded(BOOL, False, _PRINTS),

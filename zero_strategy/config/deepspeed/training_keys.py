@@ -31,7 +31,7 @@ _MESSAGES = "a gather is one collective per unit; the weights that arrive are th
 _LIVE = "what is live is the unit in use and those that `prefetch` fetched ahead, each released after its use"
 _SMALL = "small parameters travel in the message of their unit, so that keeping them whole would save no message"
 _OFFLOAD_ONLY = "it tunes offloading, which is not asked for"
-_DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16")
+_DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half")
 
 _DEVICE = refused(("none", "cpu", "nvme"), "none", OFFLOAD, auto=True)
 _PARAM_OFFLOAD = Group(
@@ -74,15 +74,16 @@ _STAGE3: dict[str, Key | Group] = {
         INT, 5 * 10**7, "prefetch", "counted in units here: 0 is 0, any other number one unit ahead", auto=True
     ),
     "stage3_param_persistence_threshold": unneeded(INT, 10**5, _SMALL, auto=True),
-    "stage3_model_persistence_threshold": unneeded(INT, sys.maxsize, _SMALL, auto=True),
-    "stage3_max_live_parameters": unneeded(INT, 10**9, _LIVE, auto=True),
-    "stage3_max_reuse_distance": unneeded(INT, 10**9, _LIVE, auto=True),
+    "stage3_model_persistence_threshold": unneeded(INT, sys.maxsize, _SMALL),
+    "stage3_max_live_parameters": unneeded(INT, 10**9, _LIVE),
+    "stage3_max_reuse_distance": unneeded(INT, 10**9, _LIVE),
     "stage3_gather_16bit_weights_on_model_save": unneeded(
         BOOL, False, "saved weights are always whole, and state_dict() gathers by itself", auto=True
     ),
     "stage3_module_granularity_threshold": unneeded(INT, 0, "units are whole blocks already; see units.min_numel"),
     "stage3_use_all_reduce_for_fetch_params": unneeded(BOOL, False, _MESSAGES),
     "stage3_allgather_sequential": unneeded(BOOL, False, _MESSAGES),
+    "stage3_partition_stream_chunk_size": unneeded(INT, 0, "sharding.Init() makes parameters unit by unit"),
 }
 
 ZERO = Group(
@@ -94,13 +95,13 @@ ZERO = Group(
         "use_multi_rank_bucket_allreduce": unneeded(BOOL, True, _BUCKETS),
         "allgather_partitions": unneeded(BOOL, True, _MESSAGES),
         "allgather_bucket_size": unneeded(INT, 5 * 10**8, _BUCKETS, auto=True),
-        "overlap_comm": unneeded(BOOL, None, "reductions always run beside the backward pass", auto=True),
+        "overlap_comm": unneeded(BOOL, None, "reductions always run beside the backward pass"),
         "load_from_fp32_weights": unneeded(BOOL, True, "checkpoints always hold the fp32 master weights"),
         "elastic_checkpoint": unneeded(BOOL, False, "every checkpoint loads at any stage and number of ranks"),
         "offload_param": _PARAM_OFFLOAD,
         "offload_optimizer": _OPTIMIZER_OFFLOAD,
         "zenflow": refused(MAPPING, None, _ZENFLOW),
-        "sub_group_size": unneeded(INT, 10**9, "fused steps need no temporary copy that it would bound", auto=True),
+        "sub_group_size": unneeded(INT, 10**9, "fused steps need no temporary copy that it would bound"),
         "cpu_offload": refused(BOOL, False, OFFLOAD),
         "cpu_offload_param": refused(BOOL, False, OFFLOAD),
         "cpu_offload_use_pin_memory": unneeded(BOOL, None, _OFFLOAD_ONLY),
@@ -153,15 +154,15 @@ ZERO = Group(
 _FP16 = Group(
     {
         "enabled": translated(BOOL, False, "precision of the computation", "fp16", auto=True),
-        "auto_cast": unneeded(BOOL, False, "the framework's precision casts the inputs", auto=True),
-        "loss_scale": translated(NUMBER, 0, "loss_scale.initial, minimum, growth_interval", "0 is dynamic", auto=True),
-        "initial_scale_power": translated(INT, 16, "loss_scale.initial", "2 to this power", auto=True),
-        "loss_scale_window": translated(INT, 1000, "loss_scale.growth_interval", auto=True),
-        "hysteresis": translated(INT, 2, "loss_scale.hysteresis", auto=True),
+        "auto_cast": unneeded(BOOL, False, "the framework's precision casts the inputs"),
+        "loss_scale": translated(NUMBER, 0, "loss_scale.initial, minimum, growth_interval", "0 is dynamic"),
+        "initial_scale_power": translated(INT, 16, "loss_scale.initial", "2 to this power"),
+        "loss_scale_window": translated(INT, 1000, "loss_scale.growth_interval"),
+        "hysteresis": translated(INT, 2, "loss_scale.hysteresis"),
         "consecutive_hysteresis": refused(
             BOOL, False, "overflows that are tolerated are counted anew when the scale grows, not at each good step"
         ),
-        "min_loss_scale": translated(NUMBER, 1, "loss_scale.minimum", auto=True),
+        "min_loss_scale": translated(NUMBER, 1, "loss_scale.minimum"),
         "fp16_master_weights_and_grads": refused(
             BOOL, False, "master weights of fp16 would be summed in fp16; use bf16 with precision.master_weights: false"
         ),
@@ -191,6 +192,7 @@ PRECISION: dict[str, Key | Group] = {
         "Apex amp is gone from torch and DeepSpeed; use fp16 or bf16",
         {"opt_level": unneeded(TEXT, None, "amp is off", auto=True)},
         open=True,
+        auto=True,
     ),
     "data_types": Group(
         {

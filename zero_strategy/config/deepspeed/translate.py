@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..rules import from_origin
-from ..section import Setting
+from ..rules import ACCEPTS, Accepts, check_value, from_origin
+from ..schema import ZeroConfig
+from ..section import Section, Setting, is_section, typed_fields
 from .batch import BatchSettings
 from .classify import AUTO, KeyReport
 from .keys import REJECTED, TRANSLATED
@@ -18,7 +19,7 @@ from .runtime_keys import DEFAULTS_VERSION
 DEFAULT_ORIGIN = f"default of DeepSpeed {DEFAULTS_VERSION}"
 _NEVER = 2**62
 _ZERO = "zero_optimization."
-_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,10 @@ class Translation:
             made["checkpoint.layout"] = Setting(layout, self.from_key(local))
         made.update(self._state_dtypes())
         made.update(self._loss_scale())
+        # Checked here, where the JSON's key is still known.
+        rules = dict(_rules(ZeroConfig))
+        for key, setting in made.items():
+            check_value(key, setting.value, *rules[key], setting.origin)
         return made
 
     def _stage(self) -> Setting:
@@ -261,6 +266,15 @@ class Translation:
             if report is not None and report.classification == TRANSLATED and report.value is not None:
                 made[path] = Setting(report.value, self.from_key(f"{path}.type"))
         return made
+
+
+def _rules(section: type[Section]) -> Iterator[tuple[str, tuple[Any, Accepts | None]]]:
+    """Type and accepted values of each of our settings, by full key."""
+    for field, hint in typed_fields(section):
+        if is_section(hint):
+            yield from _rules(hint)
+        else:
+            yield section.prefix + field.name, (hint, field.metadata.get(ACCEPTS))
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
