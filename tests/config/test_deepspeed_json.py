@@ -398,3 +398,32 @@ def test_accumulation_alone_is_too_little() -> None:
     with pytest.raises(ValueError, match="neither train_batch_size nor train_micro_batch_size_per_gpu"):
         BatchSettings(None, None, 4).resolve(2)
     assert read_deepspeed({"train_step_batch_size": 4}).batch.resolve(2).train_batch_size == 8
+
+
+# ---- anything else ----
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "none", "fp16", ""]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from([key for key, _, _ in listed()]), ANYTHING), min_size=1, max_size=4))
+def test_any_value_of_any_key_is_read_or_a_value_or_type_error(pairs: list[tuple[str, Any]]) -> None:
+    config: dict[str, Any] = {}
+    for key, value in pairs:
+        *sections, name = key.split(".")
+        place = config
+        for section in sections:
+            inner = place.setdefault(section, {})
+            place = inner if isinstance(inner, dict) else {}
+        place[name] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            loaded = load_config(config)
+        except (ValueError, TypeError) as error:
+            assert str(error)
+        else:
+            assert loaded.deepspeed is not None and not loaded.deepspeed.rejected()

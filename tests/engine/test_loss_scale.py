@@ -51,5 +51,12 @@ def test_an_overflow_that_is_tolerated_does_not_end_the_run_at_the_minimum() -> 
         scaler.update(finite=False)
 
 
+def test_a_state_that_tolerates_more_than_the_config() -> None:
+    scaler = LossScaler(LossScaleConfig(hysteresis=1))
+    scaler.load_state_dict({"scale": 8.0, "good_steps": 0, "skipped": 0, "until_lower": 3})
+    scaler.update(finite=False)
+    assert scaler.scale == 4.0
+
+
 def test_without_hysteresis_the_state_is_as_before() -> None:
     assert LossScaler(LossScaleConfig()).state_dict() == {"scale": 65536.0, "good_steps": 0, "skipped": 0}

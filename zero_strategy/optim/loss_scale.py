@@ -63,4 +63,6 @@ class LossScaler:
         self.scale = float(state["scale"])
         self._good_steps = int(state.get("good_steps", state.get("_growth_tracker", 0)))
         self.skipped = int(state.get("skipped", 0))
-        self._until_lower = int(state.get("until_lower", self.config.hysteresis))
+        # A state may come from a run that tolerated more overflows than this one.
+        until_lower = int(state.get("until_lower", self.config.hysteresis))
+        self._until_lower = min(max(until_lower, 1), self.config.hysteresis)
