@@ -8,6 +8,8 @@ zero-strategy checkpoint diff A B          what differs between two checkpoints
 zero-strategy checkpoint convert IN OUT    from any format to any other
 zero-strategy checkpoint prune DIR         remove old checkpoints
 zero-strategy checkpoint merge DIR ...     make an ordinary checkpoint of the pieces that ranks wrote
+zero-strategy config explain FILE          every setting a config leads to, and what becomes of DeepSpeed's keys
+zero-strategy config convert FILE          write DeepSpeed's JSON as a YAML file of ours
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from zero_strategy.checkpoint_commands import add_checkpoint_commands, run_checkpoint_command
+from zero_strategy.config_commands import add_config_commands, run_config_command
 
 _PACKAGES = (
     "torch",
@@ -46,12 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument("--verbose", action="store_true", help="on failure, all that the compiler said")
     commands.add_parser("doctor", help="versions, compilers, and for every op whether it is native, or why not")
     add_checkpoint_commands(commands)
+    add_config_commands(commands)
     options = parser.parse_args(arguments)
     try:
         if options.command == "build":
             status = _build(["cpu", "cuda"] if options.cuda else ["cpu"], options)
         elif options.command == "checkpoint":
             status = run_checkpoint_command(options)
+        elif options.command == "config":
+            status = run_config_command(options)
         else:
             status = _doctor()
         sys.stdout.flush()

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zero_strategy import loading
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
-from zero_strategy.config import ResolvedConfig, ZeroConfig, load_config, resolve
+from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
@@ -78,9 +78,11 @@ class ZeroEngine:
         device: torch.device | None = None,
     ) -> None:
         world = world_size()
-        self.config: ResolvedConfig = (
-            config if isinstance(config, ResolvedConfig) else resolve(load_config(config), world)
-        )
+        if isinstance(config, ResolvedConfig):
+            self.config = config
+        else:
+            self.config = resolve(load_config(config), world)
+            check_owned(self.config.config, dtype_fact(compute_dtype))
         zero: ZeroConfig = self.config.config
         self.module = module
         self.mesh = Mesh.build(

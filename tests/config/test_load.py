@@ -249,7 +249,8 @@ def test_key_that_is_no_string():
 )
 def test_key_that_a_framework_owns(keys, place):
     for key in keys.split():
-        for values, shown in [({key: {"x": 1}}, key), ({"mesh": {key: 1}}, f"mesh.{key}")]:
+        # Alone, some of them would be DeepSpeed's JSON.
+        for values, shown in [({"stage": 2, key: {"x": 1}}, key), ({"mesh": {key: 1}}, f"mesh.{key}")]:
             with pytest.raises(ValueError) as error:
                 load_config(values)
             assert str(error.value).startswith(f"'{shown}' [user: mapping] cannot be set here: ")
@@ -267,11 +268,10 @@ def test_precision_of_the_computation_is_owned_by_the_framework(value):
 
 def test_deepspeed_json(write):
     text = json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 2}})
-    with pytest.raises(
-        ValueError, match=r"DeepSpeed JSON.*does not read yet; a later release will.*'stage: 2'"
-    ):
-        load_config(write(text, "ds.json"))
-    with pytest.raises(ValueError, match=r"'stage: 3'"):
+    path = write(text, "ds.json")
+    config = load_config(path)
+    assert config.stage == 2 and config.origin_of("stage") == f"user: {path}: zero_optimization.stage"
+    with pytest.raises(ValueError, match=r"read as a whole: give it as the config itself"):
         load_config(zero_optimization=True)
 
 

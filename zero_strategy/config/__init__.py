@@ -6,6 +6,8 @@ Example:
     print(resolved.explain())
 """
 
+from .deepspeed_json import DeepSpeedSettings, inspect_deepspeed, is_deepspeed, read_deepspeed
+from .deepspeed_owned import LATER_KEYS, check_owned, dtype_fact
 from .load import load_config, load_layers
 from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import CheckpointConfig, LossScaleConfig, MeshConfig, PrecisionConfig, UnitsConfig, ZeroConfig
@@ -14,7 +16,9 @@ from .sources import Layer, preset
 
 __all__ = [
     "CheckpointConfig",
+    "DeepSpeedSettings",
     "Fact",
+    "LATER_KEYS",
     "Layer",
     "LossScaleConfig",
     "MeshConfig",
@@ -24,8 +28,13 @@ __all__ = [
     "UnitsConfig",
     "ZeroConfig",
     "batch_fact",
+    "check_owned",
+    "dtype_fact",
+    "inspect_deepspeed",
+    "is_deepspeed",
     "load_config",
     "load_layers",
     "preset",
+    "read_deepspeed",
     "resolve",
 ]

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from .deepspeed.text import read_base64, read_json_file
+from .deepspeed_json import DeepSpeedSettings, is_deepspeed, read_deepspeed
 from .rules import ACCEPTS, check_value, wrong_type
 from .schema import ZeroConfig
 from .section import DEFAULT, Section, Setting, default_of, is_section, typed_fields
@@ -19,7 +21,7 @@ ConfigSource = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def load_config(source: ConfigSource | None = None, **overrides: Any) -> ZeroConfig:
-    """Reads a config and puts keyword overrides on top of it.
+    """Reads a config, ours or DeepSpeed's JSON, and puts keyword overrides of ours on top of it.
 
     Nested mappings merge key by key, lists are replaced as a whole:
 
@@ -27,7 +29,8 @@ def load_config(source: ConfigSource | None = None, **overrides: Any) -> ZeroCon
 
     Args:
         source: A `ZeroConfig`, a mapping, an OmegaConf DictConfig (as from Hydra), or the path of a YAML
-            file. None starts from the defaults.
+            or JSON file; also base64 of JSON. None starts from the defaults. With keys of DeepSpeed's JSON it is read
+            as such, see `ZeroConfig.deepspeed`.
         **overrides: Settings that win over the source. A section is a mapping, or an instance of its
             dataclass, which replaces the section as a whole.
 
@@ -37,16 +40,26 @@ def load_config(source: ConfigSource | None = None, **overrides: Any) -> ZeroCon
     Raises:
         FileNotFoundError: If the file does not exist.
         TypeError: If a value is not of its declared type. Nothing is converted, except int to float.
-        ValueError: If a key is unknown or owned by a framework, or a value is not accepted.
+        ValueError: If a key is unknown or owned by a framework, a value is not accepted, or keys of DeepSpeed's
+            JSON stand among ours.
     """
     settings: dict[str, Setting] = {}
+    deepspeed: DeepSpeedSettings | None = None
     if isinstance(source, ZeroConfig):
         source.check()
         settings.update(source.settings())
+        deepspeed = source.deepspeed
     elif source is not None:
-        settings.update(_settings(_read(source)))
+        layer = read_layer(source)
+        if layer.is_deepspeed:
+            deepspeed = read_deepspeed(layer)
+            settings.update(deepspeed.zero)
+        else:
+            settings.update(_settings(layer))
     settings.update(_settings(Layer(overrides, "user: keyword")))
-    return _build(ZeroConfig, settings)
+    config = _build(ZeroConfig, settings)
+    config._deepspeed = deepspeed
+    return config
 
 
 def load_layers(layers: Iterable[Layer]) -> ZeroConfig:
@@ -62,20 +75,43 @@ def load_layers(layers: Iterable[Layer]) -> ZeroConfig:
     return _build(ZeroConfig, settings)
 
 
+def config_of(settings: DeepSpeedSettings) -> ZeroConfig:
+    """The config that a DeepSpeed JSON leads to."""
+    config = _build(ZeroConfig, settings.zero)
+    config._deepspeed = settings
+    return config
+
+
+def read_layer(source: Any) -> Layer:
+    """Reads a source of any kind but a `ZeroConfig`, and finds out whether it is DeepSpeed's."""
+    layer = _read(source)
+    return layer._replace(is_deepspeed=is_deepspeed(layer.values, layer.origin))
+
+
 def _read(source: Any) -> Layer:
     if isinstance(source, Mapping):
         return read_mapping(source)
     if isinstance(source, (str, os.PathLike)):
-        return read_file(source)
-    expected = "a ZeroConfig, a mapping, a DictConfig or the path of a YAML file"
+        encoded = None if os.path.exists(source) else read_base64(source)
+        if encoded is not None:
+            return encoded
+        is_json = os.fspath(source).endswith(".json") and os.path.exists(source)
+        return _read_json(source) if is_json else read_file(source)
+    expected = "a ZeroConfig, a mapping, a DictConfig or the path of a YAML or JSON file"
     raise TypeError(wrong_type("config", source, expected, None))
+
+
+def _read_json(source: str | os.PathLike[str]) -> Layer:
+    # DeepSpeed's files may have comments; ours are read as YAML, of which JSON is a part, with its interpolations.
+    layer = read_json_file(source)
+    return layer if is_deepspeed(layer.values, layer.origin) else read_file(source)
 
 
 def _settings(layer: Layer) -> Iterator[tuple[str, Setting]]:
     """Yields the checked settings of a layer under their full keys."""
     if DEEPSPEED_KEY in layer.values:
         # Said first: the other keys of such a file would each get an error of their own.
-        raise ValueError(deepspeed_key(layer.values[DEEPSPEED_KEY], layer.origin))
+        raise ValueError(deepspeed_key(layer.origin))
     yield from _walk(layer.values, ZeroConfig, layer)
 
 

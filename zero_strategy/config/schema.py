@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .rules import at_least, between, non_empty, one_of
 from .section import Section, table
+
+if TYPE_CHECKING:
+    from .deepspeed_json import DeepSpeedSettings
 
 
 @dataclass
@@ -82,6 +85,10 @@ class LossScaleConfig(Section):
 
     minimum: float = field(default=1.0, metadata=between(0, math.inf))
     """The scale does not fall below this."""
+
+    hysteresis: int = field(default=1, metadata=at_least(1))
+    """The scale falls at the overflow of this number since it last grew, and at every one after that until it grows
+    again. 1: at each."""
 
     def check(self) -> None:
         """Checks the values, and that the scale starts no lower than its minimum."""
@@ -197,6 +204,15 @@ class ZeroConfig(Section):
 
     rendezvous_seconds: float = field(default=60.0, metadata=between(0, math.inf))
     """Seconds that our own waits on other ranks last at most before they raise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._deepspeed: DeepSpeedSettings | None = None
+
+    @property
+    def deepspeed(self) -> DeepSpeedSettings | None:
+        """The DeepSpeed config that this was read from, with what it says about what others own; None: it was none."""
+        return self._deepspeed
 
     def origin_of(self, key: str) -> str:
         """Where the value of a setting came from.

@@ -33,6 +33,8 @@ class Layer(NamedTuple):
     spells_defaults: bool = False
     """True if the source holds all keys, set or not (a structured config): values equal to the default then
     count as default."""
+    is_deepspeed: bool = False
+    """True if the values are those of DeepSpeed's JSON."""
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from .rules import from_origin
 from .section import Section, is_section, typed_fields
@@ -93,12 +93,18 @@ def owned_key(section: type[Section], name: str, origin: str) -> str | None:
     return owner and f"'{section.prefix}{name}'{from_origin(origin)} cannot be set here: {owner}"
 
 
-def deepspeed_key(value: object, origin: str) -> str:
-    """Message for a DeepSpeed JSON."""
-    stage = value.get("stage") if isinstance(value, Mapping) else None
+def owner_of(name: str) -> str:
+    """Who owns a key that is no setting, and where to set it; empty if nobody else does."""
+    if name == "dataloader_drop_last":
+        return "set DataLoader(drop_last=True)"
+    return _OWNERS.get(name, "")
+
+
+def deepspeed_key(origin: str) -> str:
+    """Message for DeepSpeed's main section where only settings of ours are read."""
     return (
-        f"'{DEEPSPEED_KEY}'{from_origin(origin)} belongs to DeepSpeed JSON, which this version does not read "
-        f"yet; a later release will. The native spelling is a key at the top level, 'stage: {stage or 3}'"
+        f"'{DEEPSPEED_KEY}'{from_origin(origin)} belongs to DeepSpeed's JSON, which is read as a whole: give it as the "
+        "config itself, a mapping or a path. Our own spelling is a key at the top level, 'stage: 3'"
     )
 
 

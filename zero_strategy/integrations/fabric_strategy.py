@@ -24,6 +24,7 @@ from zero_strategy.config import (
     ResolvedConfig,
     UnitsConfig,
     ZeroConfig,
+    check_owned,
     resolve,
 )
 from zero_strategy.engine import ZeroEngine
@@ -220,7 +221,9 @@ class FabricStrategy(FabricCheckpoints, _Base):
         Raises:
             RuntimeError: If it is sharded already, with other settings.
         """
-        engine = engine_for(module, self._resolve(), self.precision.plan.compute_dtype)
+        resolved = self._resolve()
+        check_owned(self.config, resolved.facts)
+        engine = engine_for(module, resolved, self.precision.plan.compute_dtype)
         self.precision.adopt(engine, self.config.loss_scale)
         if engine not in self.engines:
             self.engines.append(engine)

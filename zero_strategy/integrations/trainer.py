@@ -22,13 +22,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.config import (
+    LATER_KEYS,
     CheckpointConfig,
+    Fact,
     LossScaleConfig,
     MeshConfig,
     PrecisionConfig,
     ResolvedConfig,
     UnitsConfig,
     ZeroConfig,
+    check_owned,
     resolve,
 )
 from zero_strategy.engine import ZeroEngine
@@ -181,9 +184,13 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
 
     def _resolve(self) -> ResolvedConfig:
         world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+        return resolve(self.config, world_size, self._facts())
+
+    def _facts(self) -> dict[str, Fact]:
+        world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
         module = self._lightning_module
         trainer = None if module is None else module._trainer
-        return resolve(self.config, world_size, {} if trainer is None else trainer_facts(trainer, world_size))
+        return {} if trainer is None else trainer_facts(trainer, world_size)
 
     # ---- set-up ----
 
@@ -219,6 +226,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
         compute_dtype = self.precision_plugin.plan.compute_dtype
+        if fitting:
+            check_owned(self.config, self._facts(), later=LATER_KEYS)
         self.engine = engine_for(module, self._resolve(), compute_dtype, self.root_device)
         if self._failed:
             self.engine.reset()
@@ -303,6 +312,14 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             self._drained = True
             assert self.engine is not None
             self.engine.drain()
+
+    def on_train_start(self) -> None:
+        """Before the first batch: now there are the loader and the optimizer that a DeepSpeed config may speak of."""
+        facts = self._facts()
+        if len(self.optimizers) == 1:
+            facts["optimizer"] = Fact(self.optimizers[0], "configure_optimizers()")
+        check_owned(self.config, facts)
+        super().on_train_start()
 
     def on_validation_start(self) -> None:
         """A loop begins in which this rank may have fewer batches than others."""

@@ -1,0 +1,194 @@
+"""Walks a DeepSpeed config: every key is looked up, checked, and reported with what becomes of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..rules import from_origin, wrong_type
+from ..sources import Layer
+from .keys import (
+    ANY,
+    BOOL,
+    INT,
+    LIST,
+    MAPPING,
+    NUMBER,
+    REJECTED,
+    TEXT,
+    TRANSLATED,
+    WITHOUT_EFFECT,
+    Group,
+    Key,
+)
+from .runtime_keys import ROOT
+
+AUTO = "auto"
+
+
+class KeyReport(NamedTuple):
+    """One key of a file, and what becomes of it."""
+
+    path: str
+    """The key as it is spelled in the file, dotted."""
+    value: Any
+    """Its value; whole numbers such as 5e8 as int."""
+    classification: str
+    """``translated``, ``accepted without effect`` or ``rejected``."""
+    note: str
+    """Why nothing is lost, why it is rejected and what to use instead, or how it is translated."""
+    ours: str
+    """What it is translated to; empty if it is not."""
+    key: str
+    """The key's present spelling, dotted."""
+    idle: bool = False
+    """True for a key that asks for nothing: it has DeepSpeed's default, or its section is off."""
+
+
+def classify(layer: Layer) -> dict[str, KeyReport]:
+    """Reports on every key of a config.
+
+    Returns:
+        Reports by the key's present spelling, in the order of the file. Sections have none of their own.
+
+    Raises:
+        TypeError: If a value is not of its key's type.
+        ValueError: If a key is unknown or given in two spellings, a value is not accepted, or ``"auto"`` stands where
+            no framework decides.
+    """
+    reports: dict[str, KeyReport] = {}
+    for report in _walk(layer.values, ROOT, "", "", layer.origin, _Around()):
+        other = reports.get(report.key)
+        if other is not None:
+            raise ValueError(f"'{other.path}' and '{report.path}'{from_origin(layer.origin)} are one key; keep one")
+        reports[report.key] = report
+    return reports
+
+
+class _Around(NamedTuple):
+    """What the section above says about a key."""
+
+    off: str = ""
+    """Why nothing in the section has an effect."""
+    refused: str = ""
+    """Why the whole section is rejected."""
+
+
+def _walk(
+    values: Mapping[Any, Any], group: Group, shown: str, path: str, origin: str, around: _Around
+) -> Iterator[KeyReport]:
+    around = _around(values, group, path, origin, around)
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise TypeError(wrong_type(f"a key of '{shown[:-1]}'" if shown else "a key", name, "str", origin))
+        present = group.spellings.get(name, name)
+        key = group.keys.get(present)
+        place, canonical = shown + name, path + present
+        if key is None and group.open:
+            key = Key(ANY, WITHOUT_EFFECT, None, group.note)
+        if key is None:
+            raise ValueError(_unknown(group, shown, name, origin))
+        if isinstance(key, Group):
+            if value is None:
+                yield KeyReport(place, None, WITHOUT_EFFECT, "null asks for nothing", "", canonical, True)
+            elif not isinstance(value, Mapping):
+                expected = f"a mapping with keys among {', '.join(key.keys)}"
+                raise TypeError(wrong_type(place, value, expected, origin))
+            else:
+                yield from _walk(value, key, place + ".", canonical + ".", origin, around)
+        else:
+            yield _report(place, canonical, value, key, origin, around)
+
+
+def _around(values: Mapping[Any, Any], group: Group, path: str, origin: str, around: _Around) -> _Around:
+    if not group.switch or around != _Around():
+        return around
+    switch = group.keys[group.switch]
+    assert isinstance(switch, Key)
+    value = values.get(group.switch, switch.default)
+    if not _asks_for_nothing(_checked(path + group.switch, value, switch, origin), switch):
+        return _Around(refused=group.note)
+    return _Around(off=f"the section is off: '{path}{group.switch}' is {value!r}")
+
+
+def _report(place: str, canonical: str, value: Any, key: Key, origin: str, around: _Around) -> KeyReport:
+    value = _checked(place, value, key, origin)
+    if around.refused:
+        # The switch carries the reason, so that it is said once.
+        part = key.verdict != REJECTED
+        note = f"part of '{place.rpartition('.')[0]}', which is rejected" if part else around.refused
+        return KeyReport(place, value, REJECTED, note, "", canonical, part)
+    if around.off:
+        return KeyReport(place, value, WITHOUT_EFFECT, around.off, "", canonical, True)
+    if key.verdict == REJECTED and _asks_for_nothing(value, key):
+        note = "auto: nothing is asked for" if value == AUTO else "DeepSpeed's default, which asks for nothing"
+        return KeyReport(place, value, WITHOUT_EFFECT, note, "", canonical, True)
+    if value == AUTO and key.ours:
+        return KeyReport(place, value, TRANSLATED, "auto: the framework decides", key.ours, canonical)
+    idle = key.verdict == WITHOUT_EFFECT and value == key.default and key.kind != ANY
+    return KeyReport(place, value, key.verdict, key.note, key.ours, canonical, idle)
+
+
+def _asks_for_nothing(value: Any, key: Key) -> bool:
+    off = (None, key.default, AUTO) if key.auto else (None, key.default)
+    return value in off or (key.kind == MAPPING and not value)
+
+
+def _checked(place: str, value: Any, key: Key, origin: str) -> Any:
+    """The value, checked against its key; words in the case of letters that the table has."""
+    if key.kind == ANY or (value is None and key.default in (None, False)):
+        return value
+    if value == AUTO and isinstance(value, str):
+        if key.auto:
+            return value
+        raise ValueError(
+            f"{place} is 'auto'{from_origin(origin)}, but no framework decides it; accepted: {_expected(key)}, "
+            "or leave the key out"
+        )
+    if isinstance(key.kind, tuple):
+        words = {word.lower(): word for word in key.kind}
+        if not isinstance(value, str):
+            raise TypeError(wrong_type(place, value, _expected(key), origin))
+        if value.lower() not in words:
+            raise ValueError(f"{place} is {value!r}{from_origin(origin)}; accepted: {_expected(key)}")
+        return words[value.lower()]
+    if key.kind == INT and isinstance(value, float) and value.is_integer():
+        return int(value)  # 5e8
+    if not _is_kind(value, key.kind):
+        raise TypeError(wrong_type(place, value, _expected(key), origin))
+    return value
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == BOOL
+    types: dict[str, Any] = {INT: int, NUMBER: (int, float), TEXT: str, LIST: list, MAPPING: Mapping, BOOL: bool}
+    return isinstance(value, types[kind])
+
+
+def _expected(key: Key) -> str:
+    expected = ", ".join(map(repr, key.kind)) if isinstance(key.kind, tuple) else key.kind
+    return f"{expected} or 'auto'" if key.auto else expected
+
+
+def _unknown(group: Group, shown: str, name: str, origin: str) -> str:
+    where = f"unknown key '{shown}{name}'{from_origin(origin)}"
+    everywhere = {path.rpartition(".")[2]: path for path in _paths(ROOT, "")}
+    near = difflib.get_close_matches(name, [*group.keys, *group.spellings], n=1)
+    if near:
+        return f"{where} in DeepSpeed's JSON; did you mean '{shown}{near[0]}'?"
+    if name in everywhere:
+        return f"{where} in DeepSpeed's JSON; did you mean '{everywhere[name]}'?"
+    near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
+    if near:
+        return f"{where} in DeepSpeed's JSON; did you mean '{everywhere[near[0]]}'?"
+    place = f"'{shown[:-1]}'" if shown else "the top level"
+    return f"{where} in DeepSpeed's JSON; {place} has: {', '.join(group.keys)}"
+
+
+def _paths(group: Group, prefix: str) -> Iterator[str]:
+    for name, key in group.keys.items():
+        yield prefix + name
+        if isinstance(key, Group):
+            yield from _paths(key, f"{prefix}{name}.")

@@ -1,0 +1,203 @@
+"""DeepSpeed's keys for parallelism, checkpoints, logging and tools, and the table of all keys."""
+
+from __future__ import annotations
+
+from .keys import (
+    ANY,
+    BOOL,
+    INT,
+    MAPPING,
+    NUMBER,
+    TEXT,
+    Group,
+    Key,
+    plain_keys,
+    refused,
+    switched,
+    translated,
+    unneeded,
+)
+from .training_keys import PRECISION, TRAINING, ZERO
+
+DEFAULTS_VERSION = "0.19.8"
+"""The DeepSpeed version whose defaults are followed."""
+
+_PIPELINE = "pipeline parallelism is not configured here; keep the default, or leave the section out"
+_RECOMPUTE = (
+    "activations are recomputed by the model; use torch.utils.checkpoint, or "
+    "gradient_checkpointing_enable() in transformers"
+)
+_TENSOR = "tensor parallelism is not done here; use stage 3 over all ranks"
+_EXPERTS = "expert parallelism (mixture of experts) is not supported; experts are trained as ordinary parameters"
+_SEQUENCE = "sequence parallelism is not supported; keep sequences whole on each rank"
+_COMPILE = "compilation is the caller's; use torch.compile on the model"
+_PRINTS = "it only prints; training is the same"
+_LOGGER = "logging is the framework's; use Trainer(logger=...) or Accelerator(log_with=...)"
+_PROFILE = "profiling is the framework's; use torch.profiler, or Trainer(profiler=...)"
+_STORED = "checkpoints have one format here, which is written by all ranks at once"
+
+_PARALLEL: dict[str, Key | Group] = {
+    "pipeline": Group(
+        {
+            "stages": refused(ANY, "auto", _PIPELINE, auto=True),
+            "partition": refused(TEXT, "best", _PIPELINE),
+            "seed_layers": refused(BOOL, False, _PIPELINE),
+            "activation_checkpoint_interval": refused(INT, 0, _PIPELINE),
+            "pipe_partitioned": unneeded(BOOL, True, "there are no pipeline stages to send between"),
+            "grad_partitioned": unneeded(BOOL, True, "there are no pipeline stages to send between"),
+            "use_reentrant": unneeded(BOOL, True, "there are no pipeline stages to recompute"),
+        }
+    ),
+    "activation_checkpointing": Group(
+        {
+            "partition_activations": refused(BOOL, False, _RECOMPUTE),
+            "number_checkpoints": unneeded(INT, None, "only contiguous_memory_optimization uses it"),
+            "contiguous_memory_optimization": refused(BOOL, False, _RECOMPUTE),
+            "cpu_checkpointing": refused(BOOL, False, _RECOMPUTE),
+            "synchronize_checkpoint_boundary": unneeded(BOOL, False, "it only serves timing; training is the same"),
+            "profile": unneeded(BOOL, False, _PRINTS),
+        }
+    ),
+    "tensor_parallel": Group(
+        {
+            "autotp_size": refused(INT, 0, _TENSOR),
+            **plain_keys("dtype tp_overlap_comm partition_config preset_model", _TENSOR),
+        },
+        switch="autotp_size",
+        note=_TENSOR,
+        open=True,
+    ),
+    "expert_parallel": switched(_EXPERTS, open=True),
+    "sequence_parallel_size": refused(INT, 1, _SEQUENCE),
+    "use_data_before_expert_parallelism": refused(BOOL, False, _EXPERTS),
+    "hybrid_engine": switched(
+        "generating with kernels of its own is not done here; generate with the model itself",
+        plain_keys(
+            "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+            "enable_cuda_graph",
+            "the hybrid engine is off",
+        ),
+    ),
+    "compile": Group(
+        {
+            "deepcompile": refused(BOOL, False, _COMPILE),
+            **plain_keys(
+                "free_activation free_activation_threshold offload_activation offload_activation_pin_memory "
+                "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce "
+                "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors "
+                "keep_all_input_tensors passes autoep_non_moe",
+                "DeepCompile is off",
+            ),
+        },
+        switch="deepcompile",
+        note=_COMPILE,
+    ),
+    "graph_harvesting": refused(BOOL, False, "CUDA graphs are the caller's; use torch.compile(mode='reduce-overhead')"),
+    "disable_python_gc": unneeded(BOOL, False, "only the time of Python's collections differs; gc.disable() is yours"),
+    "vocabulary_size": unneeded(INT, None, "checkpoints record the shape of every parameter"),
+}
+
+_CHECKPOINTS: dict[str, Key | Group] = {
+    "checkpoint": Group(
+        {
+            "tag_validation": unneeded(("Warn", "Ignore", "Fail"), "Warn", "all ranks agree on the tag, or all raise"),
+            "load_universal": unneeded(BOOL, False, "loading finds out which format a checkpoint has"),
+            "use_node_local_storage": translated(BOOL, False, "checkpoint.layout", "true is pieces"),
+            "parallel_write": Group({"pipeline_stage": unneeded(BOOL, False, _STORED)}),
+            "checkpoint_serialization": unneeded(BOOL, True, _STORED),
+            "writer": Group(
+                plain_keys(
+                    "type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier",
+                    _STORED + "; saves in the background are checkpoint.asynchronous",
+                )
+            ),
+        }
+    ),
+    "nebula": switched("Azure's service is not used; checkpoint.asynchronous saves in the background", open=True),
+    "datastates_ckpt": refused(MAPPING, None, "checkpoint.asynchronous saves in the background"),
+    "aio": Group(
+        plain_keys(
+            "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+            "it tunes offloading to NVMe, which is not asked for",
+        )
+    ),
+}
+
+_MONITOR = "this logger is off"
+_LOGGING: dict[str, Key | Group] = {
+    "steps_per_print": unneeded(NUMBER, None, _PRINTS),
+    "dump_state": unneeded(BOOL, False, _PRINTS),
+    "wall_clock_breakdown": unneeded(BOOL, False, _PRINTS),
+    "memory_breakdown": unneeded(BOOL, False, _PRINTS),
+    "log_level": unneeded(TEXT, None, _PRINTS),
+    "timers": Group(
+        {"throughput": Group({"enabled": unneeded(BOOL, True, _PRINTS), "synchronized": unneeded(BOOL, True, _PRINTS)})}
+    ),
+    "tensorboard": switched(_LOGGER, plain_keys("output_path job_name", _MONITOR)),
+    "wandb": switched(_LOGGER, plain_keys("group team project", _MONITOR)),
+    "csv_monitor": switched(_LOGGER, plain_keys("output_path job_name", _MONITOR)),
+    "comet": switched(
+        _LOGGER,
+        plain_keys(
+            "samples_log_interval project workspace api_key experiment_name experiment_key online mode", _MONITOR
+        ),
+    ),
+    "comms_logger": switched(
+        "what was sent is counted always; read engine.counters",
+        plain_keys("verbose prof_all debug prof_ops", "the logger is off"),
+    ),
+    "flops_profiler": switched(
+        _PROFILE,
+        plain_keys("recompute_fwd_factor profile_step module_depth top_modules detailed output_file", "it is off"),
+    ),
+}
+
+_AUTOTUNING = (
+    "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric tuner_type tuner_early_stopping "
+    "tuner_num_trials arg_mappings mp_size max_train_batch_size min_train_batch_size "
+    "max_train_micro_batch_size_per_gpu "
+    "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes model_info metric_path model_info_path"
+)
+_ELASTICITY = (
+    "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch "
+    "ignore_non_elastic_batch_info version num_gpus_per_node model_parallel_size"
+)
+_TOOLS: dict[str, Key | Group] = {
+    "autotuning": switched(
+        "no settings are searched for; benchmark the few that matter: stage, micro-batch, prefetch",
+        plain_keys(_AUTOTUNING, "it is off"),
+    ),
+    "elasticity": switched(
+        "the batch size is never changed with the number of ranks; a checkpoint resumes at any number of ranks",
+        plain_keys(_ELASTICITY, "it is off"),
+    ),
+    "data_efficiency": switched(
+        "the data loader is yours; order or shorten samples in the data set",
+        plain_keys("seed data_sampling data_routing", "it is off"),
+    ),
+    "curriculum_learning": switched("the data loader is yours; order samples in the data set", open=True),
+    "compression_training": refused(MAPPING, None, "weights are not compressed in training; use torch.ao"),
+    "quantize_training": switched("weights are not quantised in training; use torch.ao", open=True),
+    "weight_quantization": refused(MAPPING, None, "weights are not quantised in training; use torch.ao"),
+    "eigenvalue": switched("it only serves quantised training, which is not done here", open=True),
+    "progressive_layer_drop": switched(
+        "layers are dropped by the model; do so in its forward", plain_keys("theta gamma", "it is off")
+    ),
+    "sparse_attention": refused(
+        MAPPING, None, "attention is the model's; use scaled_dot_product_attention or flex_attention of torch.nn"
+    ),
+    "deepspeed_defaults": translated(TEXT, DEFAULTS_VERSION, "this reader's defaults"),
+}
+
+ROOT = Group(
+    {"zero_optimization": ZERO, **TRAINING, **PRECISION, **_PARALLEL, **_CHECKPOINTS, **_LOGGING, **_TOOLS},
+    spellings={
+        "bfloat16": "bf16",
+        # In the documentation of DeepSpeed 0.3 this is what one GPU processes in one forward and backward pass.
+        "train_step_batch_size": "train_micro_batch_size_per_gpu",
+    },
+)
+"""Every key of the JSON."""
+
+TOP_LEVEL = frozenset(ROOT.keys) | frozenset(ROOT.spellings)
+"""The names at the top level, all spellings."""

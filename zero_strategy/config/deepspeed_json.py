@@ -1,0 +1,157 @@
+"""The reader of DeepSpeed's JSON: from its keys to our settings, and to what a framework or a script owns.
+
+Example:
+    settings = read_deepspeed("ds_config.json")
+    settings.zero["stage"]                       # value 2, origin "user: ds_config.json: zero_optimization.stage"
+    settings.batch.resolve(world_size=8)         # the three numbers
+    settings.found                               # what became of every key
+
+Defaults are those of one DeepSpeed version, `DEFAULTS_VERSION`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .deepspeed.batch import BatchSettings
+from .deepspeed.classify import AUTO, KeyReport, classify
+from .deepspeed.keys import REJECTED, WITHOUT_EFFECT
+from .deepspeed.named import Named
+from .deepspeed.runtime_keys import DEFAULTS_VERSION, TOP_LEVEL
+from .deepspeed.text import read_source
+from .deepspeed.translate import OffloadRequest, Translation
+from .rules import from_origin
+from .schema import ZeroConfig
+from .section import Setting, typed_fields
+from .sources import Layer
+from .unknown import owned_key
+
+__all__ = [
+    "DEFAULTS_VERSION",
+    "BatchSettings",
+    "DeepSpeedSettings",
+    "KeyReport",
+    "Named",
+    "OffloadRequest",
+    "inspect_deepspeed",
+    "is_deepspeed",
+    "read_deepspeed",
+]
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """What a DeepSpeed config says. Made by `read_deepspeed` and `inspect_deepspeed`."""
+
+    origin: str
+    """Where it was read from, such as ``user: ds_config.json``."""
+    zero: Mapping[str, Setting]
+    """Our settings by their full key, with the JSON's key as origin; what is not here has our default."""
+    batch: BatchSettings
+    """Batch sizes."""
+    gradient_clipping: Setting
+    """Largest gradient norm; 0.0 does not clip, None is ``"auto"``."""
+    precision: Setting
+    """``fp32``, ``fp16`` or ``bf16``; None is ``"auto"``."""
+    optimizer: Named | None
+    """The optimizer, if the config has one."""
+    scheduler: Named | None
+    """The learning rate schedule, if the config has one."""
+    drop_last: bool
+    """Whether the data loader leaves out an incomplete last batch."""
+    offload: tuple[OffloadRequest, ...]
+    """What shall lie outside of device memory."""
+    found: tuple[KeyReport, ...]
+    """What became of every key, in the order of the file."""
+    owned: Mapping[str, Setting]
+    """What the file sets (not ``"auto"``) and a framework may own, by DeepSpeed's key; ``precision`` for fp16, bf16."""
+
+    def rejected(self) -> list[KeyReport]:
+        """The keys that ask for what is not here."""
+        return [report for report in self.found if report.classification == REJECTED]
+
+
+def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer) -> DeepSpeedSettings:
+    """Reads a DeepSpeed config, and warns about keys without effect, once, with the reasons.
+
+    Args:
+        source: A mapping, the path of a JSON file (comments and trailing commas are allowed), base64 of JSON, or a
+            layer that was read before.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        TypeError: If a value is not of its type.
+        ValueError: If a key is unknown or rejected, given twice, or its value is not accepted; all rejected keys are
+            named, with the reason of each.
+    """
+    settings = inspect_deepspeed(source)
+    rejected = [report for report in settings.rejected() if not report.idle]
+    if rejected:
+        reasons = "; ".join(f"'{report.path}: {_shown(report.value)}': {report.note}" for report in rejected)
+        where = from_origin(settings.origin)
+        raise ValueError(f"this DeepSpeed config{where} asks for what is not done here: {reasons}")
+    message = _without_effect(settings)
+    if message:
+        warnings.warn(message, stacklevel=3)
+    return settings
+
+
+def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer) -> DeepSpeedSettings:
+    """Reads a DeepSpeed config like `read_deepspeed`, with rejected keys reported in `found` instead of raised."""
+    layer = source if isinstance(source, Layer) else read_source(source)
+    _check_kind(layer)
+    made = Translation(classify(layer), layer.origin)
+    return DeepSpeedSettings(
+        origin=layer.origin,
+        zero=made.zero_settings(),
+        batch=made.batch(),
+        gradient_clipping=made.clipping(),
+        precision=made.precision(),
+        optimizer=made.optimizer(),
+        scheduler=made.scheduler(),
+        drop_last=made.value("dataloader_drop_last", False),
+        offload=made.offload(),
+        owned=made.owned(),
+        found=tuple(made.reports.values()),
+    )
+
+
+def is_deepspeed(values: Mapping[Any, Any], origin: str) -> bool:
+    """Whether a mapping is a DeepSpeed config: it has one of DeepSpeed's keys that are none of ours.
+
+    Raises:
+        ValueError: If it has keys of both.
+    """
+    ours = {field.name for field, _ in typed_fields(ZeroConfig)}
+    theirs = [name for name in values if isinstance(name, str) and name in TOP_LEVEL - ours]
+    if not theirs:
+        return False
+    both = [name for name in values if isinstance(name, str) and name in ours - TOP_LEVEL]
+    if not both:
+        return True
+    mixed = f"'{theirs[0]}' is a key of DeepSpeed's JSON and '{both[0]}' is one of ours; a config has keys of one kind"
+    owned = owned_key(ZeroConfig, theirs[0], origin)
+    raise ValueError(f"{owned} ({mixed})" if owned else f"{mixed}{from_origin(origin)}")
+
+
+def _check_kind(layer: Layer) -> None:
+    # Only to say which keys are of the other kind, rather than that one of them is unknown.
+    is_deepspeed(layer.values, layer.origin)
+
+
+def _without_effect(settings: DeepSpeedSettings) -> str:
+    reports = [report for report in settings.found if report.classification == WITHOUT_EFFECT]
+    lost = "; ".join(f"'{report.path}': {report.note}" for report in reports if not report.idle)
+    idle = ", ".join(f"'{report.path}'" for report in reports if report.idle)
+    parts = [part for part in (lost, idle and f"at a default or switched off: {idle}") if part]
+    if not parts:
+        return ""
+    return f"keys without effect here{from_origin(settings.origin)}, and why nothing is lost: " + "; ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    return AUTO if value == AUTO else repr(value)
