@@ -23,10 +23,22 @@ _PUBLIC = {
     "FusedLamb": "zero_strategy.optim",
     "FusedLion": "zero_strategy.optim",
     "FusedSGD": "zero_strategy.optim",
+    "initialize": "zero_strategy.scripts",
     "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }
-_ROOMS = ("checkpoint", "config", "distributed", "engine", "integrations", "ops", "optim", "registration", "sharding")
+_ROOMS = (
+    "checkpoint",
+    "config",
+    "distributed",
+    "engine",
+    "integrations",
+    "ops",
+    "optim",
+    "registration",
+    "scripts",
+    "sharding",
+)
 
 __all__ = ["__version__", "ZeroStrategy", *sorted(_PUBLIC)]
 
