@@ -5,7 +5,7 @@
 | here | there |
 | --- | --- |
 | `initialize`, `init_distributed`, `add_config_arguments`, `DeepSpeedEngine` | `deepspeed` |
-| `zero.Init`, `zero.GatheredParameters`, `zero.register_external_parameter`, also in `runtime.zero` | `deepspeed.zero` |
+| `zero.Init`, `zero.GatheredParameters`, `zero.register_external_parameter`; `runtime.zero` | `deepspeed.zero` |
 | `comm.init_distributed`, `comm.get_rank` and all of torch.distributed | `deepspeed.comm` |
 | `utils.safe_get_full_fp32_param` and its family, `utils.RepeatingLoader` | `deepspeed.utils` |
 | `config`, `ops.adam`, `runtime.config`, `runtime.dataloader`, `runtime.engine`, `runtime.lr_schedules` | the same |
