@@ -49,9 +49,8 @@ def make_optimizer(named: Named, parameters: Iterable[Any]) -> Optimizer:
         return make(parameters, params)
     if named.type in _REFUSED:
         raise ValueError(f"optimizer.type {named.type!r} is not done by this package; use one of {', '.join(_SHOWN)}")
-    cls = getattr(torch.optim, named.type, None)
-    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer:
-        return _call(cls, parameters, params, "optimizer")  # type: ignore[no-any-return]
+    if named.type in _torch_names(torch.optim, Optimizer):
+        return _call(getattr(torch.optim, named.type), parameters, params, "optimizer")  # type: ignore[no-any-return]
     raise ValueError(_unknown("optimizer", named.type, [*_SHOWN, *_torch_names(torch.optim, Optimizer)]))
 
 
@@ -62,10 +61,12 @@ def make_scheduler(named: Named, optimizer: Optimizer) -> Any:
         ValueError: If the name is not known (names the nearest), or an argument is not.
     """
     kinds = torch.optim.lr_scheduler
-    cls: Any = SCHEDULES.get(named.type, getattr(kinds, named.type, None))
-    if isinstance(cls, type) and (named.type in SCHEDULES or issubclass(cls, kinds.LRScheduler)):
-        return _call(cls, optimizer, named.params, "scheduler")
-    raise ValueError(_unknown("scheduler", named.type, [*SCHEDULES, *_torch_names(kinds, kinds.LRScheduler)]))
+    if named.type in SCHEDULES:
+        return _call(SCHEDULES[named.type], optimizer, named.params, "scheduler")
+    others = _torch_names(kinds, kinds.LRScheduler)
+    if named.type in others:
+        return _call(getattr(kinds, named.type), optimizer, named.params, "scheduler")
+    raise ValueError(_unknown("scheduler", named.type, [*SCHEDULES, *others]))
 
 
 def _adam(parameters: Iterable[Any], params: dict[str, Any], *, decoupled: bool = False) -> Optimizer:
@@ -145,6 +146,7 @@ def _call(cls: Callable[..., Any], first: Any, params: Mapping[str, Any], what: 
 
 
 def _torch_names(module: Any, base: type) -> list[str]:
+    """Classes of a module that derive from `base`."""
     found = vars(module).items()
     return [name for name, cls in found if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
 
