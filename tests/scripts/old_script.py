@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-SAMPLES, WIDTH, SEED = 48, 6, 5
+SAMPLES, WIDTH, SEED = 96, 6, 5
 
 
 class Block(nn.Module):
@@ -89,7 +89,7 @@ def main(deepspeed: Any, argv: list[str]) -> dict[str, Any]:
     return {
         "losses": losses,
         "rates": rates,
-        "norm": float(engine.get_global_grad_norm()),
+        "norm": engine.get_global_grad_norm(),
         "steps": (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(scheduler).__name__,

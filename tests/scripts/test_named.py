@@ -77,7 +77,7 @@ def test_schedulers() -> None:
         assert type(make_scheduler(Named(name, params.get(name, {})), optimizer)) is kind
     step = make_scheduler(Named("StepLR", {"step_size": 3}), optimizer)
     assert isinstance(step, torch.optim.lr_scheduler.StepLR)
-    for name, message in (("WarmupLr", "did you mean 'WarmupLR'"), ("LRScheduler", "not known"), ("Tensor", "not known")):
+    for name, message in (("WarmupLr", "mean 'WarmupLR'"), ("LRScheduler", "not known"), ("Tensor", "not known")):
         with pytest.raises(ValueError, match=message):
             make_scheduler(Named(name, {}), optimizer)
     with pytest.raises(ValueError, match=r"scheduler\.params.warmup_steps: WarmupLR has no such argument"):

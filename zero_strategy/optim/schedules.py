@@ -135,7 +135,7 @@ class OneCycle(BatchSchedule):
         cycle_second_stair_count: Stairs on the way down; None: as many.
         decay_step_size: Iterations per decay interval; 0: no decay.
         cycle_momentum: Cycle the first of `betas` too; the second one then is 0.99. Needs an optimizer with betas.
-        cycle_min_mom: Momentum at the peak.
+        cycle_min_mom: Momentum at the peak, and of the first step, before any `step()`.
         cycle_max_mom: Momentum at both ends.
         decay_mom_rate: After the cycle: max_mom * (1 + rate * iterations / decay_step_size).
         last_batch_iteration: Where to begin.
@@ -198,6 +198,8 @@ class OneCycle(BatchSchedule):
         """The betas, one pair per group; None where momentum is not cycled."""
         if not self.cycle_momentum:
             return None
+        if self.last_batch_iteration < 0:  # so does DeepSpeed, although the cycle begins with the greatest
+            return [(low, 0.99) for low in self.min_moms]
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [(high - (high - low) * height, 0.99) for low, high in zip(self.min_moms, self.max_moms)]
