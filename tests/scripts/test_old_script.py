@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +91,19 @@ def test_two_ranks_equal_plain_torch(ranks: Launcher, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stage", "ours"), CASES)
 def test_one_process_without_a_launcher_equals_plain_torch(stage: int, ours: bool, tmp_path: Path, alone: None) -> None:
     check(run(stage, str(tmp_path), ours), oracle(1), 0, 1)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.scripts.old_script"]
+    arguments = ["--deepspeed", "--deepspeed_config", write(str(tmp_path), 3, False), "--steps", "4"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, *command, *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=110
+    )
+    printed = re.search(r"result: \[(.*)\]", done.stdout)
+    assert printed is not None, done.stdout + done.stderr
+    assert [float(loss) for loss in printed[1].split(",")] == pytest.approx(oracle(2)["losses"][0][:4], abs=2e-6)
 
 
 def interrupted(stage: int, folder: str, then: int) -> dict[str, Any]:
