@@ -84,6 +84,22 @@ def test_ranks_never_step_with_different_gradients(ranks: Launcher, how: str) ->
         assert max(distances) < 2e-6, distances
 
 
+def by_hand() -> float:
+    """A script that averages itself, as it had to under DeepSpeed (stage 0, where gradients can be seen)."""
+    engine = start(0)
+    for x, y in micro_batches(engine)[:3]:
+        engine.backward(engine(x, y), allreduce_gradients=False)
+        for parameter in engine.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        engine.step()
+    return apart(weights(engine), plain.train(3, world=dist.get_world_size(), micro=MICRO, lr=LR)["weights"])
+
+
+def test_gradients_may_be_averaged_by_hand(ranks: Launcher) -> None:
+    assert max(ranks(2)(by_hand)) < 2e-6
+
+
 def sent_in_backward() -> list[tuple[int, int]]:
     """Elements, when averaging is put off, and when it is not."""
     found = []

@@ -89,6 +89,23 @@ def init_distributed(
     )
 
 
+def require_group(why: str) -> None:
+    """Raise if a launcher started several ranks and there is no process group.
+
+    Args:
+        why: What leaves the start to the script.
+
+    Raises:
+        ValueError: Then.
+    """
+    place = None if dist.is_initialized() else discover(os.environ)
+    if place is not None and place.world_size > 1:
+        raise ValueError(
+            f"{why}, but {place.launcher} started {place.world_size} ranks and there is no process group; call "
+            "torch.distributed.init_process_group() before, or leave it to initialize()"
+        )
+
+
 def discover(env: Mapping[str, str], mpi: bool = True) -> Place | None:
     """What a launcher's variables say; None without a launcher.
 

@@ -215,8 +215,7 @@ class ScriptEngine:
         else:
             self._norm = self.zero.grad_norm(optimizer=optimizer).value
         optimizer.step()
-        self.module.zero_grad(set_to_none=True)
-        optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
         if self.zero.scaler is not None:
             self.zero.scaler.update(finite=finite)
         self._applied = finite

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from zero_strategy.config import load_config
 from zero_strategy.distributed import world_size
-from zero_strategy.distributed.start import discover, init_distributed
+from zero_strategy.distributed.start import discover, init_distributed, require_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.scripts.arguments import argument, config_of
 from zero_strategy.scripts.engine import ScriptEngine
@@ -64,7 +63,10 @@ def initialize(
         raise TypeError(f"initialize(model=...) must be a torch module, not {type(model).__name__}")
     chosen = config_of(args, config, config_params)
     local_rank = _local_rank(args)
-    _start(dist_init_required)
+    if dist_init_required is False:
+        require_group("dist_init_required=False")
+    else:
+        init_distributed()
     _check_mpu(mpu)
     settings = settings_of(chosen, world_size())
     _check_sources(settings, optimizer, lr_scheduler)
@@ -96,17 +98,9 @@ def _local_rank(args: Any) -> int:
         return 0 if place is None else place.local_rank
     if "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != int(given):
         raise ValueError(f"args.local_rank is {given}, the variable LOCAL_RANK {os.environ['LOCAL_RANK']}; drop one")
+    if place is not None:
+        os.environ["LOCAL_RANK"] = str(given)  # of launchers that only give the argument
     return int(given)
-
-
-def _start(required: bool | None) -> None:
-    if required is not False:
-        init_distributed()
-    elif not dist.is_initialized() and (place := discover(os.environ)) is not None and place.world_size > 1:
-        raise ValueError(
-            f"dist_init_required=False, but {place.launcher} started {place.world_size} ranks and there is no process "
-            "group; call torch.distributed.init_process_group() before, or leave dist_init_required out"
-        )
 
 
 def _check_mpu(mpu: Any) -> None:
