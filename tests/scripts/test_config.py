@@ -138,7 +138,7 @@ def test_a_config_is_a_struct() -> None:
 
 
 class Inner(Config):
-    size: int | None = None
+    size: int | None
 
     def resolve(self) -> None:
         self.size = 2 * self.size if self.size else 1
@@ -175,6 +175,8 @@ def test_batches_resolve_from_two() -> None:
     assert config.is_valid() and config.train_micro_batch_size_per_gpu == 4 == config["train_micro_batch_size_per_gpu"]
     config = BatchConfig(train_step_batch_size=4, train_batch_size=8)
     assert config.train_step_batch_size == 4 and config.is_valid() and config.gradient_accumulation_steps == 2
+    config.train_step_batch_size = 2
+    assert config.train_micro_batch_size_per_gpu == 2 and not config.is_valid()
 
 
 def test_batches_that_cannot_be_resolved() -> None:

@@ -173,6 +173,27 @@ def test_the_scheduler_gets_its_arguments() -> None:
     assert engine.lr_scheduler.last_batch_iteration == 2
 
 
+def test_a_scheduler_has_one_owner() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    engine, *_ = zero_strategy.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=BASE)
+    for _ in range(3):
+        engine.backward(engine(*data()[:2]))
+        engine.step()
+    scheduler.step()
+    engine.backward(engine(*data()[:2]))
+    with pytest.raises(RuntimeError, match="both the engine and the script step the StepLR"):
+        engine.step()
+
+
+def test_a_model_has_one_engine() -> None:
+    model = net()
+    zero_strategy.initialize(model=model, config=BASE)
+    with pytest.raises((RuntimeError, ValueError), match="engine"):
+        zero_strategy.initialize(model=model, config=BASE)
+
+
 # ---- precision ----
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -121,6 +122,10 @@ class BatchConfig(Config):
         """The same as `train_micro_batch_size_per_gpu`."""
         return self.train_micro_batch_size_per_gpu
 
+    @train_step_batch_size.setter
+    def train_step_batch_size(self, value: int | None) -> None:
+        self.train_micro_batch_size_per_gpu = value
+
     def resolve(self) -> None:
         """Derive the third of two, for the ranks of the process group.
 
@@ -171,6 +176,7 @@ def _declared(cls: type[Config]) -> dict[str, Any]:
     """Settings that a class and its bases declare, with their defaults."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
+        found.update(dict.fromkeys(name for name in inspect.get_annotations(base) if not name.startswith("_")))
         for name, value in vars(base).items():
             if not name.startswith("_") and not callable(value) and not isinstance(value, (property, classmethod)):
                 found[name] = value
@@ -179,7 +185,7 @@ def _declared(cls: type[Config]) -> dict[str, Any]:
 
 def _section(cls: type[Config], name: str) -> type[Config] | None:
     """The config class that a setting is annotated with."""
-    if not any(name in vars(base).get("__annotations__", {}) for base in cls.__mro__):
+    if not any(name in inspect.get_annotations(base) for base in cls.__mro__):
         return None
     hint = get_type_hints(cls).get(name)
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

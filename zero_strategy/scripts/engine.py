@@ -78,6 +78,7 @@ class ScriptEngine:
         self._held_back = False
         self._norm: float | None = None
         self._applied = False
+        self._scheduled: int | None = None
 
     # ---- the module ----
 
@@ -192,15 +193,15 @@ class ScriptEngine:
             lr_kwargs: Keyword arguments for the scheduler's `step`.
 
         Raises:
-            RuntimeError: If there is no optimizer, or inside of `no_sync()`.
+            RuntimeError: If there is no optimizer, inside of `no_sync()`, or if the script steps the scheduler, too.
             FloatingPointError: If fp16 gradients overflow at the smallest loss scale.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
         if self._held_back:
             raise RuntimeError("step() inside of no_sync(): call it after the block, when gradients may be averaged")
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary:
+        if self.is_gradient_accumulation_boundary():
+            self._check_scheduler()
             self._update(self.optimizer, lr_kwargs or {})
         else:
             self._applied = False
@@ -223,8 +224,16 @@ class ScriptEngine:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
+            self._scheduled = _count(self.lr_scheduler)
         self.global_steps += 1
         self.global_samples += self.settings.batch.train or 0
+
+    def _check_scheduler(self) -> None:
+        if self._scheduled is not None and _count(self.lr_scheduler) == self._scheduled + 1:
+            raise RuntimeError(
+                f"both the engine and the script step the {type(self.lr_scheduler).__name__}: engine.step() does it "
+                "after each update. Drop scheduler.step() from the script, or do not pass the scheduler to initialize()"
+            )
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights."""
@@ -377,6 +386,7 @@ class ScriptEngine:
             lr_scheduler=self.lr_scheduler,
         )
         counters = state.pop(COUNTERS_KEY, None)
+        self._scheduled = None
         if path is not None and load_optimizer_states:
             self._take_counters(counters)
         return path, state
@@ -401,6 +411,12 @@ def _known(size: int | None) -> int:
     if size is None:
         raise ValueError(f"the config says no batch size; set {MICRO!r} or {TRAIN!r}")
     return size
+
+
+def _count(scheduler: Any) -> int | None:
+    """How often a scheduler was stepped, where it tells."""
+    count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
+    return count if isinstance(count, int) else None
 
 
 def _described(loss: Any) -> str:
