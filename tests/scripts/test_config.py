@@ -67,7 +67,9 @@ def test_both_spellings_say_the_same() -> None:
 def test_defaults_depend_on_the_spelling() -> None:
     assert settings_of({"train_batch_size": 8}, 1).zero.stage == 0  # as in DeepSpeed
     assert settings_of({"train_batch_size": 8}, 1).clipping == 1.0  # of 0.19.8
-    assert settings_of({"prefetch": 2}, 1).zero.stage == 3
+    assert settings_of({"train_batch_size": 8}, 1).zero.loss_scale.growth_interval == 1000
+    assert settings_of({"train_batch_size": 8}, 1).zero.origin_of("stage") == "default of DeepSpeed 0.19.8"
+    assert settings_of({"prefetch": 2}, 1).zero.stage == 3 and ZeroConfig().loss_scale.growth_interval == 2000
     assert settings_of({"stage": 1}, 1).clipping == 0.0
     assert settings_of(load_config(stage=1), 1).zero.stage == 1
     assert settings_of(ZeroConfig(), 1).batch == BatchSizes(None, None, 1)

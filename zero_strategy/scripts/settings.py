@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ SCRIPT_KEYS = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16", "bf16", "optimizer"
 DEEPSPEED_KEYS = (*SCRIPT_KEYS, ZERO)
 _DEEPSPEED_CLIPPING = 1.0
 """Of DeepSpeed 0.19.8, where the JSON does not say; 0.0 in earlier ones."""
+_DEEPSPEED_LOSS_SCALE = MappingProxyType({"initial": 2.0**16, "growth_interval": 1000, "minimum": 1.0})
+"""Of the same: initial_scale_power, loss_scale_window, min_loss_scale."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,11 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
     _check_keys(layer.values, DEEPSPEED_KEYS, "", [field.name for field in fields(ZeroConfig)])
     section = _mapping(layer.values.get(ZERO, {}), ZERO)
     _check_keys(section, ("stage",), ZERO + ".")
-    zero = {"stage": section.get("stage", 0)}
-    return _settings(load_layers([Layer(zero, layer.origin)]), script, _DEEPSPEED_CLIPPING, world)
+    layers = [
+        Layer({"stage": 0, "loss_scale": dict(_DEEPSPEED_LOSS_SCALE)}, "default of DeepSpeed 0.19.8"),
+        Layer(section, layer.origin),
+    ]
+    return _settings(load_layers(layers), script, _DEEPSPEED_CLIPPING, world)
 
 
 def _settings(zero: ZeroConfig, script: Mapping[str, Any], clipping: float, world: int) -> ScriptSettings:
