@@ -25,10 +25,22 @@ _PUBLIC = {
     "FusedSGD": "zero_strategy.optim",
     "ZeroAccelerator": "zero_strategy.integrations.accelerate",
     "ZeroTrainer": "zero_strategy.integrations.transformers",
+    "initialize": "zero_strategy.scripts",
     "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }
-_ROOMS = ("checkpoint", "config", "distributed", "engine", "integrations", "ops", "optim", "registration", "sharding")
+_ROOMS = (
+    "checkpoint",
+    "config",
+    "distributed",
+    "engine",
+    "integrations",
+    "ops",
+    "optim",
+    "registration",
+    "scripts",
+    "sharding",
+)
 
 __all__ = ["__version__", "ZeroStrategy", *sorted(_PUBLIC)]
 

@@ -151,8 +151,9 @@ def test_merging_nested_state() -> None:
 
 
 def test_names_of_the_face() -> None:
+    ours = {"DeepSpeedEngine": "ScriptEngine"}
     for name in face.__all__:
-        assert getattr(face, name).__name__ == name and name in dir(face)
+        assert getattr(face, name).__name__ == ours.get(name, name) and name in dir(face)
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         face.Engine  # noqa: B018
 

@@ -1,0 +1,170 @@
+"""Starting the process group: what the launcher said is found in its environment variables.
+
+| launcher | rank | ranks | rank on its host |
+| --- | --- | --- | --- |
+| torchrun and its like | RANK | WORLD_SIZE | LOCAL_RANK |
+| srun | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID |
+| Open MPI's mpirun | OMPI_COMM_WORLD_RANK | OMPI_COMM_WORLD_SIZE | OMPI_COMM_WORLD_LOCAL_RANK |
+| MPICH's and Intel's mpirun | PMI_RANK | PMI_SIZE | MPI_LOCALRANKID |
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+DEFAULT_PORT = 29500
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Place(NamedTuple):
+    """Where this process is among the ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    """Of rank 0's host."""
+    launcher: str
+
+
+_OMPI = "OMPI_COMM_WORLD_"
+_MPI = (
+    ("Open MPI", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Name, and the variables of rank, ranks, rank on the host, ranks on the host."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+) -> None:
+    """Start the default process group, unless there is one.
+
+    The variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set for what was found, since
+    scripts read them. Without any launcher the group is this one process.
+
+    Args:
+        dist_backend: "nccl", "gloo", ...; None: what suits the machine. "nccl" becomes "gloo", with a line that says
+            so, where there is no GPU.
+        auto_mpi_discovery: Look for the variables of srun and mpirun where torchrun's are missing.
+        distributed_port: Port on rank 0's host, where MASTER_PORT does not say.
+        verbose: Print on rank 0 what was found.
+        timeout: Of collectives.
+        init_method: A URL for torch, such as "tcp://host:port" or "file:///path"; None: by the variables.
+
+    Raises:
+        ValueError: If the launcher's variables do not tell enough; names the missing one.
+    """
+    if dist.is_initialized():
+        return
+    place = discover(os.environ, auto_mpi_discovery)
+    rank = 0 if place is None else place.rank
+    backend = _backend(dist_backend, loud=rank == 0)
+    if place is None:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    os.environ.update(
+        RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank),
+        MASTER_ADDR=place.address, MASTER_PORT=os.environ.get("MASTER_PORT", str(distributed_port)),
+    )  # fmt: skip
+    if backend == "nccl":
+        torch.cuda.set_device(place.local_rank)
+    if verbose and rank == 0:
+        print(f"zero_strategy: {place.world_size} ranks started by {place.launcher}, backend {backend}", flush=True)
+    dist.init_process_group(
+        backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
+    )
+
+
+def require_group(why: str) -> None:
+    """Raise if a launcher started several ranks and there is no process group.
+
+    Args:
+        why: What leaves the start to the script.
+
+    Raises:
+        ValueError: Then.
+    """
+    place = None if dist.is_initialized() else discover(os.environ)
+    if place is not None and place.world_size > 1:
+        raise ValueError(
+            f"{why}, but {place.launcher} started {place.world_size} ranks and there is no process group; call "
+            "torch.distributed.init_process_group() before, or leave it to initialize()"
+        )
+
+
+def discover(env: Mapping[str, str], mpi: bool = True) -> Place | None:
+    """What a launcher's variables say; None without a launcher.
+
+    Args:
+        env: The environment.
+        mpi: Look for srun and mpirun too.
+
+    Raises:
+        ValueError: If variables are missing; names them and the way out.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank = int(env["RANK"])
+        local = int(env.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+        return Place(rank, int(env["WORLD_SIZE"]), local, _address(env, None), "torchrun")
+    found = (_of_srun(env) or _of_mpirun(env)) if mpi else None
+    if found is None and int(env.get("WORLD_SIZE") or 1) > 1:
+        raise ValueError(f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set; start the script with torchrun")
+    return found
+
+
+def _of_srun(env: Mapping[str, str]) -> Place | None:
+    if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:  # sbatch's own script is in no step
+        return None
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    address = _address(env, first_host(hosts) if hosts else None)
+    size = int(env["SLURM_STEP_NUM_TASKS"])
+    return Place(int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", "0")), address, "srun")
+
+
+def _of_mpirun(env: Mapping[str, str]) -> Place | None:
+    for name, rank, world_size, local_rank, local_size in _MPI:
+        if rank not in env or world_size not in env:
+            continue
+        size = env[world_size]
+        if env.get(local_size, size) != size and "MASTER_ADDR" not in env:
+            raise ValueError(
+                f"{name} started {size} ranks on several hosts, and cannot tell where rank 0 is; set MASTER_ADDR to "
+                "its host (mpirun -x MASTER_ADDR=HOST, or mpirun -genv MASTER_ADDR HOST)"
+            )
+        return Place(int(env[rank]), int(size), int(env.get(local_rank, "0")), _address(env, None), name)
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first name in SLURM's compressed list of hosts: "node[03-05,9],other" gives "node03"."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return head.split(",")[0]
+    numbers, _, tail = rest.partition("]")
+    return head + re.split("[-,]", numbers)[0] + (first_host(tail) if tail else "")
+
+
+def _address(env: Mapping[str, str], found: str | None) -> str:
+    return env.get("MASTER_ADDR") or found or "127.0.0.1"
+
+
+def _backend(asked: str | None, *, loud: bool) -> str:
+    if torch.cuda.is_available():
+        return asked or "nccl"
+    if asked == "nccl" and loud:
+        print("zero_strategy: dist_backend 'nccl' needs a GPU, and there is none: gloo is used", flush=True)
+    return "gloo" if asked in (None, "nccl") else asked

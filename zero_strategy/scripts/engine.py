@@ -1,0 +1,423 @@
+"""The engine of a training script: what DeepSpeed's scripts call, on top of `ZeroEngine`, which owns the training.
+
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+A micro-batch is one forward, one `backward` and one `step`; every `gradient_accumulation_steps()`-th `step` updates the
+weights, with the mean gradient over the micro-batches and the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.scripts.batch import MICRO, TRAIN
+from zero_strategy.scripts.data import distributed_loader
+from zero_strategy.scripts.settings import ScriptSettings
+
+COUNTERS_KEY = "zero_strategy.script"
+"""Where the engine's counters are in a checkpoint's client state."""
+
+
+class ScriptEngine:
+    """A module in training; calling it runs the module.
+
+    What is not found here is looked up in the module (`engine.config`, a method of one's own).
+
+    Args:
+        zero: The engine that owns the module, with the optimizer attached.
+        settings: What the config says.
+        optimizer: The optimizer, or None for an engine that only evaluates.
+        lr_scheduler: Anything with `step()`; stepped after each step of the optimizer that was taken.
+        device: Where the module is.
+        local_rank: Of this process on its host.
+        collate_fn: For `deepspeed_io`.
+
+    Attributes:
+        module: The user's module.
+        optimizer: The user's optimizer, or the config's.
+        lr_scheduler: The scheduler.
+        device: Where the module is.
+        local_rank: Of this process on its host.
+        training_dataloader: What `initialize` made of its training data.
+        micro_steps: Calls of `step`.
+        global_steps: Calls of `step` at a boundary, skipped ones included.
+        global_samples: Samples of those steps, over all ranks; 0 where the config says no batch size.
+        skipped_steps: Steps that were not taken since fp16 gradients had overflowed.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroEngine,
+        settings: ScriptSettings,
+        *,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        device: torch.device | None = None,
+        local_rank: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.zero, self.settings, self.module = zero, settings, zero.module
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.device, self.local_rank = device or torch.device("cpu"), local_rank
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._collate_fn = collate_fn
+        self._boundary: bool | None = None
+        self._held_back = False
+        self._norm: float | None = None
+        self._applied = False
+        self._scheduled: int | None = None
+
+    # ---- the module ----
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.module(*inputs, **kwargs)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The same as calling the engine."""
+        return self.module(*inputs, **kwargs)
+
+    def train(self, mode: bool = True) -> ScriptEngine:
+        """Put the module into training mode, or out of it."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ScriptEngine:
+        """Put the module into evaluation mode."""
+        return self.train(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, whole on every rank; all ranks call it."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load whole weights into the module; all ranks call it with the same."""
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    module_state_dict = state_dict
+    load_module_state_dict = load_state_dict
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("module", "__setstate__") or "module" not in self.__dict__:  # while being made or unpickled
+            raise AttributeError(name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor the module {type(self.module).__name__} has an attribute {name!r}"
+            ) from None
+
+    # ---- backward ----
+
+    def backward(
+        self,
+        loss: Tensor,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+        *,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> Tensor:
+        """Backpropagate a micro-batch's loss, divided by the number of micro-batches per step and scaled in fp16.
+
+        Args:
+            loss: 0-d, this rank's mean over its samples.
+            allreduce_gradients: False puts the averaging over the ranks off to the next backward that averages, or to
+                the optimizer's step: ranks never step with different gradients. Stages 2 and 3 keep no whole gradients
+                that could wait, and average all the same; the result is then unchanged but for the order of the sum.
+            release_loss: Return a copy of the value that does not hold on to the graph.
+            retain_graph: Keep the graph for another backward.
+            scale_wrt_gas: Divide by the number of micro-batches per step.
+
+        Returns:
+            The loss as it was divided, without the loss scale.
+
+        Raises:
+            RuntimeError: If there is no optimizer, or the loss uses parameters that are not whole; names them.
+            ValueError: If the loss is no 0-d tensor.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"backward() takes a loss of one element, not {_described(loss)}")
+        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+            loss = loss / self.gradient_accumulation_steps()
+        self.zero.check_loss(loss)
+        averages = allreduce_gradients and not self._held_back and self.is_gradient_accumulation_boundary()
+        with nullcontext() if averages else self.zero.no_sync():
+            self.zero.scale_loss(loss).backward(retain_graph=retain_graph)
+        return loss.detach().clone() if release_loss else loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not averaged over the ranks yet, as with `allreduce_gradients=False`."""
+        before, self._held_back = self._held_back, True
+        try:
+            yield
+        finally:
+            self._held_back = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the module."""
+        self.module.zero_grad(set_to_none=set_to_none)
+
+    # ---- the step ----
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last of a step, so that `step()` updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say it oneself, from now on, instead of counting."""
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch. At a boundary: clip, step the optimizer, zero the gradients, step the scheduler.
+
+        Args:
+            lr_kwargs: Keyword arguments for the scheduler's `step`.
+
+        Raises:
+            RuntimeError: If there is no optimizer, inside of `no_sync()`, or if the script steps the scheduler, too.
+            FloatingPointError: If fp16 gradients overflow at the smallest loss scale.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
+        if self._held_back:
+            raise RuntimeError("step() inside of no_sync(): call it after the block, when gradients may be averaged")
+        if self.is_gradient_accumulation_boundary():
+            self._check_scheduler()
+            self._update(self.optimizer, lr_kwargs or {})
+        else:
+            self._applied = False
+        self.micro_steps += 1
+
+    def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
+        finite = self.zero.unscale_gradients(optimizer)
+        if not finite:
+            self._norm = float("inf")
+        elif self.settings.clipping > 0:
+            self._norm = float(self.zero.clip_grad_norm_(self.settings.clipping, optimizer=optimizer))
+        else:
+            self._norm = self.zero.grad_norm(optimizer=optimizer).value
+        optimizer.step()
+        self.zero_grad()
+        if self.zero.scaler is not None:
+            self.zero.scaler.update(finite=finite)
+        self._applied = finite
+        if not finite:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+            self._scheduled = _count(self.lr_scheduler)
+        self.global_steps += 1
+        self.global_samples += self.settings.batch.train or 0
+
+    def _check_scheduler(self) -> None:
+        if self._scheduled is not None and _count(self.lr_scheduler) == self._scheduled + 1:
+            raise RuntimeError(
+                f"both the engine and the script step the {type(self.lr_scheduler).__name__}: engine.step() does it "
+                "after each update. Drop scheduler.step() from the script, or do not pass the scheduler to initialize()"
+            )
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the mean gradient over all ranks at the last update, before clipping; None before the first.
+
+        inf where fp16 gradients overflowed.
+        """
+        return self._norm
+
+    # ---- getters ----
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks.
+
+        Raises:
+            ValueError: If the config says no batch size.
+        """
+        return _known(self.settings.batch.train)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch.
+
+        Raises:
+            ValueError: If the config says no batch size.
+        """
+        return _known(self.settings.batch.micro)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.settings.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        """Bound on the gradient norm; 0: none."""
+        return self.settings.clipping
+
+    def get_lr(self) -> list[Any]:
+        """Learning rate of each param group; empty without an optimizer."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """`momentum` of each param group of SGD and RMSprop, `betas` of others; 0.0 where there is neither."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return self._of_groups("momentum" if any("momentum" in group for group in groups) else "betas")
+
+    def _of_groups(self, key: str) -> list[Any]:
+        return [] if self.optimizer is None else [group.get(key, 0.0) for group in self.optimizer.param_groups]
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.zero.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether the module is in fp16."""
+        return self.settings.compute_dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the module is in bf16."""
+        return self.settings.compute_dtype == torch.bfloat16
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by: 1 unless in fp16."""
+        return 1.0 if self.zero.scaler is None else self.zero.scaler.scale
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.zero.mesh.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among them."""
+        return self.zero.mesh.rank
+
+    # ---- data ----
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches of a dataset; see `distributed_loader`.
+
+        `route` is accepted without effect: loaders for training and evaluation are made alike.
+        """
+        return distributed_loader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn or self._collate_fn,
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            num_workers=num_local_io_workers,
+        )
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Write the checkpoint `save_dir/tag` (default tag: `global_step{n}`); all ranks call it.
+
+        The scheduler's state and the counters go with it; see `ZeroEngine.save_checkpoint`.
+
+        Returns:
+            True, when it is there.
+        """
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        state = {**(client_state or {}), COUNTERS_KEY: counters}
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        self.zero.save_checkpoint(save_dir, tag, state, save_latest, lr_scheduler=self.lr_scheduler).wait()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load `load_dir/tag`, or what `latest` names; all ranks call it; see `ZeroEngine.load_checkpoint`.
+
+        Returns:
+            (path, client state); (None, {}) with a warning where there is none.
+        """
+        path, state = self.zero.load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            lr_scheduler=self.lr_scheduler,
+        )
+        counters = state.pop(COUNTERS_KEY, None)
+        self._scheduled = None
+        if path is not None and load_optimizer_states:
+            self._take_counters(counters)
+        return path, state
+
+    def _take_counters(self, counters: Mapping[str, int] | None) -> None:
+        if counters is None:  # of DeepSpeed, or of a `ZeroEngine` in a loop
+            steps = self.zero.steps
+            counters = {
+                "global_steps": steps.taken,
+                "skipped_steps": steps.skipped,
+                "global_samples": steps.taken * (self.settings.batch.train or 0),
+                "micro_steps": steps.taken * self.gradient_accumulation_steps(),
+            }
+        for name in _COUNTERS:
+            setattr(self, name, int(counters[name]))
+
+
+_COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+
+
+def _known(size: int | None) -> int:
+    if size is None:
+        raise ValueError(f"the config says no batch size; set {MICRO!r} or {TRAIN!r}")
+    return size
+
+
+def _count(scheduler: Any) -> int | None:
+    """How often a scheduler was stepped, where it tells."""
+    count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
+    return count if isinstance(count, int) else None
+
+
+def _described(loss: Any) -> str:
+    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

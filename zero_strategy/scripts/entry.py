@@ -1,0 +1,180 @@
+"""`initialize`: from a module and a config to an engine, an optimizer, a data loader and a scheduler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from zero_strategy.config import load_config
+from zero_strategy.distributed import world_size
+from zero_strategy.distributed.start import discover, init_distributed, require_group
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.scripts.arguments import argument, config_of
+from zero_strategy.scripts.engine import ScriptEngine
+from zero_strategy.scripts.named import make_optimizer, make_scheduler
+from zero_strategy.scripts.settings import ScriptSettings, settings_of
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    config_params: Any = None,
+) -> tuple[ScriptEngine, Optimizer | None, DataLoader[Any] | None, Any]:
+    """Shard a module, and give a script what it trains with. All ranks call it.
+
+    Args:
+        args: A namespace or mapping with `deepspeed_config` (a path), which is read when `config` is None, and
+            `local_rank`; each may be missing.
+        model: The module; it stays the same object and is moved to this rank's device.
+        optimizer: An optimizer over the module's parameters, or a callable that makes one of `model_parameters`. None:
+            the config's `optimizer`; without one there the engine only evaluates.
+        model_parameters: Parameters or param groups to be optimized; None: all trainable ones.
+        training_data: A dataset with a length. None: no loader is made.
+        lr_scheduler: An object with `step()` and state dicts, or a callable that makes one of the optimizer. None: the
+            config's `scheduler`; without one there, none.
+        mpu: A model-parallel unit; its model-parallel world size must be 1.
+        dist_init_required: None: start the process group if there is none. True: the same. False: leave it alone.
+        collate_fn: Makes a batch of a list of samples.
+        config: See `settings_of`: ours or DeepSpeed's keys, or a path.
+        config_params: `config` under an old name.
+
+    Returns:
+        (engine, optimizer, data loader, scheduler); None for what there is none of. The optimizer is the given object.
+
+    Raises:
+        TypeError: If an argument is of another kind.
+        ValueError: If two sources say one thing (names both), or a parameter is not the model's.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize(model=...) must be a torch module, not {type(model).__name__}")
+    chosen = config_of(args, config, config_params)
+    local_rank = _local_rank(args)
+    if dist_init_required is False:
+        require_group("dist_init_required=False")
+    else:
+        init_distributed()
+    _check_mpu(mpu)
+    settings = settings_of(chosen, world_size())
+    _check_sources(settings, optimizer, lr_scheduler)
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta ones become real in the engine
+    zero = ZeroEngine(model, load_config(settings.zero), compute_dtype=settings.compute_dtype, device=device)
+    used = _optimizer(settings, model, optimizer, model_parameters)
+    if used is not None:
+        zero.attach(used)
+    engine = ScriptEngine(
+        zero,
+        settings,
+        optimizer=used,
+        lr_scheduler=_scheduler(settings, used, lr_scheduler),
+        device=device,
+        local_rank=local_rank,
+        collate_fn=collate_fn,
+    )
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, used, engine.training_dataloader, engine.lr_scheduler
+
+
+def _local_rank(args: Any) -> int:
+    """This process on its host, by the environment; a launcher's `--local_rank` must be the same."""
+    place = discover(os.environ)
+    given = argument(args, "local_rank")
+    if given is None or int(given) < 0:
+        return 0 if place is None else place.local_rank
+    if "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != int(given):
+        raise ValueError(f"args.local_rank is {given}, the variable LOCAL_RANK {os.environ['LOCAL_RANK']}; drop one")
+    if place is not None:
+        os.environ["LOCAL_RANK"] = str(given)  # of launchers that only give the argument
+    return int(given)
+
+
+def _check_mpu(mpu: Any) -> None:
+    if mpu is None:
+        return
+    size = mpu.get_model_parallel_world_size()
+    if size != 1:
+        raise ValueError(
+            f"mpu.get_model_parallel_world_size() is {size}: tensor parallelism is not done here; use one "
+            "model-parallel rank and shard parameters with stage 3"
+        )
+
+
+def _check_sources(settings: ScriptSettings, optimizer: Any, lr_scheduler: Any) -> None:
+    if optimizer is not None and settings.optimizer is not None:
+        raise ValueError(
+            f"initialize(optimizer=...) and the config's optimizer {settings.optimizer.type!r} are both given; drop one"
+        )
+    if lr_scheduler is not None and settings.scheduler is not None:
+        raise ValueError(
+            f"initialize(lr_scheduler=...) and the config's scheduler {settings.scheduler.type!r} are both given; drop "
+            "one"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        raise TypeError(f"optimizer must be a torch optimizer or a callable, not {type(optimizer).__name__}")
+
+
+def _optimizer(
+    settings: ScriptSettings, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> Optimizer | None:
+    if isinstance(optimizer, Optimizer):
+        _check_same(optimizer, model_parameters)
+        return optimizer
+    if optimizer is None and settings.optimizer is None:
+        return None
+    parameters = (
+        [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if model_parameters is None
+        else list(model_parameters)
+    )
+    if optimizer is None:
+        assert settings.optimizer is not None
+        return make_optimizer(settings.optimizer, parameters)
+    made = optimizer(parameters)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"optimizer, a callable, returned a {type(made).__name__}; it must make a torch optimizer")
+    return made
+
+
+def _check_same(optimizer: Optimizer, model_parameters: Iterable[Any] | None) -> None:
+    if model_parameters is None:
+        return
+    asked: set[int] = set()
+    for entry in model_parameters:
+        group = entry["params"] if isinstance(entry, dict) else entry
+        asked.update(id(parameter) for parameter in ([group] if isinstance(group, torch.Tensor) else group))
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if asked and asked != held:  # an exhausted generator, which made the optimizer, says nothing
+        raise ValueError(
+            f"model_parameters has {len(asked)} parameters and the optimizer {len(held)} other ones: two sources for "
+            "what is trained; drop model_parameters"
+        )
+
+
+def _scheduler(settings: ScriptSettings, optimizer: Optimizer | None, lr_scheduler: Any) -> Any:
+    if lr_scheduler is None and settings.scheduler is None:
+        return None
+    if optimizer is None:
+        raise ValueError("there is a scheduler, but no optimizer; pass one to initialize(), or name one in the config")
+    if lr_scheduler is None:
+        assert settings.scheduler is not None
+        return make_scheduler(settings.scheduler, optimizer)
+    if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
+        lr_scheduler = lr_scheduler(optimizer)
+    if not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(f"lr_scheduler must have step(), and {type(lr_scheduler).__name__} has none")
+    return lr_scheduler

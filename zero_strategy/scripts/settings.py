@@ -1,0 +1,173 @@
+"""What a script's config says, in the package's own terms.
+
+A script has no framework that owns batch size, accumulation, clipping and precision, so its config does:
+
+    {"stage": 3, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+     "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+or the same with `{"zero_optimization": {"stage": 3}}`, as DeepSpeed spells it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from zero_strategy.config import Layer, ZeroConfig, load_config, load_layers
+from zero_strategy.config.sources import read_file, read_mapping
+from zero_strategy.scripts.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, batch_sizes
+from zero_strategy.scripts.config_objects import Config
+from zero_strategy.scripts.named import Named
+
+CLIPPING, ZERO = "gradient_clipping", "zero_optimization"
+SCRIPT_KEYS = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16", "bf16", "optimizer", "scheduler")
+DEEPSPEED_KEYS = (*SCRIPT_KEYS, ZERO)
+_DEEPSPEED_CLIPPING = 1.0
+"""Of DeepSpeed 0.19.8, where the JSON does not say; 0.0 in earlier ones."""
+_DEEPSPEED_LOSS_SCALE = MappingProxyType({"initial": 2.0**16, "growth_interval": 1000, "minimum": 1.0})
+"""Of the same: initial_scale_power, loss_scale_window, min_loss_scale."""
+
+
+@dataclass(frozen=True)
+class ScriptSettings:
+    """A script's settings.
+
+    Attributes:
+        zero: The config of the engine.
+        batch: Samples and micro-batches.
+        clipping: Bound on the gradient norm; 0: none.
+        compute_dtype: fp16, bf16, or None for the parameters' own dtype.
+        optimizer: Optimizer to make, if the config names one.
+        scheduler: Scheduler to make, if the config names one.
+    """
+
+    zero: ZeroConfig
+    batch: BatchSizes
+    clipping: float
+    compute_dtype: torch.dtype | None
+    optimizer: Named | None
+    scheduler: Named | None
+
+
+def settings_of(config: Any, world: int) -> ScriptSettings:
+    """Read a script's config.
+
+    Args:
+        config: A mapping, the path of a JSON or YAML file, a `ZeroConfig`, or a config object of chapter 2.
+        world: Data-parallel ranks.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        TypeError: If a value has another type.
+        ValueError: If a key is unknown (names the nearest), or two say the same thing differently.
+    """
+    if isinstance(config, ZeroConfig):
+        return _settings(load_config(config), {}, 0.0, world)
+    layer = _read(config)
+    native = {field.name for field in fields(ZeroConfig)} & layer.values.keys()
+    if native and ZERO in layer.values:
+        raise ValueError(
+            f"{sorted(native)[0]!r} is this package's spelling and {ZERO!r} DeepSpeed's; one config has one of them"
+        )
+    script = {key: value for key, value in layer.values.items() if key in SCRIPT_KEYS}
+    if native:
+        own = {key: value for key, value in layer.values.items() if key not in SCRIPT_KEYS}
+        return _settings(load_layers([Layer(own, layer.origin)]), script, 0.0, world)
+    _check_keys(layer.values, DEEPSPEED_KEYS, "", [field.name for field in fields(ZeroConfig)])
+    section = _mapping(layer.values.get(ZERO, {}), ZERO)
+    _check_keys(section, ("stage",), ZERO + ".")
+    layers = [
+        Layer({"stage": 0, "loss_scale": dict(_DEEPSPEED_LOSS_SCALE)}, "default of DeepSpeed 0.19.8"),
+        Layer(section, layer.origin),
+    ]
+    return _settings(load_layers(layers), script, _DEEPSPEED_CLIPPING, world)
+
+
+def _settings(zero: ZeroConfig, script: Mapping[str, Any], clipping: float, world: int) -> ScriptSettings:
+    shards = max(1, world)
+    clip = script.get(CLIPPING, clipping)
+    if not isinstance(clip, (int, float)) or isinstance(clip, bool):
+        raise TypeError(f"{CLIPPING} must be a number, not {clip!r}")
+    if not clip >= 0:
+        raise ValueError(f"{CLIPPING} must be 0 (none) or more, not {clip}")
+    return ScriptSettings(
+        zero=zero,
+        batch=batch_sizes(script.get(TRAIN), script.get(MICRO), script.get(ACCUMULATION), shards),
+        clipping=float(clip),
+        compute_dtype=_dtype(script),
+        optimizer=_named(script, "optimizer"),
+        scheduler=_named(script, "scheduler"),
+    )
+
+
+def _read(config: Any) -> Layer:
+    if isinstance(config, Config):
+        return Layer(config.settings(), f"user: {type(config).__name__}")
+    if isinstance(config, Mapping):
+        return read_mapping(config)
+    if not isinstance(config, (str, os.PathLike)):
+        raise TypeError(f"config must be a mapping, a path or a config object, not {type(config).__name__}")
+    if Path(config).suffix != ".json":
+        return read_file(config)
+    try:
+        values = json.loads(Path(config).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the config file {os.fspath(config)} cannot be read as JSON: {error}") from None
+    return Layer(_mapping(values, f"the config file {os.fspath(config)}"), f"user: {os.fspath(config)}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice; keep one")
+    return found
+
+
+def _dtype(script: Mapping[str, Any]) -> torch.dtype | None:
+    on = {key: _enabled(script, key) for key in ("fp16", "bf16")}
+    if all(on.values()):
+        raise ValueError("fp16.enabled and bf16.enabled are both true; a model has one of them")
+    return torch.float16 if on["fp16"] else torch.bfloat16 if on["bf16"] else None
+
+
+def _enabled(script: Mapping[str, Any], key: str) -> bool:
+    section = _mapping(script.get(key) or {}, key)
+    _check_keys(section, ("enabled",), key + ".")
+    enabled = section.get("enabled", False)
+    if not isinstance(enabled, bool):
+        raise TypeError(f"{key}.enabled must be true or false, not {enabled!r}")
+    return enabled
+
+
+def _named(script: Mapping[str, Any], key: str) -> Named | None:
+    if script.get(key) is None:
+        return None
+    section = _mapping(script[key], key)
+    _check_keys(section, ("type", "params"), key + ".")
+    kind = section.get("type")
+    if not isinstance(kind, str):
+        raise TypeError(f"{key}.type must be a name, not {kind!r}")
+    return Named(kind, _mapping(section.get("params") or {}, key + ".params"))
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, not {value!r}")
+    return value
+
+
+def _check_keys(values: Mapping[str, Any], known: tuple[str, ...], prefix: str, also: list[str] | None = None) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), [*known, *(also or [])], n=1)
+            meant = f"did you mean {prefix + near[0]!r}?" if near else f"accepted: {', '.join(known)}"
+            raise ValueError(f"unknown key {prefix + str(key)!r}; {meant}")
