@@ -22,6 +22,7 @@ def distributed_loader(
     sampler: Sampler[int] | None = None,
     pin_memory: bool | None = None,
     num_workers: int = 0,
+    drop_last: bool = False,
 ) -> DataLoader[Any]:
     """A loader of this rank's micro-batches.
 
@@ -37,6 +38,7 @@ def distributed_loader(
         sampler: Which samples this rank takes; default: torch's `DistributedSampler`.
         pin_memory: Page-locked batches; default: where there is a GPU.
         num_workers: Processes that load.
+        drop_last: Leave an incomplete last batch out.
 
     Raises:
         TypeError: If the dataset cannot be divided among ranks.
@@ -56,6 +58,7 @@ def distributed_loader(
         collate_fn=collate_fn,
         pin_memory=pinned,
         num_workers=num_workers,
+        drop_last=drop_last,
     )
 
 

@@ -340,6 +340,7 @@ class ScriptEngine:
             sampler=data_sampler,
             pin_memory=pin_memory,
             num_workers=num_local_io_workers,
+            drop_last=self.settings.drop_last,
         )
 
     # ---- checkpoints ----

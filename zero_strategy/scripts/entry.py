@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from zero_strategy.config import load_config
+from zero_strategy.config import resolve
 from zero_strategy.distributed import world_size
 from zero_strategy.distributed.start import discover, init_distributed, require_group
 from zero_strategy.engine import ZeroEngine
@@ -72,7 +72,7 @@ def initialize(
     _check_sources(settings, optimizer, lr_scheduler)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta ones become real in the engine
-    zero = ZeroEngine(model, load_config(settings.zero), compute_dtype=settings.compute_dtype, device=device)
+    zero = ZeroEngine(model, resolve(settings.zero, world_size()), compute_dtype=settings.compute_dtype, device=device)
     used = _optimizer(settings, model, optimizer, model_parameters)
     if used is not None:
         zero.attach(used)

@@ -5,23 +5,24 @@ A script has no framework that owns batch size, accumulation, clipping and preci
     {"stage": 3, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
      "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
-or the same with `{"zero_optimization": {"stage": 3}}`, as DeepSpeed spells it.
+or DeepSpeed's JSON (`config/deepspeed_json.py`).
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from zero_strategy.config import Layer, ZeroConfig, load_config, load_layers
+from zero_strategy.config.deepspeed.text import read_json_file
+from zero_strategy.config.deepspeed_json import DeepSpeedSettings, read_deepspeed
+from zero_strategy.config.load import config_of
 from zero_strategy.config.sources import read_file, read_mapping
 from zero_strategy.scripts.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, batch_sizes
 from zero_strategy.scripts.config_objects import Config
@@ -29,11 +30,6 @@ from zero_strategy.scripts.named import Named
 
 CLIPPING, ZERO = "gradient_clipping", "zero_optimization"
 SCRIPT_KEYS = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16", "bf16", "optimizer", "scheduler")
-DEEPSPEED_KEYS = (*SCRIPT_KEYS, ZERO)
-_DEEPSPEED_CLIPPING = 1.0
-"""Of DeepSpeed 0.19.8, where the JSON does not say; 0.0 in earlier ones."""
-_DEEPSPEED_LOSS_SCALE = MappingProxyType({"initial": 2.0**16, "growth_interval": 1000, "minimum": 1.0})
-"""Of the same: initial_scale_power, loss_scale_window, min_loss_scale."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,7 @@ class ScriptSettings:
         compute_dtype: fp16, bf16, or None for the parameters' own dtype.
         optimizer: Optimizer to make, if the config names one.
         scheduler: Scheduler to make, if the config names one.
+        drop_last: The loader of the training data leaves an incomplete last batch out.
     """
 
     zero: ZeroConfig
@@ -55,6 +52,7 @@ class ScriptSettings:
     compute_dtype: torch.dtype | None
     optimizer: Named | None
     scheduler: Named | None
+    drop_last: bool = False
 
 
 def settings_of(config: Any, world: int) -> ScriptSettings:
@@ -81,14 +79,30 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
     if native:
         own = {key: value for key, value in layer.values.items() if key not in SCRIPT_KEYS}
         return _settings(load_layers([Layer(own, layer.origin)]), script, 0.0, world)
-    _check_keys(layer.values, DEEPSPEED_KEYS, "", [field.name for field in fields(ZeroConfig)])
-    section = _mapping(layer.values.get(ZERO, {}), ZERO)
-    _check_keys(section, ("stage",), ZERO + ".")
-    layers = [
-        Layer({"stage": 0, "loss_scale": dict(_DEEPSPEED_LOSS_SCALE)}, "default of DeepSpeed 0.19.8"),
-        Layer(section, layer.origin),
-    ]
-    return _settings(load_layers(layers), script, _DEEPSPEED_CLIPPING, world)
+    return _of_deepspeed(read_deepspeed(layer), world)
+
+
+def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
+    """What DeepSpeed's JSON says; in a script there is nobody else to decide what it leaves open."""
+    deciding = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16.", "bf16.", "optimizer.", "scheduler.")
+    open_keys = [r.path for r in settings.found if r.value == "auto" and r.path.startswith(deciding)]
+    if open_keys:
+        raise ValueError(
+            f'"auto" leaves the choice to a framework, and a script has none: give {", ".join(map(repr, open_keys))} a '
+            "value, or leave it out for DeepSpeed's default"
+        )
+    batch = settings.batch
+    sizes = (batch.train_batch_size, batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps)
+    optimizer, scheduler = settings.optimizer, settings.scheduler
+    return ScriptSettings(
+        zero=config_of(settings),
+        batch=batch_sizes(*sizes, max(1, world)),
+        clipping=float(settings.gradient_clipping.value),
+        compute_dtype={"fp16": torch.float16, "bf16": torch.bfloat16}.get(settings.precision.value),
+        optimizer=None if optimizer is None else Named(optimizer.type, optimizer.params),
+        scheduler=None if scheduler is None else Named(scheduler.type, scheduler.params),
+        drop_last=settings.drop_last,
+    )
 
 
 def _settings(zero: ZeroConfig, script: Mapping[str, Any], clipping: float, world: int) -> ScriptSettings:
@@ -117,19 +131,7 @@ def _read(config: Any) -> Layer:
         raise TypeError(f"config must be a mapping, a path or a config object, not {type(config).__name__}")
     if Path(config).suffix != ".json":
         return read_file(config)
-    try:
-        values = json.loads(Path(config).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the config file {os.fspath(config)} cannot be read as JSON: {error}") from None
-    return Layer(_mapping(values, f"the config file {os.fspath(config)}"), f"user: {os.fspath(config)}")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice; keep one")
-    return found
+    return read_json_file(config)
 
 
 def _dtype(script: Mapping[str, Any]) -> torch.dtype | None:
