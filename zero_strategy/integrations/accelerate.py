@@ -24,7 +24,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy.config import ZeroConfig, load_config
+from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, load_config, resolve
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations import accelerate_states
 from zero_strategy.integrations.accelerate_launch import (
@@ -67,8 +67,15 @@ class ZeroAccelerator(Accelerator):
         self._set_up(zero_config)
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, zero_config: Any = None) -> Self:
+    def adopt(
+        cls, accelerator: Accelerator, zero_config: Any = None, facts: Mapping[str, Fact] | None = None
+    ) -> Self:
         """Ours in the place of an Accelerator that somebody else has made and that has prepared nothing yet.
+
+        Args:
+            accelerator: Theirs.
+            zero_config: As for making one.
+            facts: What its owner decides, to be held against a DeepSpeed JSON.
 
         Raises:
             ValueError: As making one; or if it has prepared something.
@@ -78,16 +85,22 @@ class ZeroAccelerator(Accelerator):
             raise ValueError("this Accelerator has prepared models or optimizers already, which cannot be undone")
         adopted = cls.__new__(cls)
         adopted.__dict__.update(accelerator.__dict__)
-        adopted._set_up(zero_config)
+        adopted._set_up(zero_config, facts)
         return adopted
 
-    def _set_up(self, zero_config: Any) -> None:
+    def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
         if self.scaler is not None:
             raise ValueError("mixed_precision='fp16' is not supported by ZeroAccelerator yet; use 'bf16' or 'no'")
         self.zero_config: ZeroConfig = load_config(configured() if zero_config is None else zero_config)
         self._engines: dict[int, ZeroEngine] = {}
         self._unattached: list[Optimizer] = []
+        steps, precision = self.gradient_accumulation_steps, self.mixed_precision
+        self._facts = facts or {
+            "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
+            "training_precision": Fact(precision, f"ZeroAccelerator(mixed_precision={precision!r})"),
+        }
+        check_owned(self.zero_config, self._facts, later=LATER_KEYS)
 
     # ---- prepare ----
 
@@ -97,10 +110,23 @@ class ZeroAccelerator(Accelerator):
         order = models + [index for index in range(len(objects)) if index not in models]
         placement = None if device_placement is None else [device_placement[index] for index in order]
         prepared = super().prepare(*(objects[index] for index in order), device_placement=placement)
+        check_owned(self.zero_config, self._facts_of_prepared(), later=LATER_KEYS)
         if len(objects) == 1:
             return prepared
         by_place = dict(zip(order, prepared, strict=True))
         return tuple(by_place[index] for index in range(len(objects)))
+
+    def _facts_of_prepared(self) -> dict[str, Fact]:
+        """The first loader is the one of the training; a single optimizer is that of the config."""
+        found = dict(self._facts)
+        total = getattr(self._dataloaders[0], "total_batch_size", None) if self._dataloaders else None
+        if isinstance(total, int) and "train_batch_size" not in found:
+            micro = total // self.num_processes
+            found["micro_batch_per_rank"] = Fact(micro, "the first prepared DataLoader")
+            found["samples_per_step"] = batch_fact(self.num_processes, micro, self.gradient_accumulation_steps)
+        if len(self._optimizers) == 1:
+            found["optimizer"] = Fact(self._optimizers[0].optimizer, "accelerator.prepare(...)")
+        return found
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -117,7 +143,7 @@ class ZeroAccelerator(Accelerator):
         finally:
             plugin.backend = backend
         assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
-        engine = ZeroEngine(model, self.zero_config, device=self.device)
+        engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         self._engines[id(model)] = engine
         if backend != DynamoBackend.NO:
             model.compile(**plugin.to_kwargs())

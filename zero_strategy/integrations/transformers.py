@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.config import Fact, ZeroConfig, batch_fact
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.saving.pretrained import config_files
@@ -27,6 +28,8 @@ __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "make_zero_trainer"]
 
 _SCHEDULER = "scheduler.pt"
 _ARGUMENTS = "training_args.bin"
+_SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
+"""DeepSpeed's names for the Trainer's schedules."""
 
 
 class ZeroTrainerMixin:
@@ -62,7 +65,8 @@ class ZeroTrainerMixin:
                     f"{type(self).__name__}'s zero_config; drop one of them"
                 )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator = ZeroAccelerator.adopt(self.accelerator, self._zero_config)
+        self.accelerator = ZeroAccelerator.adopt(self.accelerator, self._zero_config, _facts(self.args))
+        _check_schedule(self.accelerator.zero_config)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -138,6 +142,36 @@ def make_zero_trainer(trainer: type[Trainer]) -> type[Trainer]:
     """A subclass of a Trainer class, such as TRL's, that takes `zero_config` and shards."""
     made: type[Trainer] = type(f"Zero{trainer.__name__}", (ZeroTrainerMixin, trainer), {"__doc__": trainer.__doc__})
     return made
+
+
+def _facts(args: TrainingArguments) -> dict[str, Fact]:
+    """What the arguments decide, by DeepSpeed's names."""
+
+    def fact(name: str, value: Any) -> Fact:
+        return Fact(value, f"TrainingArguments({name}={getattr(args, name)!r})")
+
+    steps, micro = args.gradient_accumulation_steps, args.per_device_train_batch_size
+    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    return {
+        "gradient_accumulation_steps": fact("gradient_accumulation_steps", steps),
+        "train_micro_batch_size_per_gpu": fact("per_device_train_batch_size", micro),
+        "train_batch_size": batch_fact(args.world_size, micro, steps),
+        "gradient_clipping": fact("max_grad_norm", args.max_grad_norm),
+        "training_precision": Fact("bf16" if args.bf16 else "fp16" if args.fp16 else "no", "TrainingArguments"),
+        "dataloader_drop_last": fact("dataloader_drop_last", args.dataloader_drop_last),
+        "scheduler": fact("lr_scheduler_type", _SCHEDULES.get(schedule, schedule)),
+    }
+
+
+def _check_schedule(config: ZeroConfig) -> None:
+    """The Trainer makes the schedule from its arguments, so that numbers in a DeepSpeed JSON would be nobody's."""
+    named = None if config.deepspeed is None else config.deepspeed.scheduler
+    numbers = {} if named is None else {key: value for key, value in named.params.items() if value != "auto"}
+    if numbers:
+        raise ValueError(
+            f"scheduler.params {numbers} of the DeepSpeed JSON: the Trainer takes its schedule from TrainingArguments "
+            '(warmup_steps, learning_rate, max_steps); set it there, and write "auto" in the JSON'
+        )
 
 
 def _replaceable(directory: str) -> bool:

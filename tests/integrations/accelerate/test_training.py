@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.integrations.accelerate.training import Job, Net, Run, difference, fresh_state, loader, make, train
 from tests.launcher import Launcher
+from zero_strategy.integrations.accelerate import ZeroAccelerator
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -55,6 +56,26 @@ def train_alone(stage: int | None) -> Run:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return run
+
+
+def by_json(**keys: Any) -> str:
+    with fresh_state():
+        config = {"zero_optimization": {"stage": 2}, **keys}
+        try:
+            Job.of(ZeroAccelerator(zero_config=config, gradient_accumulation_steps=2))
+        except ValueError as error:
+            return str(error)
+        return "prepared"
+
+
+@pytest.mark.filterwarnings("ignore:keys without effect")
+def test_a_deepspeed_json_is_held_against_the_script(ranks: Launcher) -> None:
+    agreeing = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
+    assert ranks(2)(by_json, **agreeing) == ["prepared"] * 2
+    assert "gradient_accumulation_steps is 4" in ranks(2)(by_json, gradient_accumulation_steps=4)[0]
+    assert "train_batch_size is 32" in ranks(2)(by_json, train_batch_size=32)[0]
+    assert "gradient_clipping" in ranks(2)(by_json, gradient_clipping=1.0)[0]
+    assert "optimizer.params.lr is 0.5" in ranks(2)(by_json, optimizer={"type": "AdamW", "params": {"lr": 0.5}})[0]
 
 
 # ---- two models ----

@@ -16,12 +16,14 @@ from tests.integrations.transformers.training import (
     KINDS,
     difference,
     generated,
+    history,
     resume,
     run,
     trainer_of,
     whole,
 )
 from tests.launcher import Launcher
+from zero_strategy.integrations.transformers import ZeroTrainer
 
 STAGES = {"gpt2": [1, 2, 3], "llama": [3], "bert": [2, 3], "t5": [1, 3]}
 RELOAD = """
@@ -107,6 +109,40 @@ def best(folder: str, stage: int) -> bool:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_evaluating_first_and_the_best_model_last(ranks: Launcher, tmp_path: Path, stage: int) -> None:
     assert all(ranks(2, timeout=120)(best, str(tmp_path), stage))
+
+
+def by_json(path: str, folder: str, **arguments: Any) -> Any:
+    with fresh_state():
+        trainer = trainer_of(None, "gpt2", Path(folder), **arguments)
+        ours: Any = ZeroTrainer
+        try:
+            trainer = ours(trainer.model, trainer.args, zero_config=path, train_dataset=trainer.train_dataset)
+            trainer.train()
+        except ValueError as error:
+            return str(error)
+        return history(trainer), trainer.accelerator.zero_config.stage
+
+
+@pytest.mark.filterwarnings("ignore:keys without effect")
+def test_a_deepspeed_json_of_the_documentation(ranks: Launcher, tmp_path: Path) -> None:
+    path = str(Path(__file__).parents[2] / "config" / "data" / "hf_zero2.json")
+    schedule = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+    logged, stage = ranks(2, timeout=120)(by_json, path, str(tmp_path), **schedule)[0]
+    plain, _ = ranks(2, timeout=120)(run_plain, str(tmp_path), **schedule)[0]
+    assert stage == 2 and difference(plain, logged) < 1e-5
+    message = ranks(2, timeout=120)(by_json, path, str(tmp_path))[0]
+    assert "scheduler is 'WarmupLR'" in message and "lr_scheduler_type" in message
+    other = tmp_path / "ds.json"
+    other.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": 2.0}))
+    message = ranks(2, timeout=120)(by_json, str(other), str(tmp_path))[0]
+    assert "gradient_clipping is 2.0" in message and "max_grad_norm=0.5" in message
+
+
+def run_plain(folder: str, **arguments: Any) -> Any:
+    with fresh_state():
+        trainer = trainer_of(None, "gpt2", Path(folder), **arguments)
+        trainer.train()
+        return history(trainer), None
 
 
 def refused(folder: str) -> str:
