@@ -322,7 +322,9 @@ class ZeroAccelerator(Accelerator):
         load_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Load what `save_state` saved at any number of processes and stage; all ranks call it.
+        """Load what `save_state` saved at any number of processes and stage, or what Accelerate's own saved.
+
+        All ranks call it.
 
         Raises:
             ValueError: If there is no checkpoint, or it does not fit what is prepared; names what differs.
@@ -339,6 +341,8 @@ class ZeroAccelerator(Accelerator):
                 accelerate_states.restore(self, reader, load_kwargs)
                 self.step = reader.manifest.user[_KEY]["step"]
                 engine.load_random_state(reader)  # once more: restoring may have drawn
+            elif number == 0:
+                accelerate_states.restore_plain(self, directory, load_kwargs)
 
     def _next_directory(self, output_dir: str | os.PathLike[str] | None) -> Path:
         project = self.project_configuration
@@ -373,6 +377,12 @@ class ZeroAccelerator(Accelerator):
         if not found:
             raise ValueError(f"{folder}: there is no checkpoint")
         return found[-1]
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's; the models that are given are let go of, others stay sharded for a next training."""
+        for item in objects:
+            self._engines.pop(id(item), None)
+        return super().free_memory(*objects)
 
     def wait_for_saves(self) -> None:
         """Return when the checkpoints that are being written are there.

@@ -82,5 +82,23 @@ def restore(accelerator: Any, reader: StateReader, load_kwargs: Mapping[str, Any
             load_custom_state(custom, name, index)
 
 
+def restore_plain(accelerator: Any, directory: Path, load_kwargs: Mapping[str, Any] | None) -> None:
+    """The same from a directory of Accelerate's own `save_state`, with its step and this rank's random state."""
+    schedulers = accelerator._schedulers if (directory / "scheduler.bin").is_file() else []
+    attributes = load_accelerator_state(
+        directory,
+        [],
+        [],
+        schedulers,
+        accelerator._dataloaders,
+        accelerator.process_index,
+        load_kwargs=dict(load_kwargs or {}),
+    )
+    accelerator.step = attributes.get("step", accelerator.step)
+    for index, custom in enumerate(accelerator._custom_objects):
+        if (directory / f"custom_checkpoint_{index}.pkl").is_file():
+            load_custom_state(custom, str(directory), index)
+
+
 def _own_path(rank: int, path: str) -> str:
     return f"{FOLDER}/rank-{rank:05d}/{path}"

@@ -86,6 +86,28 @@ def only_loaded(folder: str) -> dict[str, Any]:
         return dict(job.accelerator.get_state_dict(job.model))
 
 
+def plain_then_ours(folder: str) -> tuple[Run, Run]:
+    """Saved by Accelerate's own class after an epoch; gone on with there, and by ours."""
+    with fresh_state():
+        torch.manual_seed(100 + dist.get_rank())
+        job, plain = Job.of(make(None)), Run()
+        job.epoch(Run())
+        job.accelerator.save_state(folder)
+        job.epoch(plain)
+        job.finish(plain)
+    with fresh_state():
+        job, ours = Job.of(make(3)), Run()
+        list(job.loader)
+        job.accelerator.load_state(folder)
+        job.epoch(ours)
+        return plain, job.finish(ours)
+
+
+def test_a_state_of_plain_accelerate_is_gone_on_from(ranks: Launcher, tmp_path: Path) -> None:
+    plain, ours = ranks(2)(plain_then_ours, str(tmp_path / "c"))[0]
+    assert difference(plain, ours) < 2e-6
+
+
 def named(folder: str) -> list[list[str]]:
     with fresh_state():
         project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
