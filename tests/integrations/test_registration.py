@@ -21,9 +21,10 @@ from zero_strategy.registration import NAMES, START_METHODS
 
 ROOT = Path(__file__).parents[2]
 OURS_FIRST = """
+UNWANTED = ("torch", "lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed", "hydra")
 import sys
 import zero_strategy
-loaded = [name for name in sys.modules if name.partition(".")[0] in ("torch", "lightning", "pytorch_lightning")]
+loaded = [name for name in sys.modules if name.partition(".")[0] in UNWANTED]
 assert not loaded, loaded
 import pytorch_lightning as pl
 assert pl.Trainer(strategy="ZERO3", accelerator="cpu", logger=False).strategy.config.stage == 3

@@ -8,6 +8,7 @@ Example:
 
 from .deepspeed_json import DeepSpeedSettings, inspect_deepspeed, is_deepspeed, read_deepspeed
 from .deepspeed_owned import LATER_KEYS, check_owned, dtype_fact
+from .hydra_groups import register_hydra
 from .load import load_config, load_layers
 from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import CheckpointConfig, LossScaleConfig, MeshConfig, PrecisionConfig, UnitsConfig, ZeroConfig
@@ -36,5 +37,6 @@ __all__ = [
     "load_layers",
     "preset",
     "read_deepspeed",
+    "register_hydra",
     "resolve",
 ]
