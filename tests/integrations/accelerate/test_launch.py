@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,27 @@ def test_the_environment_names_the_config(tmp_path: Path) -> None:
         ["--config_file", template, "--num_processes", "2", "script.py"], tmp_path, ZERO_STRATEGY_CONFIG="zero.yaml"
     )
     assert done.stdout.count("processes 2 stage 2") == 2, done.stdout + done.stderr
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    found: dict[int, subprocess.CompletedProcess[str]] = {}
+
+    def node(rank: int) -> None:
+        template = ["--config_file", str(TEMPLATES / "several_nodes.yaml"), "--num_processes", "2"]
+        place = ["--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        found[rank] = launch([*template, *place, "script.py"], tmp_path)
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for done in found.values():
+        assert "processes 2 stage 3" in done.stdout and done.returncode == 0, done.stdout + done.stderr
 
 
 def test_one_process_in_place_of_two_is_told(tmp_path: Path) -> None:
