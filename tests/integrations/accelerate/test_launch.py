@@ -79,6 +79,39 @@ def test_one_process_in_place_of_two_is_told(tmp_path: Path) -> None:
     assert "accelerate launch --multi_gpu --num_processes 2" in done.stderr, done.stderr
 
 
+FORKED = """
+import torch
+from accelerate import debug_launcher, notebook_launcher
+
+
+def train():
+    from zero_strategy.integrations.accelerate import ZeroAccelerator
+
+    accelerator = ZeroAccelerator(zero_config={"stage": 3, "units": {"min_numel": 0}})
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    places = accelerator.gather(torch.tensor([accelerator.process_index]))
+    if accelerator.is_main_process:
+        print("ranks", places.tolist(), flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    debug_launcher(train, num_processes=2)
+    notebook_launcher(train, num_processes=1)
+"""
+
+
+def test_starts_of_notebooks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FORKED)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    assert "ranks [0, 1]" in done.stdout and "ranks [0]" in done.stdout, done.stdout + done.stderr
+
+
 def test_other_ways_of_sharding_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP=true .*distributed_type: FSDP.*--use_fsdp"):
         check_single_owner({}, {"ACCELERATE_USE_FSDP": "true"})
