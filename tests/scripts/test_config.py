@@ -12,6 +12,7 @@ import torch
 from zero_strategy.config import ZeroConfig, load_config
 from zero_strategy.scripts import BatchConfig, Config, FP16Config, TrainingConfig
 from zero_strategy.scripts.batch import BatchSizes, batch_sizes
+from zero_strategy.scripts.named import make_optimizer
 from zero_strategy.scripts.settings import settings_of
 
 
@@ -66,6 +67,15 @@ def test_both_spellings_say_the_same() -> None:
     assert theirs.optimizer == ("AdamW", {"lr": 0.1}), "DeepSpeed's Adam is AdamW unless adam_w_mode is false"
 
 
+def test_adam_without_decoupled_decay() -> None:
+    params = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": False}
+    config = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": params}}
+    named = settings_of({"train_batch_size": 2, **config}, 1).optimizer
+    assert named is not None
+    made = make_optimizer(named, [torch.nn.Parameter(torch.ones(2))])
+    assert type(made).__name__ == "FusedAdam" and made.param_groups[0]["weight_decay"] == 0.5
+
+
 def test_defaults_depend_on_the_spelling() -> None:
     assert settings_of({"train_batch_size": 8}, 1).zero.stage == 0  # as in DeepSpeed
     assert settings_of({"train_batch_size": 8}, 1).clipping == 1.0  # of 0.19.8
@@ -108,6 +118,8 @@ def test_files(tmp_path: Path) -> None:
         ({"gradient_clipping": -1}, "gradient_clipping is -1.0 .*accepted: finite, 0"),
         ({"train_batch_size": "auto"}, "a script has none: give 'train_batch_size'"),
         ({"bf16": {"enabled": "auto"}}, "give 'bf16.enabled'"),
+        ({"bfloat16": {"enabled": "auto"}}, "give 'bfloat16.enabled'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "give 'optimizer.params.lr'"),
         ({"optimizer": {"type": "Adam", "lr": 1}}, "unknown key 'optimizer.lr'"),
     ],
 )

@@ -300,7 +300,7 @@ def test_checkpoints_carry_counters_and_client_state(tmp_path: Path) -> None:
     other = start(3, 2)
     path, client = other.load_checkpoint(tmp_path)
     assert path == str(tmp_path / "global_step2") and client == {"epoch": 3}
-    assert (other.micro_steps, other.global_steps, other.global_samples) == (5, 2, 8)
+    assert (other.micro_steps, other.global_steps, other.global_samples) == (4, 2, 8)
     assert apart(weights(other), weights(engine)) == 0
     fresh = start(0, 2)
     assert fresh.load_checkpoint(tmp_path, load_optimizer_states=False)[0] == path and fresh.global_steps == 0

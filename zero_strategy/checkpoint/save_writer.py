@@ -124,6 +124,15 @@ def check_replaceable(target: Path) -> None:
         raise ValueError(f"{target} exists and is not a checkpoint; it will not be overwritten")
 
 
+def unlisted(target: Path) -> list[Path]:
+    """What lies in a checkpoint's directory and is not of it, which replacing the checkpoint would remove as well."""
+    try:
+        listed = {path.partition("/")[0] for path in Manifest.read(target).files}
+    except (OSError, ValueError):
+        return []
+    return sorted(path for path in target.iterdir() if path.name not in listed | {MANIFEST_NAME})
+
+
 def check_free_space(parent: Path, needed: int) -> None:
     """Raises OSError (ENOSPC) if the file system has too little room."""
     free = shutil.disk_usage(parent).free

@@ -14,8 +14,10 @@ import contextlib
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.checkpoint.save_writer import unlisted
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, load_config, resolve
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations import accelerate_states
@@ -210,6 +214,16 @@ class ZeroAccelerator(Accelerator):
 
     # ---- the step ----
 
+    def backward(self, loss: Tensor, **keywords: Any) -> None:
+        """As Accelerate's.
+
+        Raises:
+            RuntimeError: If the loss uses released parameters outside of their module's forward (stage 3), naming them.
+        """
+        for engine in self._engines.values():
+            engine.check_loss(loss)
+        super().backward(loss, **keywords)
+
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backwards inside may keep gradients on this rank."""
@@ -294,23 +308,32 @@ class ZeroAccelerator(Accelerator):
 
         Returns:
             The directory.
+
+        Raises:
+            ValueError: If no model is prepared, or the directory holds what is not of the checkpoint it would replace.
         """
-        directory = self._next_directory(output_dir)
-        shared, own = accelerate_states.capture(self)
         engines = [self.engine(model) for model in self._models]
+        if not engines:
+            raise ValueError("save_state saves prepared models, and none is: call accelerator.prepare(model) first")
+        directory, stale = self._next_directory(output_dir)
+        self._check_replaceable(engines, directory)
+        token = engines[0].mesh.control.gather_objects(uuid.uuid4().hex)[0]
+        shared, own = accelerate_states.capture(self)
         hooks: list[Callable[..., None]] = list(self._save_model_state_pre_hook.values())
         saves = []
         for number, engine in enumerate(engines):
             saves.append(
                 engine.save(
                     directory if len(engines) == 1 else directory / f"model_{number}",
-                    user={_KEY: {"step": self.step, "models": len(engines)}},
+                    user={_KEY: {"step": self.step, "models": len(engines), "save": token}},
                     extra_files=shared if number == 0 else {},
                     own_files=own if number == 0 else {},
                     update_latest=False,  # Accelerate takes whatever lies in its folder for a checkpoint
                     asynchronous=self.zero_config.checkpoint.asynchronous and not hooks,
                 )
             )
+        for old in stale if self.is_main_process else ():
+            saves[-1].then(partial(shutil.rmtree, old, ignore_errors=True))  # not before there is another
         for hook in hooks:  # they may write into the directory, which was replaced as a whole
             hook(self._models, [], str(directory))
         self.project_configuration.iteration += 1
@@ -335,23 +358,46 @@ class ZeroAccelerator(Accelerator):
         for hook in self._load_model_state_pre_hook.values():
             hook(list(self._models), str(directory))
         engines = [self.engine(model) for model in self._models]
+        saves: list[tuple[Any, Any]] = []
         for number, engine in enumerate(engines):
             reader = engine.load(directory if len(engines) == 1 else directory / f"model_{number}", **options)
-            if number == 0 and reader.has_manifest and _KEY in reader.manifest.user:
+            ours = reader.manifest.user.get(_KEY, {}) if reader.has_manifest else {}
+            saves.append((ours.get("save"), ours.get("models", len(engines))))
+            if len(set(saves)) > 1 or saves[0][1] != len(engines):
+                raise ValueError(
+                    f"{directory} holds models of several saves, or {saves[-1][1]} models where {len(engines)} are "
+                    "prepared: a save was interrupted between two models, or others were prepared; take an earlier one"
+                )
+            if number == 0 and ours:
                 accelerate_states.restore(self, reader, load_kwargs)
                 self.step = reader.manifest.user[_KEY]["step"]
                 engine.load_random_state(reader)  # once more: restoring may have drawn
             elif number == 0:
                 accelerate_states.restore_plain(self, directory, load_kwargs)
 
-    def _next_directory(self, output_dir: str | os.PathLike[str] | None) -> Path:
+    def _check_replaceable(self, engines: list[ZeroEngine], directory: Path) -> None:
+        """A save replaces its directory as a whole, with all that somebody else has put there."""
+        places = [directory] if len(engines) == 1 else [directory / f"model_{n}" for n in range(len(engines))]
+        foreign = [str(path) for place in places for path in unlisted(place)]
+        if self._save_model_state_pre_hook:  # which write there
+            foreign = [path for path in foreign if (Path(path) / MANIFEST_NAME).is_file()]
+        found = engines[0].mesh.control.gather_objects(foreign)
+        if any(found):
+            raise ValueError(
+                f"{directory} holds {sorted({path for paths in found for path in paths})[:5]}, which are not of the "
+                "checkpoint there and would be removed with it; save to another directory"
+            )
+
+    def _next_directory(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, list[Path]]:
+        """Where to save, and which checkpoints are too many then."""
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError(
                     "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            return Path(output_dir).expanduser()
+            return Path(output_dir).expanduser(), []
+        self.wait_for_saves()  # one that is on its way counts
         folder = Path(self.project_dir) / "checkpoints"
         directory = folder / f"checkpoint_{self.save_iteration}"
         if directory.exists():
@@ -359,10 +405,9 @@ class ZeroAccelerator(Accelerator):
                 f"{directory} exists already; set accelerator.project_configuration.iteration to where to go on"
             )
         self.wait_for_everyone()  # all have looked
-        if project.total_limit is not None and self.is_main_process:
-            for stale in _numbered(folder)[: max(0, len(_numbered(folder)) + 1 - project.total_limit)]:
-                shutil.rmtree(stale)
-        return directory
+        found = _numbered(folder)
+        many = 0 if project.total_limit is None else max(0, len(found) + 1 - project.total_limit)
+        return directory, found[:many]
 
     def _saved_directory(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
@@ -391,7 +436,7 @@ class ZeroAccelerator(Accelerator):
             OSError, ValueError, RuntimeError: Why one is not.
         """
         for engine in self._engines.values():
-            engine.saver.wait()
+            engine.saver.finish()
 
     def end_training(self) -> None:
         """Finish saves and trackers; all ranks leave together."""

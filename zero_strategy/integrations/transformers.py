@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.checkpoint.save_writer import unlisted
 from zero_strategy.config import Fact, ZeroConfig, batch_fact
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
@@ -28,6 +30,12 @@ __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "make_zero_trainer"]
 
 _SCHEDULER = "scheduler.pt"
 _ARGUMENTS = "training_args.bin"
+_OWN = re.compile(
+    r"training_args\.bin|trainer_state\.json|scheduler\.pt|scaler\.pt|rng_state(_\d+)?\.pth|"
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|preprocessor_config|processor_config)\.json|"
+    r"(vocab|merges)\.txt|chat_template\.jinja|.*\.model|adapter_.*|README\.md"
+)
+"""What the Trainer and tokenizers put beside a model."""
 _SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
 """DeepSpeed's names for the Trainer's schedules."""
 
@@ -90,12 +98,17 @@ class ZeroTrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         resumable = _internal_call and not self.args.save_only_model and bool(engine.optimizers)
-        if not resumable and not (isinstance(self.model, PreTrainedModel) and _replaceable(directory)):
+        replaceable = all(engine.mesh.control.gather_objects(_replaceable(directory)))
+        if not resumable and not (isinstance(self.model, PreTrainedModel) and replaceable):
+            if self.args.should_save:
+                (Path(directory) / MANIFEST_NAME).unlink(missing_ok=True)  # of weights that are written over now
             self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
             self.accelerator.wait_for_everyone()
             return
+        if not replaceable:
+            raise ValueError(f"{directory} holds {_foreign(directory)[:5]}, which a checkpoint there would replace")
         engine.save(directory, extra_files=config_files(self.model), optimizers=resumable, update_latest=False)
-        if not isinstance(self.model, PreTrainedModel):  # an adapter, say, has files of its own
+        if not isinstance(self.model, PreTrainedModel) and hasattr(self.model, "save_pretrained"):  # an adapter's files
             self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
         elif self.args.should_save:
             if self.processing_class is not None:
@@ -175,6 +188,12 @@ def _check_schedule(config: ZeroConfig) -> None:
 
 
 def _replaceable(directory: str) -> bool:
-    """Whether a checkpoint may take the place of a directory: it is empty or not there, or holds one."""
+    """Whether a checkpoint may take the place of a directory: it is empty or not there, or holds one and no more."""
     path = Path(directory)
-    return not path.is_dir() or not any(path.iterdir()) or (path / MANIFEST_NAME).is_file()
+    known = not path.is_dir() or not any(path.iterdir()) or (path / MANIFEST_NAME).is_file()
+    return known and not _foreign(directory)
+
+
+def _foreign(directory: str) -> list[str]:
+    """What lies in a directory that is neither a checkpoint's nor the Trainer's own."""
+    return [path.name for path in unlisted(Path(directory)) if path.is_dir() or not _OWN.fullmatch(path.name)]

@@ -229,7 +229,7 @@ class ScriptEngine:
         self.global_samples += self.settings.batch.train or 0
 
     def _check_scheduler(self) -> None:
-        if self._scheduled is not None and _count(self.lr_scheduler) == self._scheduled + 1:
+        if self._scheduled is not None and _count(self.lr_scheduler) != self._scheduled:
             raise RuntimeError(
                 f"both the engine and the script step the {type(self.lr_scheduler).__name__}: engine.step() does it "
                 "after each update. Drop scheduler.step() from the script, or do not pass the scheduler to initialize()"
@@ -403,6 +403,8 @@ class ScriptEngine:
             }
         for name in _COUNTERS:
             setattr(self, name, int(counters[name]))
+        # A checkpoint holds no partial gradients, and the number of micro-batches per step may be another one now.
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
 
 
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")

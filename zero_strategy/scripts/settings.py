@@ -85,7 +85,10 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
 def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
     """What DeepSpeed's JSON says; in a script there is nobody else to decide what it leaves open."""
     deciding = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16.", "bf16.", "optimizer.", "scheduler.")
-    open_keys = [r.path for r in settings.found if r.value == "auto" and r.path.startswith(deciding)]
+    open_keys = [r.path for r in settings.found if r.value == "auto" and r.key.startswith(deciding)]
+    for section, made in (("optimizer", settings.optimizer), ("scheduler", settings.scheduler)):
+        params = {} if made is None else made.params
+        open_keys += [f"{section}.params.{key}" for key, value in params.items() if value == "auto"]
     if open_keys:
         raise ValueError(
             f'"auto" leaves the choice to a framework, and a script has none: give {", ".join(map(repr, open_keys))} a '
@@ -99,10 +102,15 @@ def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
         batch=batch_sizes(*sizes, max(1, world)),
         clipping=float(settings.gradient_clipping.value),
         compute_dtype={"fp16": torch.float16, "bf16": torch.bfloat16}.get(settings.precision.value),
-        optimizer=None if optimizer is None else Named(optimizer.type, optimizer.params),
+        optimizer=None if optimizer is None else _with_its_decay(optimizer.type, optimizer.params),
         scheduler=None if scheduler is None else Named(scheduler.type, scheduler.params),
         drop_last=settings.drop_last,
     )
+
+
+def _with_its_decay(kind: str, params: Mapping[str, Any]) -> Named:
+    """The reader has decided what "Adam" means: it calls the one with decoupled weight decay AdamW."""
+    return Named(kind, {**params, "adam_w_mode": False} if kind == "Adam" else params)
 
 
 def _settings(zero: ZeroConfig, script: Mapping[str, Any], clipping: float, world: int) -> ScriptSettings:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.accelerate.training import fresh_state
-from tests.integrations.transformers.training import (
+from tests.integrations.accelerate_face.training import fresh_state
+from tests.integrations.transformers_face.training import (
     KINDS,
     difference,
     generated,
@@ -143,6 +143,41 @@ def run_plain(folder: str, **arguments: Any) -> Any:
         trainer = trainer_of(None, "gpt2", Path(folder), **arguments)
         trainer.train()
         return history(trainer), None
+
+
+class Plain(torch.nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = torch.nn.Embedding(48, 8)
+        self.head = torch.nn.Linear(8, 48)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.head(self.table(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "logits": scores}
+
+
+def plain_module(folder: str, resumed: bool) -> tuple[list[dict[str, float]], list[str]]:
+    with fresh_state():
+        made = trainer_of(None, "gpt2", Path(folder), save_strategy="epoch")
+        config = {"stage": 2, "units": {"min_numel": 0}}
+        trainer: Any = ZeroTrainer(Plain(), made.args, zero_config=config, train_dataset=made.train_dataset)
+        trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4") if resumed else None)
+        if resumed:  # into the folder with the checkpoints
+            trainer.save_model()
+            trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.wait_for_everyone()
+        return history(trainer), sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_plain_module_resumes_and_checkpoints_stay(ranks: Launcher, tmp_path: Path) -> None:
+    whole, names = ranks(2, timeout=120)(plain_module, str(tmp_path), False)[0]
+    assert {"checkpoint-4", "checkpoint-8"} <= set(names)
+    resumed, names = ranks(2, timeout=120)(plain_module, str(tmp_path), True)[0]
+    assert {"checkpoint-4", "checkpoint-8", "model.safetensors"} <= set(names)
+    assert difference(whole, resumed) == 0
 
 
 def refused(folder: str) -> str:

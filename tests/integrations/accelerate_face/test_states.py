@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.integrations.accelerate.training import Job, Net, Run, difference, fresh_state, make, train
+from tests.integrations.accelerate_face.training import Job, Net, Run, difference, fresh_state, make, train
 from tests.launcher import Launcher
 from zero_strategy.cli import main
 
@@ -183,6 +184,53 @@ def two_models(folder: str) -> bool:
 def test_two_models(ranks: Launcher, tmp_path: Path) -> None:
     assert all(ranks(2)(two_models, str(tmp_path / "c")))
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["model_0", "model_1"]
+
+
+def refused(folder: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def note(name: str, call: Any) -> None:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+
+    with fresh_state():
+        accelerator = make(3, {"checkpoint": {"asynchronous": False}})
+        note("nothing prepared", lambda: accelerator.save_state(f"{folder}/none"))
+        models = [Net(), nn.Linear(3, 2)]
+        one, _ = accelerator.prepare(*models)
+        accelerator.save_state(f"{folder}/c")
+        accelerator.wait_for_everyone()
+        if dist.get_rank() == 0:
+            (Path(folder) / "c" / "model_1").rename(Path(folder) / "old")
+        accelerator.wait_for_everyone()
+        accelerator.save_state(f"{folder}/c")
+        accelerator.wait_for_everyone()
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(folder) / "c" / "model_1")
+            (Path(folder) / "old").rename(Path(folder) / "c" / "model_1")
+        accelerator.wait_for_everyone()
+        note("two saves", lambda: accelerator.load_state(f"{folder}/c"))
+        note("outside", lambda: accelerator.backward(0.1 * sum(p.abs().sum() for p in one.parameters())))
+    with fresh_state():
+        job = Job.of(make(1, {"checkpoint": {"asynchronous": False}}))
+        job.accelerator.save_state(f"{folder}/d")
+        job.accelerator.save_state(f"{folder}/d")
+        if dist.get_rank() == 0:
+            (Path(folder) / "d" / "mine.txt").write_text("notes")
+        job.accelerator.wait_for_everyone()
+        note("notes", lambda: job.accelerator.save_state(f"{folder}/d"))
+    return found
+
+
+def test_nothing_is_lost_or_mixed_silently(ranks: Launcher, tmp_path: Path) -> None:
+    for found in ranks(2)(refused, str(tmp_path)):
+        assert "none is" in found["nothing prepared"]
+        assert "several saves" in found["two saves"]
+        assert "blocks.0.0.weight" in found["outside"]
+        assert "mine.txt" in found["notes"]
+    assert (tmp_path / "d" / "mine.txt").read_text() == "notes"
 
 
 def exported(folder: str) -> None:
