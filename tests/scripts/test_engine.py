@@ -173,6 +173,32 @@ def test_the_scheduler_gets_its_arguments() -> None:
     assert engine.lr_scheduler.last_batch_iteration == 2
 
 
+def test_a_scheduler_has_one_owner_under_accumulation() -> None:
+    engine = start(1, 2)
+    engine.lr_scheduler = WarmupLR(engine.optimizer, 0.0, LR, 4)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="both the engine and the script step the WarmupLR"):
+        for x, y in micro_batches(engine):
+            engine.backward(engine(x, y))
+            engine.step()
+            engine.lr_scheduler.step()
+
+
+def test_accumulation_begins_anew_after_a_load(tmp_path: Path) -> None:
+    """Saved between two updates, and gone on from with more micro-batches per update."""
+    engine = start(1, 2)
+    for x, y in micro_batches(engine)[:3]:
+        engine.backward(engine(x, y))
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    other = start(1, 4)
+    other.load_checkpoint(tmp_path)
+    for number, (x, y) in enumerate(micro_batches(other)[:4], 1):
+        assert other.is_gradient_accumulation_boundary() == (number == 4)
+        other.backward(other(x, y))
+        other.step()
+    assert other.global_steps == 2
+
+
 def test_a_scheduler_has_one_owner() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
