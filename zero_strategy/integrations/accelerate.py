@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -333,7 +334,7 @@ class ZeroAccelerator(Accelerator):
                 )
             )
         for old in stale if self.is_main_process else ():
-            saves[-1].then(partial(shutil.rmtree, old, ignore_errors=True))  # not before there is another
+            saves[-1].then(partial(_remove, old))  # not before there is another
         for hook in hooks:  # they may write into the directory, which was replaced as a whole
             hook(self._models, [], str(directory))
         self.project_configuration.iteration += 1
@@ -447,6 +448,14 @@ class ZeroAccelerator(Accelerator):
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has no engines: they hold process groups."""
         return {**self.__dict__, "_engines": {}, "_unattached": []}
+
+
+def _remove(directory: Path) -> None:
+    """A checkpoint too many is no reason to fail, and none to be silent."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        warnings.warn(f"{directory}: an old checkpoint could not be removed: {error}", stacklevel=2)
 
 
 def _numbered(folder: Path) -> list[Path]:
