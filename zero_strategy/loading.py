@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -145,26 +146,31 @@ def _wanted_weights(
     if bucket.has_master and not bucket.placement.shard_optimizer:
         for name, segment in zip(bucket.names, bucket.layout.segments, strict=True):
             if name in sources:
-                target = bucket.master[segment.offset : segment.stop]
-                yield Wanted(sources[name], 0, target.numel(), then=_copier(target))
+                yield Wanted(sources[name], 0, segment.numel, then=partial(bucket.write_master, segment.offset))
     for piece in bucket.slice_pieces:
         name = bucket.names[piece.index]
         if name not in sources:
             continue
         target = bucket.shard[piece.offset : piece.offset + piece.numel]
         if bucket.has_master and bucket.placement.shard_optimizer:
-            master = bucket.master[piece.offset : piece.offset + piece.numel]
-            yield Wanted(sources[name], piece.start, piece.stop, then=_copier(target, None, master))
+            yield Wanted(sources[name], piece.start, piece.stop, then=_master_and(bucket, piece.offset, target))
         elif reader.spec(sources[name]).dtype == target.dtype:
             yield Wanted(sources[name], piece.start, piece.stop, out=target)
         else:
             yield Wanted(sources[name], piece.start, piece.stop, then=_copier(target))
 
 
-def _copier(target: Tensor, shape: tuple[int, ...] | None = None, *more: Tensor) -> Callable[[Tensor], None]:
+def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[Tensor], None]:
     def copy(values: Tensor) -> None:
-        for each in (target, *more):
-            each.copy_(values if shape is None else values.view(shape))
+        target.copy_(values if shape is None else values.view(shape))
+
+    return copy
+
+
+def _master_and(bucket: ParameterBucket, start: int, target: Tensor) -> Callable[[Tensor], None]:
+    def copy(values: Tensor) -> None:
+        target.copy_(values)
+        bucket.write_master(start, values)
 
     return copy
 
@@ -229,8 +235,12 @@ def _load_state(
             continue
         _check_shape(name, tuple(specs[name].shape), tuple(parameter.shape))
         if kind == "master":
-            target = bucket.master[cut.offset : cut.offset + cut.numel]
-            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), then=_copier(target)))
+            wanted.append(
+                Wanted(name, cut.start, cut.stop, (number, kind), then=partial(bucket.write_master, cut.offset))
+            )
+        elif (offloaded := sharded.offloaded_place(parameter, kind)) is not None:
+            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), then=offloaded.write))
+            values[kind] = offloaded
         else:
             state = torch.empty(cut.numel, dtype=specs[name].dtype, device=piece.device)
             wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), out=state))

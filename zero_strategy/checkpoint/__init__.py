@@ -4,7 +4,7 @@ from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, plan_files
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, OptimizerRecord, WeightRecord
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.save_writer import LATEST_NAME, Piece, SaveWriter
+from zero_strategy.checkpoint.save_writer import LATEST_NAME, LatePiece, Piece, SaveWriter
 from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.checkpoint.writer import CheckpointWriter
 
@@ -18,6 +18,7 @@ __all__ = [
     "FileLayout",
     "Manifest",
     "OptimizerRecord",
+    "LatePiece",
     "Piece",
     "SaveWriter",
     "StateReader",

@@ -34,6 +34,7 @@ from zero_strategy.checkpoint.pieces import (
 )
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.save_writer import (
+    LatePiece,
     Piece,
     SaveWriter,
     check_extra_files,
@@ -122,7 +123,7 @@ class PieceWriter(SaveWriter):
 
     def write_all(
         self,
-        pieces: Iterable[tuple[FileKind, Piece]],
+        pieces: Iterable[tuple[FileKind, Piece | LatePiece]],
         *,
         threads: int = 2,
         bytes_per_second: float | None = None,
@@ -144,8 +145,8 @@ class PieceWriter(SaveWriter):
         covered = Coverage()
         with self._sink(layout, threads, bytes_per_second, wrote) as sink:
             for logical, piece, offset in placed:
-                covered.add(logical.path, piece.name, piece.start, piece.start + piece.data.numel())
-                self._write_piece(sink, logical, piece, offset)
+                covered.add(logical.path, piece.name, piece.start, piece.start + piece.numel)
+                self._write_piece(sink, logical, piece.loaded(), offset)
             sink.finish()
         self._report.size, self._report.header = layout.size, checksum_of(layout.header)
         if self.rank != 0:
@@ -251,8 +252,8 @@ class _Report:
 
 
 def rank_layout(
-    plan: CheckpointPlan, path: str, pieces: Iterable[tuple[FileKind, Piece]]
-) -> tuple[FileLayout, list[tuple[FileLayout, Piece, int]]]:
+    plan: CheckpointPlan, path: str, pieces: Iterable[tuple[FileKind, Piece | LatePiece]]
+) -> tuple[FileLayout, list[tuple[FileLayout, Piece | LatePiece, int]]]:
     """Lays out the file of a rank's slices.
 
     Args:
@@ -266,16 +267,16 @@ def rank_layout(
     Raises:
         ValueError, TypeError: Naming the tensor, if a piece does not fit the plan or is there twice.
     """
-    found: dict[str, tuple[FileLayout, Piece]] = {}
+    found: dict[str, tuple[FileLayout, Piece | LatePiece]] = {}
     for kind, piece in pieces:
         logical = plan.layout_of(kind, piece.name)
         check_piece(logical, piece)
-        if piece.data.numel():
-            stop = piece.start + piece.data.numel()
+        if piece.numel:
+            stop = piece.start + piece.numel
             name = f"{logical.path}:{piece.name}[{piece.start}:{stop}]"
             if name in found:
                 raise ValueError(f"elements [{piece.start}, {stop}) of tensor {piece.name!r} are given twice")
             found[name] = logical, piece
-    specs = [TensorSpec(name, piece.data.dtype, (piece.data.numel(),)) for name, (_, piece) in found.items()]
+    specs = [TensorSpec(name, piece.dtype, (piece.numel,)) for name, (_, piece) in found.items()]
     layout = FileLayout.compute(path, specs)
     return layout, [(*found[name], offset) for name, offset in layout.offsets.items()]

@@ -35,15 +35,54 @@ class Piece:
     start: int
     data: torch.Tensor
 
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.data.numel()
 
-def in_file_order(plan: CheckpointPlan, pieces: Iterable[tuple[FileKind, Piece]]) -> list[tuple[FileKind, Piece]]:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        return self.data.dtype
+
+    def loaded(self) -> Piece:
+        """Itself: its elements are in memory."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class LatePiece:
+    """A range of a tensor that is read when its turn to be written comes.
+
+    Attributes:
+        name: the tensor.
+        start: index of the piece's first element in the row-major flattened tensor.
+        numel: its elements.
+        dtype: their dtype.
+        load: gives them, 1-D and contiguous.
+    """
+
+    name: str
+    start: int
+    numel: int
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+
+    def loaded(self) -> Piece:
+        """With its elements in memory."""
+        return Piece(self.name, self.start, self.load())
+
+
+def in_file_order(
+    plan: CheckpointPlan, pieces: Iterable[tuple[FileKind, Piece | LatePiece]]
+) -> list[tuple[FileKind, Piece | LatePiece]]:
     """Pieces in the order of their bytes in the files of `plan`."""
     order = {layout.path: number for number, layout in enumerate(plan.layouts)}
 
-    def place(item: tuple[FileKind, Piece]) -> tuple[int, int]:
+    def place(item: tuple[FileKind, Piece | LatePiece]) -> tuple[int, int]:
         kind, piece = item
         layout = plan.layout_of(kind, piece.name)
-        return order[layout.path], layout.offsets[piece.name] + piece.start * piece.data.element_size()
+        return order[layout.path], layout.offsets[piece.name] + piece.start * piece.dtype.itemsize
 
     return sorted(pieces, key=place)
 
@@ -68,7 +107,7 @@ class SaveWriter(ABC):
     @abstractmethod
     def write_all(
         self,
-        pieces: Iterable[tuple[FileKind, Piece]],
+        pieces: Iterable[tuple[FileKind, Piece | LatePiece]],
         *,
         threads: int = 2,
         bytes_per_second: float | None = None,
@@ -102,16 +141,22 @@ class SaveWriter(ABC):
         """Removes what was written; the target is not touched. After `commit` it does nothing."""
 
 
-def check_piece(layout: FileLayout, piece: Piece) -> None:
+def check_piece(layout: FileLayout, piece: Piece | LatePiece) -> None:
     """Raises ValueError or TypeError, naming the tensor, if a piece does not fit into its file."""
-    data, spec = piece.data, layout.specs[piece.name]
-    if data.dtype != spec.dtype:
-        raise TypeError(f"piece of tensor {piece.name!r} has dtype {data.dtype}, the file has {spec.dtype}")
+    spec = layout.specs[piece.name]
+    if piece.dtype != spec.dtype:
+        raise TypeError(f"piece of tensor {piece.name!r} has dtype {piece.dtype}, the file has {spec.dtype}")
+    if isinstance(piece, Piece):
+        _check_data(piece)
+    layout.span(piece.name, piece.start, piece.start + piece.numel)
+
+
+def _check_data(piece: Piece) -> None:
+    data = piece.data
     if data.dim() != 1 or not data.is_contiguous() or data.is_conj() or data.is_neg():
         raise TypeError(f"piece of tensor {piece.name!r} must be 1-D and contiguous, got {tuple(data.shape)}")
     if data.device.type == "meta":
         raise TypeError(f"piece of tensor {piece.name!r} is on the meta device and has no data")
-    layout.span(piece.name, piece.start, piece.start + data.numel())
 
 
 def check_replaceable(target: Path) -> None:

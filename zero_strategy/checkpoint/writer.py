@@ -38,6 +38,7 @@ from zero_strategy.checkpoint.replace import (
 from zero_strategy.checkpoint.save_writer import (
     LATEST_NAME,
     RECEIPTS_NAME,
+    LatePiece,
     Piece,
     SaveWriter,
     check_extra_files,
@@ -121,7 +122,7 @@ class CheckpointWriter(SaveWriter):
 
     def write_all(
         self,
-        pieces: Iterable[tuple[FileKind, Piece]],
+        pieces: Iterable[tuple[FileKind, Piece | LatePiece]],
         *,
         threads: int = 2,
         bytes_per_second: float | None = None,
@@ -145,7 +146,8 @@ class CheckpointWriter(SaveWriter):
         plan = self._prepared_plan()
         disk = DiskWriter(self.temporary, threads=threads, bytes_per_second=bytes_per_second, wrote=wrote)
         try:
-            for kind, piece in pieces:
+            for kind, given in pieces:
+                piece = given.loaded()
                 layout = plan.layout_of(kind, piece.name)
                 check_piece(layout, piece)
                 self._write_piece(disk, layout, piece)

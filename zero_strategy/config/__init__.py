@@ -11,7 +11,15 @@ from .deepspeed_owned import LATER_KEYS, check_owned, dtype_fact
 from .hydra_groups import register_hydra
 from .load import load_config, load_layers
 from .resolve import Fact, ResolvedConfig, batch_fact, resolve
-from .schema import CheckpointConfig, LossScaleConfig, MeshConfig, PrecisionConfig, UnitsConfig, ZeroConfig
+from .schema import (
+    CheckpointConfig,
+    LossScaleConfig,
+    MeshConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    UnitsConfig,
+    ZeroConfig,
+)
 from .section import Setting
 from .sources import Layer, preset
 
@@ -23,6 +31,7 @@ __all__ = [
     "Layer",
     "LossScaleConfig",
     "MeshConfig",
+    "OffloadConfig",
     "PrecisionConfig",
     "ResolvedConfig",
     "Setting",

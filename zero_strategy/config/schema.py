@@ -160,6 +160,34 @@ class CheckpointConfig(Section):
 
 
 @dataclass
+class OffloadConfig(Section):
+    """Where state is kept that the device has no room for."""
+
+    prefix: ClassVar[str] = "offload."
+
+    optimizer: str = field(default="none", metadata=one_of("none", "cpu", "nvme"))
+    """Where optimizer state and master weights are kept: ``none``: on the device; ``cpu``: in host memory; ``nvme``:
+    in files under ``nvme_path``, from which each step reads them and to which it writes them."""
+
+    nvme_path: list[str] = field(default_factory=list, metadata=non_empty())
+    """Directories on NVMe drives; with several, state is striped over them. Each rank has files of its own there, for
+    the duration of the run."""
+
+    staging_bytes: int = field(default=256 << 20, metadata=at_least(1 << 16))
+    """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
+    read and written at once."""
+
+    def check(self) -> None:
+        """Checks the values, and that there is a place for files where one is needed."""
+        super().check()
+        if self.optimizer == "nvme" and not self.nvme_path:
+            raise ValueError(
+                "offload.optimizer is 'nvme' and offload.nvme_path is empty; give one or several directories on NVMe "
+                "drives, such as offload.nvme_path: [/local_nvme]"
+            )
+
+
+@dataclass
 class ZeroConfig(Section):
     """The whole config."""
 
@@ -187,6 +215,9 @@ class ZeroConfig(Section):
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling."""
+
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """Where state is kept that the device has no room for."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """How checkpoints are written."""

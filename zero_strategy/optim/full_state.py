@@ -61,8 +61,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     """
     _, bucket, index = _find(param)
     piece = bucket.piece_of.get(index)
-    value = None if piece is None else bucket.master[piece.offset : piece.offset + piece.numel]
-    return _whole(bucket, index, value, bucket.master.dtype)
+    value = None if piece is None else bucket.read_master(piece.offset, piece.offset + piece.numel)
+    return _whole(bucket, index, value, bucket.master_dtype)
 
 
 @torch.no_grad()
@@ -123,10 +123,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     piece = bucket.piece_of.get(index)
     if piece is None:
         return
-    state = _holder(model, param).state_of(param)
-    if optim_state_key not in state:
-        raise ValueError(f"no optimizer state {optim_state_key!r} for this parameter; it has {sorted(state)}")
-    state[optim_state_key].copy_(value.reshape(-1)[piece.start : piece.stop].view_as(state[optim_state_key]))
+    part = value.reshape(-1)[piece.start : piece.stop]
+    _holder(model, param).write_state_of(param, optim_state_key, part)
 
 
 def _find(param: nn.Parameter) -> tuple[ShardedModel, ParameterBucket, int]:

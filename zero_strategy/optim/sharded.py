@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import ops
+from zero_strategy.memory.chunked import OffloadedPart
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import GradientNorm, global_norm
+from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
+from zero_strategy.optim.streamed import Update
 from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.layout import Piece
@@ -62,6 +65,9 @@ class ShardedOptimizer:
         self._whole: list[list[nn.Parameter]] | None = None
         self.state: dict[Tensor, Any] = {}
         self._check_groups()
+        self._offloaded: OffloadedStates | None = None
+        if model.optimizer_store is not None:
+            self._offloaded = OffloadedStates(optimizer, self._rule(optimizer, model), model, model.optimizer_store)
         self._divide_existing_state()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -97,6 +103,14 @@ class ShardedOptimizer:
         found = bucket.piece_of.get(index)
         if found is None:
             return None
+        if bucket.master_vector is not None:
+            if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master_dtype:
+                # Values are elsewhere: an object of the right shape, to which the state belongs.
+                stand_in = torch.full((1,), float("nan"), dtype=bucket.master_dtype).expand(found.numel)
+                if not bucket.placement.shard_optimizer and parameter.dim():
+                    stand_in = stand_in.view(parameter.shape) if found.numel else torch.empty(parameter.shape)
+                self._pieces[id(parameter)] = known = (nn.Parameter(stand_in), found)
+            return known[0]
         view = bucket.master[found.offset : found.offset + found.numel]
         if not bucket.placement.shard_optimizer and parameter.dim():  # whole: show its real shape
             view = view.view(parameter.shape)
@@ -133,11 +147,24 @@ class ShardedOptimizer:
         for key, value in values.items():
             if is_elementwise_state(key, value, parameter.shape):
                 part = value.detach().reshape(-1)[cut.start : cut.stop]
+                if (place := self.offloaded_place(parameter, key)) is not None:
+                    place.write(part)
+                    kept[key] = place
+                    continue
                 dtype = piece.dtype if value.dtype == parameter.dtype else value.dtype
                 kept[key] = torch.empty(part.shape, dtype=dtype, device=piece.device).copy_(part).view(piece.shape)
             else:
                 kept[key] = value.clone() if isinstance(value, Tensor) else value
         self.state[piece] = kept
+
+    def offloaded_place(self, parameter: nn.Parameter, key: str) -> OffloadedPart | None:
+        """Where a per-element state of this rank's piece of `parameter` is kept in a tier; None: it is in memory."""
+        place, piece = self.model.place(parameter), self.piece(parameter)
+        assert place is not None
+        bucket, index = place
+        if self._offloaded is None or piece is None:
+            return None
+        return self._offloaded.place(bucket, bucket.piece_of[index], key, piece.shape)
 
     # ---- the step ----
 
@@ -152,14 +179,18 @@ class ShardedOptimizer:
         self.model.reducer.settle()
         self._check_groups()
         rule = self._rule(optimizer, self.model)
-        pieces = [self.piece(parameter) for parameter in self.parameters()]
-        if any(piece is not None and piece.dtype != torch.float32 for piece in pieces):
+        trained = [self.piece(parameter) for parameter in self.parameters() if parameter.requires_grad]
+        if any(piece is not None and piece.dtype != torch.float32 for piece in trained):
             rule = None
         self._fused = rule is not None
         self._swap_in()
         if rule is not None and not self.skip_next:
+            scale = kwargs.get("grad_scale", 1.0)
             with torch.no_grad():
-                rule.update(self._segments, kwargs.get("grad_scale", 1.0), self._combine)
+                if self._offloaded is not None:
+                    self._offloaded.step(self._updates, scale)
+                else:
+                    rule.update([_segment(update) for update in self._updates], scale, self._combine)
         return changed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -177,7 +208,7 @@ class ShardedOptimizer:
     def _swap_in(self) -> None:
         self._stepped: list[ParameterBucket] = []
         self._stepped_parameters: list[nn.Parameter] = []
-        self._segments: list[Segment] = []
+        self._updates: list[Update] = []
         gradients: dict[int, dict[int, tuple[Tensor, float]]] = {}
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
@@ -203,7 +234,9 @@ class ShardedOptimizer:
                     continue
                 gradient, factor = gradients[id(bucket)][index]
                 if self._fused:
-                    self._segments.append(self._segment(group, parameter, piece, gradient, factor))
+                    state = self.state.setdefault(piece, {})
+                    cut = bucket.piece_of[index]
+                    self._updates.append(Update(group, parameter, piece, bucket, cut, gradient, factor, state))
                 else:
                     piece.grad = gradient.to(piece.dtype).view(piece.shape)
             group["params"] = pieces
@@ -213,19 +246,6 @@ class ShardedOptimizer:
         if self._fused:
             return gradients.scaled_gradients()
         return {index: (gradient, 1.0) for index, gradient in gradients.owned_gradients().items()}
-
-    def _segment(
-        self, group: dict[str, Any], parameter: nn.Parameter, piece: nn.Parameter, gradient: Tensor, factor: float
-    ) -> Segment:
-        place = self.model.place(parameter)
-        assert place is not None
-        bucket, index = place
-        copy = None
-        if bucket.has_master:
-            cut = bucket.piece_of[index]
-            copy = bucket.owned_values[cut.offset : cut.offset + cut.numel]
-        state = self.state.setdefault(piece, {})
-        return Segment(group, piece.detach(), gradient, state, like=piece, copy=copy, scale=factor, owner=parameter)
 
     def _combine(self, segments: Sequence[Segment], sums: Tensor) -> Tensor:
         """Sums over the pieces of a parameter, wherever they lie. A collective where the optimizer is divided."""
@@ -306,9 +326,28 @@ class ShardedOptimizer:
     # ---- state ----
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """This rank's optimizer state of `parameter`: flat pieces and scalars; empty before its first step."""
+        """This rank's optimizer state of `parameter`: flat pieces and scalars; empty before its first step.
+
+        What is in a tier is read: a copy.
+        """
         piece = self.piece(parameter)
-        return {} if piece is None else dict(self.state.get(piece, {}))
+        return {} if piece is None else {key: as_tensor(value) for key, value in self.state.get(piece, {}).items()}
+
+    def write_state_of(self, parameter: nn.Parameter, key: str, values: Tensor) -> None:
+        """Replace the values of one per-element state of this rank's piece.
+
+        Raises:
+            ValueError: If there is no such state.
+        """
+        piece = self.piece(parameter)
+        assert piece is not None
+        state = self.state.get(piece, {})
+        if key not in state:
+            raise ValueError(f"no optimizer state {key!r} for this parameter; it has {sorted(state)}")
+        if isinstance(state[key], OffloadedPart):
+            state[key].write(values)
+        else:
+            state[key].copy_(values.view_as(state[key]))
 
     def set_state_of(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Replace this rank's optimizer state of `parameter`."""
@@ -317,9 +356,10 @@ class ShardedOptimizer:
             self.state[piece] = values
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank, master weights left out."""
+        """Bytes of optimizer state on this rank in whatever tier, master weights left out."""
         tensors = [value for values in self.state.values() for value in values.values() if isinstance(value, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        offloaded = 0 if self._offloaded is None else self._offloaded.nbytes()
+        return offloaded + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def load_whole(self, state_dict: dict[str, Any]) -> None:
         """Take a whole state in the optimizer's own `state_dict()` form, keep this rank's pieces of it.
@@ -341,6 +381,8 @@ class ShardedOptimizer:
             handle.remove()
         self._handles.clear()
         self.state.clear()
+        if self._offloaded is not None:
+            self._offloaded.close()
 
     @property
     def torn(self) -> bool:
@@ -376,6 +418,17 @@ class ShardedOptimizer:
                 f"{type(optimizer).__name__}.load_state_dict() cannot divide a whole state among ranks: call "
                 "engine.load_optimizer_state_dict(optimizer, state_dict) instead."
             )
+
+
+def _segment(update: Update) -> Segment:
+    """All of a piece, whose state is in memory, as the rule takes it."""
+    cut, piece, copy = update.cut, update.piece, None
+    if update.bucket.has_master:
+        copy = update.bucket.owned_values[cut.offset : cut.offset + cut.numel]
+    param, owner = piece.detach(), update.parameter
+    return Segment(
+        update.group, param, update.gradient, update.state, like=piece, copy=copy, scale=update.factor, owner=owner
+    )
 
 
 def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:

@@ -55,6 +55,10 @@ class UpdateRule:
                 return f"{option}={group[option]!r}"
         return None
 
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """Per-element states that it keeps: key -> dtype, first value. None: it needs all of a parameter at once."""
+        raise TypeError(f"{type(self).__name__} has no states")
+
     def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
         """Take one step.
 
@@ -128,12 +132,21 @@ def _table(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def _moment_dtype(group: dict[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, group.get("moment_dtype", "float32"))
+    return dtype
+
+
 def _moment(segment: Segment) -> Tensor:
-    return torch.zeros_like(segment.like, dtype=getattr(torch, segment.group.get("moment_dtype", "float32")))
+    return torch.zeros_like(segment.like, dtype=_moment_dtype(segment.group))
 
 
 class AdamRule(UpdateRule):
     """Adam, or AdamW where the group says `decoupled_weight_decay`."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """Two moments."""
+        return {key: (_moment_dtype(group), 0.0) for key in ("exp_avg", "exp_avg_sq")}
 
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
@@ -166,6 +179,10 @@ def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
 class LionRule(UpdateRule):
     """Lion."""
 
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """One moment."""
+        return {"exp_avg": (_moment_dtype(group), 0.0)}
+
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
             if "exp_avg" not in segment.state:
@@ -184,6 +201,10 @@ class LionRule(UpdateRule):
 
 class AdagradRule(UpdateRule):
     """Adagrad."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """The sum of squares."""
+        return {"sum": (_moment_dtype(group), group.get("initial_accumulator_value", 0.0))}
 
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
@@ -207,6 +228,10 @@ class AdagradRule(UpdateRule):
 class SGDRule(UpdateRule):
     """SGD, with momentum where the group has it."""
 
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """The momentum, if any."""
+        return {"momentum_buffer": (_moment_dtype(group), 0.0)} if group["momentum"] else {}
+
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         moving = bool(segments[0].group["momentum"])
         rows = []
@@ -229,6 +254,10 @@ class SGDRule(UpdateRule):
 
 class LambRule(UpdateRule):
     """LAMB: a trust ratio per parameter, whose norms are added up over its pieces."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """A part of a parameter cannot be updated before its norms are known."""
+        return None
 
     def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
         """Take one step; `combine` is called once, also without any segment."""

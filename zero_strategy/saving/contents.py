@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint import FileKind, Piece
+from zero_strategy.checkpoint import FileKind, LatePiece, Piece
+from zero_strategy.memory.chunked import OffloadedPart
 from zero_strategy.optim.sharded import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ def own_table(engine: ZeroEngine, sharded: ShardedOptimizer, states: States) -> 
                 if value.dtype not in dtypes:
                     dtypes[value.dtype] = str(value.dtype).removeprefix("torch.")
                 table.scalar_dtypes[key] = dtypes[value.dtype]
-            elif isinstance(value, Tensor) and value.shape == shape:
+            elif isinstance(value, (Tensor, OffloadedPart)) and value.shape == shape:
                 table.kinds.setdefault(key, {})[name] = value.dtype
             elif value is None or isinstance(value, (bool, int, float, str)):
                 table.scalars.setdefault(name, {})[key] = value
@@ -140,8 +142,8 @@ def pieces_of(
     saved: Sequence[States],
     tables: Sequence[OptimizerTable],
     dtype: torch.dtype | None,
-) -> Iterator[tuple[FileKind, Piece]]:
-    """All that this rank writes, as views of live memory, or weights converted to `dtype`."""
+) -> Iterator[tuple[FileKind, Piece | LatePiece]]:
+    """All that this rank writes: views of live memory, weights converted to `dtype`, and what is to be read first."""
     if engine.mesh.replicate.rank:  # the first replica writes for all
         return
     wanted = {name for name, _ in order}
@@ -149,7 +151,7 @@ def pieces_of(
         values = bucket.shard
         if dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize:
             lead = bucket.slice.start - bucket.owned.start
-            values = bucket.master[lead : lead + bucket.shard.numel()]
+            values = bucket.read_master(lead, lead + bucket.shard.numel())
         for piece in bucket.slice_pieces:
             name = bucket.names[piece.index]
             if name in wanted:
@@ -166,20 +168,28 @@ def pieces_of(
                 yield (str(number), kind), state
 
 
-def _state_pieces(engine: ZeroEngine, states: States, kind: str, dtypes: Mapping[str, torch.dtype]) -> Iterator[Piece]:
+def _state_pieces(
+    engine: ZeroEngine, states: States, kind: str, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[Piece | LatePiece]:
     for bucket in engine.model.buckets:
         lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
         for piece in bucket.slice_pieces:
             name = bucket.names[piece.index]
             if name not in dtypes:
                 continue
-            if kind == "master":
-                values = bucket.master[lead + piece.offset : lead + piece.offset + piece.numel]
+            vector, start = bucket.master_vector, lead + piece.offset
+            if kind != "master":
+                value = states[name][1][kind]
+                if not isinstance(value, OffloadedPart):
+                    flat = value.reshape(-1)
+                    yield Piece(name, piece.start, (flat[piece.start : piece.stop] if whole else flat).contiguous())
+                    continue
+                vector, start = value.vector, value.start + (piece.start if whole else 0)
+            if vector is None:
+                yield Piece(name, piece.start, bucket.read_master(start, start + piece.numel))
             else:
-                values = states[name][1][kind].reshape(-1)
-                if whole:
-                    values = values[piece.start : piece.stop]
-            yield Piece(name, piece.start, values.contiguous())
+                load = partial(vector.read, start, start + piece.numel)
+                yield LatePiece(name, piece.start, piece.numel, vector.dtype, load)
 
 
 def groups_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_strategy.checkpoint import CheckpointPlan, FileKind, Manifest, Piece, SaveWriter
+from zero_strategy.checkpoint import CheckpointPlan, FileKind, LatePiece, Manifest, Piece, SaveWriter
 from zero_strategy.distributed.save_board import FailedElsewhereError, RankLostError, SaveBoard
 
 
@@ -33,7 +33,7 @@ class SaveJob:
     writer: SaveWriter
     board: SaveBoard
     plan: CheckpointPlan
-    pieces: Sequence[tuple[FileKind, Piece]]
+    pieces: Sequence[tuple[FileKind, Piece | LatePiece]]
     own_files: Mapping[str, bytes]
     manifest: Manifest
     extra_files: Mapping[str, bytes]

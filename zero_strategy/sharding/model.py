@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zero_strategy.config import ZeroConfig
 from zero_strategy.distributed import Communicator, Mesh
+from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.guards import ModuleGuards
@@ -37,6 +38,7 @@ class ShardedModel:
         compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
         device: Where meta parameters become real; default: where the module's other tensors are, else the CPU.
         initialise: Give meta parameters their initial values (else they are about to be loaded).
+        optimizer_store: Where master weights and optimizer state are kept; None: in memory.
 
     Attributes:
         units: The root first.
@@ -56,7 +58,9 @@ class ShardedModel:
         *,
         device: torch.device | None = None,
         initialise: bool = True,
+        optimizer_store: ChunkStore | None = None,
     ) -> None:
+        self.optimizer_store = optimizer_store
         _check_module(module)
         _check_precision(config, compute_dtype)
         self._device = device or _device_of(module)
@@ -106,7 +110,9 @@ class ShardedModel:
             keys.setdefault(key, []).append((name, parameter))
         master = self.config.precision.master_weights
         buckets = [
-            ParameterBucket(named, self.mesh, self.placement, dtype, master, blank=not initialise)
+            ParameterBucket(
+                named, self.mesh, self.placement, dtype, master, blank=not initialise, store=self.optimizer_store
+            )
             for (dtype, *_), named in keys.items()
         ]
         unit = Unit(spec.name, spec.module, buckets)

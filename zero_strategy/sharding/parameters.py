@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.distributed import Mesh, PendingWork
+from zero_strategy.memory.chunked import ChunkStore, OffloadedVector
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
 from zero_strategy.sharding.placement import Placement
 
@@ -31,6 +32,7 @@ class ParameterBucket:
         dtype: Dtype that the parameters take (their compute dtype).
         master_weights: Keep an fp32 master copy of owned elements of trainable low-precision parameters.
         blank: The parameters' values are about to be loaded: do not look at the present ones.
+        store: Where the master copy is kept; None: in memory.
 
     Attributes:
         parameters: The parameter objects, in bucket order.
@@ -41,7 +43,9 @@ class ParameterBucket:
         piece_of: The same by parameter index.
         flat: The whole bucket, (layout.numel,); its storage is empty while released.
         shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded.
-        master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves.
+        master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves; empty where it is
+            in a tier.
+        master_vector: The master copy in a tier, or None.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class ParameterBucket:
         dtype: torch.dtype,
         master_weights: bool = True,
         blank: bool = False,
+        store: ChunkStore | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -59,6 +64,8 @@ class ParameterBucket:
         self.device = self.parameters[0].device
         self.trainable = self.parameters[0].requires_grad
         self._keep_master = master_weights and dtype in (torch.bfloat16, torch.float16)
+        self._store = store
+        self.master_vector: OffloadedVector | None = None
         shapes = [(name, tuple(parameter.shape)) for name, parameter in named_parameters]
         self.layout: BucketLayout = build_layout(shapes, dtype.itemsize, mesh.shard_size, self._replicas)
         self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
@@ -89,7 +96,9 @@ class ParameterBucket:
 
     @property
     def has_master(self) -> bool:
-        """Whether `master` is a copy of its own."""
+        """Whether the master weights are a copy of their own."""
+        if self.master_vector is not None:
+            return True
         return self.master is not self.owned_values and self.master.data_ptr() != self.owned_values.data_ptr()
 
     @torch.no_grad()
@@ -126,8 +135,42 @@ class ParameterBucket:
     @torch.no_grad()
     def make_master(self, values: Tensor | None = None) -> None:
         """Make the fp32 master copy where one is due and missing, from `values` (owned elements) or the parameters."""
-        if self._keep_master and not self.has_master:
-            self.master = (self.owned_values if values is None else values).to(torch.float32, copy=True)
+        if not self._keep_master or self.has_master:
+            return
+        source = self.owned_values if values is None else values
+        if self._store is None:
+            self.master = source.to(torch.float32, copy=True)
+            return
+        name = f"{self.names[0]}/master"
+        self.master_vector = self._store.add({name: (source.numel(), torch.float32, 0.0)})[name]
+        self.master = torch.empty(0)
+        for start, stop in self.master_vector.chunks:
+            self.master_vector.write(start, source[start:stop])
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of the master weights."""
+        return self.master.dtype  # an empty one of float32 where they are in a tier
+
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """Owned elements [start, stop) of the master weights: a view, or a copy where they are in a tier."""
+        return self.master[start:stop] if self.master_vector is None else self.master_vector.read(start, stop)
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Replace owned elements of the master weights from `start` on."""
+        if self.master_vector is None:
+            self.master[start : start + values.numel()].copy_(values.reshape(-1))
+        else:
+            self.master_vector.write(start, values)
+
+    def _master_parts(self) -> list[tuple[int, int]]:
+        """Ranges of the master weights that are worked on at once."""
+        return [(0, self.master.numel())] if self.master_vector is None else self.master_vector.chunks
+
+    def _follow(self, start: int, stop: int) -> None:
+        """Let a master weight whose parameter has changed take its value; others stay as fine as they are."""
+        values, master = self.owned_values[start:stop], self.read_master(start, stop)
+        self.write_master(start, torch.where(values == master.to(self.dtype), master, values.float()))
 
     # ---- gather and release (sharded parameters) ----
 
@@ -198,7 +241,8 @@ class ParameterBucket:
     def publish(self, *, copied: bool = False) -> PendingWork:
         """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
         if self.has_master and not copied:
-            self.owned_values.copy_(self.master)
+            for start, stop in self._master_parts():
+                self.owned_values[start:stop].copy_(self.read_master(start, stop))
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
             return self.mesh.gather.all_gather(self.flat)
         return PendingWork([])
@@ -213,17 +257,16 @@ class ParameterBucket:
             self.mesh.replicate.broadcast(self.flat, row)
         if self.placement.shard_parameters:
             self.shard.copy_(self.flat[self.slice])
-        if self.has_master:  # a master weight stays as fine as it is unless its parameter changed
-            values = self.owned_values
-            self.master.copy_(torch.where(values == self.master.to(self.dtype), self.master, values.float()))
+        if self.has_master:
+            for start, stop in self._master_parts():
+                self._follow(start, stop)
 
     @torch.no_grad()
     def set_master(self, index: int, value: Tensor) -> None:
         """Set the owned part of the master copy of parameter `index` from a whole value."""
         piece = self.piece_of.get(index)
         if piece is not None:
-            part = value.detach().reshape(-1)[piece.start : piece.stop]
-            self.master[piece.offset : piece.offset + piece.numel].copy_(part)
+            self.write_master(piece.offset, value.detach().reshape(-1)[piece.start : piece.stop])
 
     @torch.no_grad()
     def follow_edits(self) -> None:
@@ -234,9 +277,7 @@ class ParameterBucket:
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             piece = self.piece_of.get(index)
             if now != before and piece is not None and self.has_master:
-                values = self.owned_values[piece.offset : piece.offset + piece.numel]
-                master = self.master[piece.offset : piece.offset + piece.numel]
-                master.copy_(torch.where(values == master.to(self.dtype), master, values.float()))
+                self._follow(piece.offset, piece.offset + piece.numel)
         self._versions = versions
 
     def segment_view(self, index: int) -> Tensor:
@@ -258,7 +299,9 @@ class ParameterBucket:
         return (self.shard if self.placement.shard_parameters else self.flat).numel() * self.dtype.itemsize
 
     def master_bytes(self) -> int:
-        """Bytes of the fp32 master copy on this rank."""
+        """Bytes of the fp32 master copy on this rank, in whatever tier."""
+        if self.master_vector is not None:
+            return self.master_vector.nbytes
         return self.master.numel() * self.master.element_size() if self.has_master else 0
 
     def _point_at_flat(self) -> None:

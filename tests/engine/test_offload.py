@@ -1,0 +1,209 @@
+"""Optimizer state in files: the same bits as in memory, whatever the stage, the optimizer and the sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.launcher import Launcher
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim import FusedAdamW, FusedLamb, FusedLion
+from zero_strategy.optim.full_state import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+SMALL = 1 << 16
+"""Staging bytes that make chunks of 1024 elements."""
+
+
+class Net(nn.Module):
+    """Parameters of all kinds: larger than several chunks, odd, 0-d, empty, tied, frozen, unused at some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(37, 131)
+        self.blocks = nn.ModuleList([nn.Linear(131, 131) for _ in range(2)])
+        self.norm = nn.LayerNorm(131)
+        self.frozen = nn.Linear(131, 131).requires_grad_(False)
+        self.sometimes = nn.Linear(131, 131)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor, more: bool) -> Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = torch.relu(block(x)) * self.scale
+        if more:
+            x = self.sometimes(x)
+        x = self.frozen(x)
+        return nn.functional.linear(x, self.first.weight.t()) + self.empty.sum()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "lion": lambda p: FusedLion(p, lr=0.001),
+    "adamw in bf16": lambda p: FusedAdamW(p, lr=0.01, moment_dtype="bfloat16"),
+}
+
+
+def make(
+    stage: int, optimizer: str, dtype: torch.dtype | None, offload: dict[str, Any]
+) -> tuple[ZeroEngine, Optimizer]:
+    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=20.0, offload=offload)
+    engine = ZeroEngine(Net(), config, compute_dtype=dtype)
+    half = list(engine.module.parameters())
+    made = OPTIMIZERS[optimizer]([{"params": half[:3]}, {"params": half[3:], "lr": 0.02}])
+    engine.attach(made)
+    return engine, made
+
+
+def train(engine: ZeroEngine, optimizer: Optimizer, steps: range) -> list[float]:
+    losses = []
+    dtype = next(engine.module.parameters()).dtype
+    for step in steps:
+        torch.manual_seed(100 * step + engine.mesh.rank)
+        loss = engine.module(torch.randn(4, 37, dtype=dtype), step % 3 == 1).float().square().mean()
+        loss.backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def outcome(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
+    found: dict[str, Any] = dict(engine.full_state_dict())
+    for name, values in engine.full_optimizer_state(optimizer).items():
+        found |= {f"{name} {key}": value for key, value in values.items()}
+    found |= {f"{name} master": safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    return found
+
+
+def unequal(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    wrong = [f"{name} is on one side only" for name in actual.keys() ^ expected.keys()]
+    for name in actual.keys() & expected.keys():
+        a, b = actual[name], expected[name]
+        same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(b, Tensor) else a == b
+        if not same:
+            wrong.append(f"{name}: {str(a)[:40]} {str(b)[:40]}")
+    return wrong
+
+
+def compare(stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path) -> list[str]:
+    nvme = {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL}
+    results = []
+    for offload in ({}, nvme):
+        engine, made = make(stage, optimizer, dtype, offload)
+        losses = train(engine, made, range(20))
+        results.append(outcome(engine, made) | {"losses": losses})
+        engine.detach()
+    return unequal(results[1], results[0])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_files_give_the_bits_of_memory(ranks: Launcher, tmp_path: Path, stage: int, dtype: torch.dtype | None) -> None:
+    for wrong in ranks(2)(compare, stage, "adamw", dtype, tmp_path):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_every_optimizer(ranks: Launcher, tmp_path: Path, optimizer: str) -> None:
+    for world, dtype in ((3, None), (1, torch.bfloat16)):
+        for wrong in ranks(world)(compare, 2, optimizer, dtype, tmp_path):
+            assert wrong == []
+
+
+def save_and_go_on(folder: Path, source: dict[str, Any], target: dict[str, Any]) -> list[str]:
+    """Train, save, train on; and the same from the checkpoint under another setting."""
+    engine, optimizer = make(3, "adamw", torch.bfloat16, source)
+    train(engine, optimizer, range(4))
+    engine.save(folder / "saved", asynchronous=True).wait()
+    straight = train(engine, optimizer, range(4, 8))
+    expected = outcome(engine, optimizer) | {"losses": straight}
+    engine.detach()
+    engine, optimizer = make(3, "adamw", torch.bfloat16, target)
+    train(engine, optimizer, range(2))
+    engine.load(folder / "saved")
+    return unequal(outcome_after(engine, optimizer), expected)
+
+
+def outcome_after(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
+    losses = train(engine, optimizer, range(4, 8))
+    return outcome(engine, optimizer) | {"losses": losses}
+
+
+@pytest.mark.parametrize("source, target", [("none", "none"), ("nvme", "none"), ("none", "nvme"), ("nvme", "nvme")])
+def test_checkpoints_know_no_tiers(ranks: Launcher, tmp_path: Path, source: str, target: str) -> None:
+    tiers: dict[str, dict[str, Any]] = {
+        "none": {},
+        "nvme": {"optimizer": "nvme", "nvme_path": [str(tmp_path)], "staging_bytes": SMALL},
+    }
+    for wrong in ranks(2)(save_and_go_on, tmp_path, tiers[source], tiers[target]):
+        assert wrong == []
+
+
+def edits(folder: Path) -> list[str]:
+    results = []
+    for offload in ({}, {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL}):
+        engine, optimizer = make(2, "adamw", torch.bfloat16, offload)
+        train(engine, optimizer, range(2))
+        for p in (engine.module.first.weight, engine.module.norm.bias, engine.module.scale):
+            safe_set_full_fp32_param(p, safe_get_full_fp32_param(p) * 1.5)
+            moment = safe_get_full_optimizer_state(p, "exp_avg")
+            assert moment is not None
+            safe_set_full_optimizer_state(p, moment * 0.25, "exp_avg")
+        with torch.no_grad():
+            engine.module.blocks[0].weight.mul_(0.5)
+        state = {name: value * 0.9 for name, value in engine.full_state_dict().items() if "blocks.1" in name}
+        engine.module.load_state_dict(state, strict=False)
+        train(engine, optimizer, range(2, 4))
+        whole = engine.optimizer_state_dict(optimizer)
+        engine.load_optimizer_state_dict(optimizer, whole)
+        engine.module.frozen.requires_grad_(True)
+        train(engine, optimizer, range(4, 6))
+        results.append(outcome(engine, optimizer))
+    return unequal(results[1], results[0])
+
+
+def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path) -> None:
+    for wrong in ranks(2)(edits, tmp_path):
+        assert wrong == []
+
+
+def refusals(folder: Path) -> list[str]:
+    nvme = {"optimizer": "nvme", "nvme_path": [str(folder)]}
+    said = []
+    for make_optimizer, options in (
+        (lambda p: FusedLamb(p, lr=0.1), {}),
+        (lambda p: torch.optim.RMSprop(p, lr=0.1), {}),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True), {}),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), {"precision": {"master_weights": False}}),
+    ):
+        engine = ZeroEngine(Net(), load_config(stage=2, offload=nvme, **options), compute_dtype=torch.bfloat16)
+        try:
+            engine.attach(make_optimizer(engine.module.parameters()))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_optimizers_that_need_all_of_their_state_are_refused(ranks: Launcher, tmp_path: Path) -> None:
+    lamb, rmsprop, foreach, master = ranks(1)(refusals, tmp_path)[0]
+    assert "FusedLamb" in lamb and "offload.optimizer='cpu'" in lamb
+    assert "RMSprop" in rmsprop and "AdamW" in foreach and "master_weights" in master

@@ -1,0 +1,233 @@
+"""Vectors that live below the device's memory, in chunks: what an optimizer keeps of a bucket, on NVMe.
+
+    bucket's owned elements   |---- chunk 0 ----|---- chunk 1 ----|-- 2 --|
+    vectors of it             master 0, 1, 2;  exp_avg 0, 1, 2;  exp_avg_sq 0, 1, 2      each one record of the tier
+
+Vectors of one bucket are cut at the same elements, so a step takes one chunk of each and needs no more memory than a
+few chunks, however large a bucket or a parameter is. Everything else (loading, saving, a look at one parameter) reads
+and writes ranges through a few cached chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_strategy.memory.page_memory import page_memory
+
+
+class PendingIO(Protocol):
+    """A read or a write under way."""
+
+    def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            OSError: Naming the path, the place and the cause.
+        """
+
+
+class Tier(Protocol):
+    """Where records are kept. Memory that is handed in is uint8, 1-D, page-aligned and of the record's size."""
+
+    name: str
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Make room for records of these bytes; raises OSError if there is none."""
+
+    def read(self, record: str, memory: Tensor) -> PendingIO:
+        """Begin to fill `memory` with a record that was written."""
+
+    def write(self, record: str, memory: Tensor) -> PendingIO:
+        """Begin to write a record; `memory` stays as it is until it is done."""
+
+    def release(self, records: Iterable[str]) -> None:
+        """Give the room of records back."""
+
+    def close(self) -> None:
+        """Wait for what is under way and give all room back."""
+
+
+class OffloadedVector:
+    """A 1-D vector in a tier.
+
+    Attributes:
+        name: Unique in its store.
+        numel: Its elements.
+        dtype: Their dtype.
+        fill: What elements are that were never written.
+    """
+
+    def __init__(self, store: ChunkStore, name: str, numel: int, dtype: torch.dtype, fill: float) -> None:
+        self._store, self.name, self.numel, self.dtype, self.fill = store, name, numel, dtype, fill
+        self.written = [False] * len(self.chunks)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """First and one-past-last element of every chunk."""
+        size = self._store.chunk_numel
+        return [(start, min(start + size, self.numel)) for start in range(0, self.numel, size)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
+    def record(self, number: int) -> str:
+        """The record of a chunk."""
+        return f"{self.name}/{number}"
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop), in memory of their own."""
+        found = torch.empty(stop - start, dtype=self.dtype)
+        for number, low, high, held in self._store.overlapping(self, start, stop):
+            with self._store.lock:
+                found[low - start : high - start] = self._store.cached(self, number)[low - held : high - held]
+        return found
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace the elements from `start` on."""
+        flat = values.detach().reshape(-1)
+        for number, low, high, held in self._store.overlapping(self, start, start + flat.numel()):
+            with self._store.lock:
+                chunk = self._store.cached(self, number, change=True)
+                chunk[low - held : high - held] = flat[low - start : high - start]
+
+    def part(self, start: int, shape: torch.Size | tuple[int, ...]) -> OffloadedPart:
+        """A range of it, as a tensor of this shape that has to be read."""
+        return OffloadedPart(self, start, torch.Size(shape))
+
+
+class OffloadedPart:
+    """What stands for a tensor whose values are in a tier.
+
+    Attributes:
+        vector: Of which it is a part.
+        start: Its first element there.
+        shape: Of the tensor.
+    """
+
+    def __init__(self, vector: OffloadedVector, start: int, shape: torch.Size) -> None:
+        self.vector, self.start, self.shape = vector, start, shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.vector.dtype
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    def read(self) -> Tensor:
+        """The values, in memory of their own."""
+        return self.vector.read(self.start, self.start + self.numel()).view(self.shape)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the values."""
+        self.vector.write(self.start, values)
+
+
+class ChunkStore:
+    """The vectors in one tier, and the few of their chunks that are in memory.
+
+    Args:
+        tier: Where they live.
+        chunk_numel: Elements per chunk.
+        cached_chunks: How many chunks reads and writes of ranges keep in memory.
+
+    Attributes:
+        lock: Held while a cached chunk is used; threads of a reader write into vectors.
+    """
+
+    def __init__(self, tier: Tier, chunk_numel: int, cached_chunks: int = 4) -> None:
+        assert chunk_numel > 0 and cached_chunks > 0
+        self.tier, self.chunk_numel, self.lock = tier, chunk_numel, threading.RLock()
+        self.vectors: dict[str, OffloadedVector] = {}
+        self._limit, self._numbers = cached_chunks, itertools.count()
+        self._cache: OrderedDict[tuple[str, int], tuple[Tensor, list[bool]]] = OrderedDict()
+
+    def add(self, wanted: Mapping[str, tuple[int, torch.dtype, float]]) -> dict[str, OffloadedVector]:
+        """Make vectors: {name: (elements, dtype, what they are filled with)}.
+
+        Raises:
+            OSError: If the tier has no room for all of them.
+        """
+        assert not wanted.keys() & self.vectors.keys()
+        made = {name: OffloadedVector(self, name, *rest) for name, rest in wanted.items()}
+        sizes = {
+            vector.record(number): (stop - start) * vector.dtype.itemsize
+            for vector in made.values()
+            for number, (start, stop) in enumerate(vector.chunks)
+        }
+        self.tier.reserve(sizes)
+        self.vectors.update(made)
+        return made
+
+    def new_number(self) -> int:
+        """Keeps the names of several owners apart."""
+        return next(self._numbers)
+
+    def remove(self, vectors: Iterable[OffloadedVector]) -> None:
+        """Give up vectors."""
+        with self.lock:
+            for vector in vectors:
+                del self.vectors[vector.name]
+                for number in range(len(vector.written)):
+                    self._cache.pop((vector.name, number), None)
+                self.tier.release(vector.record(number) for number in range(len(vector.written)))
+
+    def overlapping(self, vector: OffloadedVector, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """Chunks that hold elements [start, stop): number, first and one-past-last of them, first of the chunk."""
+        assert 0 <= start <= stop <= vector.numel
+        size = self.chunk_numel
+        return [
+            (number, max(start, number * size), min(stop, (number + 1) * size), number * size)
+            for number in range(start // size, -(-stop // size))
+            if max(start, number * size) < min(stop, (number + 1) * size)
+        ]
+
+    def cached(self, vector: OffloadedVector, number: int, *, change: bool = False) -> Tensor:
+        """A chunk in memory, read if it has to be; the caller holds the lock."""
+        key = (vector.name, number)
+        if key not in self._cache:
+            while len(self._cache) >= self._limit:
+                self._evict()
+            start, stop = vector.chunks[number]
+            memory = page_memory((stop - start) * vector.dtype.itemsize)
+            chunk = memory.view(vector.dtype)
+            if vector.written[number]:
+                self.tier.read(vector.record(number), memory).wait()
+            else:
+                chunk.fill_(vector.fill)
+            self._cache[key] = (memory, [False])
+        self._cache.move_to_end(key)
+        memory, changed = self._cache[key]
+        changed[0] = changed[0] or change
+        return memory.view(vector.dtype)
+
+    def _evict(self) -> None:
+        (name, number), (memory, changed) = next(iter(self._cache.items()))
+        if changed[0]:
+            vector = self.vectors[name]
+            self.tier.write(vector.record(number), memory).wait()
+            vector.written[number] = True
+        del self._cache[name, number]
+
+    def flush(self) -> None:
+        """Write what was changed, and keep no chunk in memory."""
+        with self.lock:
+            while self._cache:
+                self._evict()
+
+    def close(self) -> None:
+        """Give up all vectors."""
+        with self.lock:
+            self._cache.clear()
+            self.tier.close()

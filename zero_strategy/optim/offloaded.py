@@ -1,0 +1,137 @@
+"""An optimizer's per-element state in a tier: made when the optimizer is attached, read and written by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector
+from zero_strategy.optim.streamed import StreamedStep, Update
+from zero_strategy.optim.update_rules import UpdateRule
+from zero_strategy.sharding.layout import Piece
+from zero_strategy.sharding.model import ShardedModel
+from zero_strategy.sharding.parameters import ParameterBucket
+
+
+class OffloadedStates:
+    """The vectors of one optimizer, by bucket and key.
+
+    Args:
+        optimizer: The user's.
+        rule: What takes its steps, if anything.
+        model: The sharded model.
+        store: Where the vectors go.
+
+    Raises:
+        ValueError: If its steps cannot be taken chunk by chunk; names the way out.
+        OSError: If the tier has no room.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, rule: UpdateRule | None, model: ShardedModel, store: ChunkStore
+    ) -> None:
+        self._optimizer, self._model, self._store = optimizer, model, store
+        self._vectors: dict[int, dict[str, OffloadedVector]] = {}
+        self._number = store.new_number()
+        self._rule = self._check(rule)
+        self._step = StreamedStep(store)
+        self.reserve((bucket, group) for bucket, group in self._groups() if bucket.trainable)
+
+    def _check(self, rule: UpdateRule | None) -> UpdateRule:
+        name = type(self._optimizer).__name__
+        ways = (
+            "torch.optim.Adam, AdamW, SGD and Adagrad (without foreach or fused) and FusedLion can; with others use "
+            "offload.optimizer='cpu' or 'none'"
+        )
+        if rule is None or any(rule.vectors(group) is None for group in self._optimizer.param_groups):
+            raise ValueError(f"offload.optimizer='nvme' takes steps a chunk at a time, which {name} cannot: {ways}")
+        for bucket, _ in self._groups():
+            if bucket.trainable and bucket.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(f"offload.optimizer='nvme' takes no {bucket.dtype} parameters ({bucket.names[0]!r})")
+            if bucket.trainable and bucket.dtype != torch.float32 and not self._model.config.precision.master_weights:
+                raise ValueError(
+                    "offload.optimizer='nvme' needs precision.master_weights=True for parameters of low precision"
+                )
+        return rule
+
+    def _groups(self) -> Iterable[tuple[ParameterBucket, dict[str, Any]]]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                place = self._model.place(parameter)
+                if place is not None:
+                    yield place[0], group
+
+    def reserve(self, held: Iterable[tuple[ParameterBucket, dict[str, Any]]]) -> None:
+        """Make the vectors that the param groups of buckets need and have not yet, all together or none.
+
+        Raises:
+            ValueError: If param groups want different states in one bucket.
+            OSError: If the tier has no room.
+        """
+        wanted: dict[str, tuple[int, torch.dtype, float]] = {}
+        places: dict[str, tuple[int, str]] = {}
+        for bucket, group in held:
+            known = self._vectors.get(id(bucket), {})
+            for key, (dtype, fill) in (self._rule.vectors(group) or {}).items():
+                name = f"{self._number}/{bucket.names[0]}/{key}"
+                kind = (bucket.owned.stop - bucket.owned.start, dtype, fill)
+                made = known.get(key)
+                before = wanted.get(name, kind) if made is None else (made.numel, made.dtype, made.fill)
+                if before != kind:
+                    raise ValueError(
+                        f"param groups of {type(self._optimizer).__name__} keep {key} in {before[1:]} and {kind[1:]} "
+                        f"for parameters of the bucket of {bucket.names[0]!r}; with offload.optimizer='nvme' they "
+                        "must be alike"
+                    )
+                if made is None:
+                    wanted[name], places[name] = kind, (id(bucket), key)
+        for name, vector in (self._store.add(wanted) if wanted else {}).items():
+            identity, key = places[name]
+            self._vectors.setdefault(identity, {})[key] = vector
+
+    def place(self, bucket: ParameterBucket, cut: Piece, key: str, shape: torch.Size) -> OffloadedPart | None:
+        """Where a state of one piece lies; None if it is not kept in the tier."""
+        if bucket.trainable and id(bucket) not in self._vectors:
+            self.reserve((held, group) for held, group in self._groups() if held is bucket)
+        vector = self._vectors.get(id(bucket), {}).get(key)
+        return None if vector is None else vector.part(cut.offset if cut.numel else 0, shape)
+
+    def step(self, updates: Sequence[Update], scale: float) -> None:
+        """Take one step; see `StreamedStep.run`."""
+        self.reserve((update.bucket, update.group) for update in updates)
+        for update in updates:
+            for key, value in update.state.items():
+                if is_per_element(value, update.piece.shape) and isinstance(value, Tensor):  # it was frozen until now
+                    place = self.place(update.bucket, update.cut, key, update.piece.shape)
+                    assert place is not None
+                    place.write(value)
+                    update.state[key] = place
+        self._step.run(self._rule, updates, self._vectors, scale)
+
+    def nbytes(self) -> int:
+        """Bytes of all vectors."""
+        return sum(vector.nbytes for vectors in self._vectors.values() for vector in vectors.values())
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that steps use."""
+        return self._step.staging_bytes
+
+    def close(self) -> None:
+        """Give the room back; the states are lost."""
+        self._store.remove([vector for vectors in self._vectors.values() for vector in vectors.values()])
+        self._vectors.clear()
+
+
+def as_tensor(value: Any) -> Any:
+    """A state's values, read if they are in a tier."""
+    return value.read() if isinstance(value, OffloadedPart) else value
+
+
+def is_per_element(value: Any, shape: torch.Size) -> bool:
+    """Whether a state of a piece of `shape` has a value per element."""
+    return isinstance(value, (Tensor, OffloadedPart)) and value.shape == shape and len(value.shape) > 0

@@ -1,0 +1,225 @@
+"""The optimizer step where its state is in a tier: one chunk of a bucket at a time, reads ahead and writes behind.
+
+    read   chunk i+1, i+2 -->  [slot][slot]
+    update chunk i             [slot]        gradient from its bucket, new weight straight into the parameters
+    write  chunk i-1, i-2 <--  [slot][slot]
+
+Memory is that of the slots, whatever the size of the model. Every update rule that works element by element gives the
+same bits as with all of its state in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, PendingIO
+from zero_strategy.memory.page_memory import page_memory
+from zero_strategy.optim.update_rules import Segment, UpdateRule
+from zero_strategy.sharding.layout import Piece
+from zero_strategy.sharding.parameters import ParameterBucket
+
+AHEAD = 2
+"""Chunks that are read ahead, and written behind."""
+SLOTS = 2 * AHEAD + 1
+
+
+@dataclass
+class Update:
+    """What a step does to this rank's part of one parameter.
+
+    Attributes:
+        group: Its param group.
+        parameter: The module's parameter.
+        piece: What the optimizer sees of it.
+        bucket: Where it lies.
+        cut: Its part of the bucket's owned elements.
+        gradient: Flat.
+        factor: What the gradient is multiplied by first.
+        state: Numbers, and `OffloadedPart` in the place of tensors; empty before the first step.
+    """
+
+    group: dict[str, Any]
+    parameter: nn.Parameter
+    piece: nn.Parameter
+    bucket: ParameterBucket
+    cut: Piece
+    gradient: Tensor
+    factor: float
+    state: dict[str, Any]
+
+
+@dataclass
+class _Chunk:
+    """One chunk of the vectors of a bucket: elements [start, stop) of the owned ones, and what is updated there."""
+
+    number: int
+    start: int
+    stop: int
+    vectors: dict[str, OffloadedVector]
+    updates: list[Update] = field(default_factory=list)
+
+
+class StreamedStep:
+    """Carries steps out for one optimizer.
+
+    Args:
+        store: Where its state is.
+    """
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._slots: list[dict[str, Tensor]] = [{} for _ in range(SLOTS)]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the slots."""
+        return sum(memory.numel() for slot in self._slots for memory in slot.values())
+
+    @torch.no_grad()
+    def run(
+        self, rule: UpdateRule, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]], scale: float
+    ) -> None:
+        """Take one step.
+
+        Args:
+            rule: An elementwise one.
+            updates: All that it changes.
+            vectors: By the id of a bucket: those of the optimizer's state, by key.
+            scale: What gradients are multiplied by first.
+
+        Raises:
+            OSError: If the tier fails. Some chunks have then taken the step and others have not.
+        """
+        self._store.flush()
+        chunks = self._chunks(updates, vectors)
+        steps: dict[int, dict[str, Any]] = {}
+        reads: dict[int, list[PendingIO]] = {}
+        writes: dict[int, list[PendingIO]] = {}
+        try:
+            for index, chunk in enumerate(chunks):
+                for ahead in range(index + len(reads), min(index + AHEAD + 1, len(chunks))):
+                    _wait(writes.pop(ahead % SLOTS, []))
+                    reads[ahead] = self._read(chunks[ahead], ahead % SLOTS)
+                _wait(reads.pop(index))
+                self._update(rule, chunk, index % SLOTS, scale, steps)
+                writes[index % SLOTS] = self._write(chunk, index % SLOTS)
+        finally:
+            _wait([pending for part in [*reads.values(), *writes.values()] for pending in part])
+        for update in updates:
+            if update.cut.numel == 0:
+                steps[id(update.parameter)] = _count_only(rule, update, scale)
+            update.state.update(steps[id(update.parameter)])
+
+    def _chunks(
+        self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]]
+    ) -> list[_Chunk]:
+        """Those that hold something to update, in the order of buckets and elements."""
+        size = self._store.chunk_numel
+        found: dict[tuple[int, int], _Chunk] = {}
+        for update in updates:
+            bucket, cut = update.bucket, update.cut
+            for number in range(cut.offset // size, -(-(cut.offset + cut.numel) // size) if cut.numel else 0):
+                key = (id(bucket), number)
+                if key not in found:
+                    held = dict(vectors.get(id(bucket), {}))
+                    if bucket.master_vector is not None:
+                        held["master"] = bucket.master_vector
+                    stop = min((number + 1) * size, bucket.owned.stop - bucket.owned.start)
+                    found[key] = _Chunk(number, number * size, stop, held)
+                found[key].updates.append(update)
+        return list(found.values())
+
+    def _memory(self, chunk: _Chunk, slot: int, key: str) -> Tensor:
+        """The slot's memory for a vector's chunk, as bytes."""
+        nbytes = (chunk.stop - chunk.start) * chunk.vectors[key].dtype.itemsize
+        known = self._slots[slot].get(key)
+        if known is None or known.numel() < nbytes:
+            self._slots[slot][key] = known = page_memory(self._store.chunk_numel * chunk.vectors[key].dtype.itemsize)
+        return known[:nbytes]
+
+    def _read(self, chunk: _Chunk, slot: int) -> list[PendingIO]:
+        pending = []
+        for key, vector in chunk.vectors.items():
+            memory = self._memory(chunk, slot, key)
+            if vector.written[chunk.number]:
+                pending.append(self._store.tier.read(vector.record(chunk.number), memory))
+            else:
+                memory.view(vector.dtype).fill_(vector.fill)
+        return pending
+
+    def _write(self, chunk: _Chunk, slot: int) -> list[PendingIO]:
+        pending = []
+        for key, vector in chunk.vectors.items():
+            pending.append(self._store.tier.write(vector.record(chunk.number), self._memory(chunk, slot, key)))
+            vector.written[chunk.number] = True
+        return pending
+
+    def _update(
+        self, rule: UpdateRule, chunk: _Chunk, slot: int, scale: float, steps: dict[int, dict[str, Any]]
+    ) -> None:
+        held = {key: self._memory(chunk, slot, key).view(vector.dtype) for key, vector in chunk.vectors.items()}
+        segments = []
+        for update in chunk.updates:
+            low = max(chunk.start, update.cut.offset)
+            high = min(chunk.stop, update.cut.offset + update.cut.numel)
+            here = slice(low - chunk.start, high - chunk.start)
+            segments.append(_segment(update, low, high, {key: values[here] for key, values in held.items()}))
+        rule.update(segments, scale)
+        for update, segment in zip(chunk.updates, segments, strict=True):
+            low = max(chunk.start, update.cut.offset)
+            numbers = {}
+            for key, value in segment.state.items():
+                if key not in chunk.vectors:
+                    numbers[key] = value
+                    continue
+                place = held[key][low - chunk.start :][: value.numel()]
+                if value.data_ptr() != place.data_ptr():  # made in this step
+                    place.copy_(value)
+                numbers[key] = chunk.vectors[key].part(update.cut.offset, update.piece.shape)
+            steps[id(update.parameter)] = numbers
+
+
+def _segment(update: Update, low: int, high: int, held: dict[str, Tensor]) -> Segment:
+    """Elements [low, high) of the owned ones as the rule takes them."""
+    bucket, begin = update.bucket, update.cut.offset
+    state = {
+        key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
+        for key, value in update.state.items()
+    }
+    weights = bucket.owned_values[low:high]
+    param, copy = (held["master"], weights) if "master" in held else (weights, None)
+    gradient = update.gradient[low - begin : high - begin]
+    return Segment(
+        update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter
+    )
+
+
+def _count_only(rule: UpdateRule, update: Update, scale: float) -> dict[str, Any]:
+    """The step of a piece without elements: its numbers move on as those of others do."""
+    state = {
+        key: torch.empty(0, dtype=value.dtype) if isinstance(value, OffloadedPart) else value
+        for key, value in update.state.items()
+    }
+    empty = torch.empty(0)
+    rule.update([Segment(update.group, empty, empty, state, like=empty, owner=update.parameter)], scale)
+    return {
+        key: value.view(update.piece.shape) if isinstance(value, Tensor) and value.numel() == 0 else value
+        for key, value in state.items()
+    }
+
+
+def _wait(pending: Sequence[PendingIO]) -> None:
+    """Wait for all, also where one has failed."""
+    error: BaseException | None = None
+    for each in pending:
+        try:
+            each.wait()
+        except BaseException as caught:
+            error = error or caught
+    if error is not None:
+        raise error
