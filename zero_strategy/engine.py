@@ -27,7 +27,7 @@ from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
-from zero_strategy.memory.opening import optimizer_store
+from zero_strategy.memory.opening import chunk_store
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
@@ -93,6 +93,7 @@ class ZeroEngine:
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
         )
+        store = chunk_store(zero.offload)
         self.model = ShardedModel(
             module,
             self.mesh,
@@ -100,7 +101,8 @@ class ZeroEngine:
             compute_dtype,
             device=device,
             initialise=weights is None,
-            optimizer_store=optimizer_store(zero.offload),
+            optimizer_store=store if zero.offload.optimizer == "nvme" else None,
+            parameter_store=store if zero.offload.parameters == "nvme" else None,
         )
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)

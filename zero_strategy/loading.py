@@ -151,13 +151,13 @@ def _wanted_weights(
         name = bucket.names[piece.index]
         if name not in sources:
             continue
-        target = bucket.shard[piece.offset : piece.offset + piece.numel]
         if bucket.has_master and bucket.placement.shard_optimizer:
-            yield Wanted(sources[name], piece.start, piece.stop, then=_master_and(bucket, piece.offset, target))
-        elif reader.spec(sources[name]).dtype == target.dtype:
+            yield Wanted(sources[name], piece.start, piece.stop, then=_master_and_weights(bucket, piece.offset))
+        elif bucket.shard_vector is None and reader.spec(sources[name]).dtype == bucket.dtype:
+            target = bucket.shard[piece.offset : piece.offset + piece.numel]
             yield Wanted(sources[name], piece.start, piece.stop, out=target)
         else:
-            yield Wanted(sources[name], piece.start, piece.stop, then=_copier(target))
+            yield Wanted(sources[name], piece.start, piece.stop, then=partial(bucket.write_shard, piece.offset))
 
 
 def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[Tensor], None]:
@@ -167,9 +167,9 @@ def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[T
     return copy
 
 
-def _master_and(bucket: ParameterBucket, start: int, target: Tensor) -> Callable[[Tensor], None]:
+def _master_and_weights(bucket: ParameterBucket, start: int) -> Callable[[Tensor], None]:
     def copy(values: Tensor) -> None:
-        target.copy_(values)
+        bucket.write_shard(start, values)
         bucket.write_master(start, values)
 
     return copy

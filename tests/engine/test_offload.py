@@ -21,6 +21,7 @@ from zero_strategy.optim.full_state import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from zero_strategy.sharding import GatheredParameters
 
 SMALL = 1 << 16
 """Staging bytes that make chunks of 1024 elements."""
@@ -104,10 +105,14 @@ def unequal(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def compare(stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path) -> list[str]:
-    nvme = {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL}
+def tiers(folder: Path) -> dict[str, dict[str, Any]]:
+    files = {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL}
+    return {"none": {}, "nvme": files, "all": files | {"parameters": "nvme"}}
+
+
+def compare(stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path, tier: str = "nvme") -> list[str]:
     results = []
-    for offload in ({}, nvme):
+    for offload in ({}, tiers(folder)[tier]):
         engine, made = make(stage, optimizer, dtype, offload)
         losses = train(engine, made, range(20))
         results.append(outcome(engine, made) | {"losses": losses})
@@ -119,6 +124,13 @@ def compare(stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_files_give_the_bits_of_memory(ranks: Launcher, tmp_path: Path, stage: int, dtype: torch.dtype | None) -> None:
     for wrong in ranks(2)(compare, stage, "adamw", dtype, tmp_path):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_parameters_in_files_too(ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None) -> None:
+    for wrong in ranks(world)(compare, 3, "adamw", dtype, tmp_path, "all"):
         assert wrong == []
 
 
@@ -148,27 +160,25 @@ def outcome_after(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
     return outcome(engine, optimizer) | {"losses": losses}
 
 
-@pytest.mark.parametrize("source, target", [("none", "none"), ("nvme", "none"), ("none", "nvme"), ("nvme", "nvme")])
+@pytest.mark.parametrize(
+    "source, target", [("none", "none"), ("nvme", "none"), ("none", "nvme"), ("nvme", "all"), ("all", "none")]
+)
 def test_checkpoints_know_no_tiers(ranks: Launcher, tmp_path: Path, source: str, target: str) -> None:
-    tiers: dict[str, dict[str, Any]] = {
-        "none": {},
-        "nvme": {"optimizer": "nvme", "nvme_path": [str(tmp_path)], "staging_bytes": SMALL},
-    }
-    for wrong in ranks(2)(save_and_go_on, tmp_path, tiers[source], tiers[target]):
+    for wrong in ranks(2)(save_and_go_on, tmp_path, tiers(tmp_path)[source], tiers(tmp_path)[target]):
         assert wrong == []
 
 
-def edits(folder: Path) -> list[str]:
+def edits(folder: Path, stage: int, tier: str) -> list[str]:
     results = []
-    for offload in ({}, {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL}):
-        engine, optimizer = make(2, "adamw", torch.bfloat16, offload)
+    for offload in ({}, tiers(folder)[tier]):
+        engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
         train(engine, optimizer, range(2))
         for p in (engine.module.first.weight, engine.module.norm.bias, engine.module.scale):
             safe_set_full_fp32_param(p, safe_get_full_fp32_param(p) * 1.5)
             moment = safe_get_full_optimizer_state(p, "exp_avg")
             assert moment is not None
             safe_set_full_optimizer_state(p, moment * 0.25, "exp_avg")
-        with torch.no_grad():
+        with GatheredParameters(engine.module.blocks[0].parameters(), modifier_rank=0), torch.no_grad():
             engine.module.blocks[0].weight.mul_(0.5)
         state = {name: value * 0.9 for name, value in engine.full_state_dict().items() if "blocks.1" in name}
         engine.module.load_state_dict(state, strict=False)
@@ -181,8 +191,9 @@ def edits(folder: Path) -> list[str]:
     return unequal(results[1], results[0])
 
 
-def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path) -> None:
-    for wrong in ranks(2)(edits, tmp_path):
+@pytest.mark.parametrize("stage, tier", [(2, "nvme"), (3, "all")])
+def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path, stage: int, tier: str) -> None:
+    for wrong in ranks(2)(edits, tmp_path, stage, tier):
         assert wrong == []
 
 

@@ -169,6 +169,9 @@ class OffloadConfig(Section):
     """Where optimizer state and master weights are kept: ``none``: on the device; ``cpu``: in host memory; ``nvme``:
     in files under ``nvme_path``, from which each step reads them and to which it writes them."""
 
+    parameters: str = field(default="none", metadata=one_of("none", "cpu", "nvme"))
+    """Where stage 3 keeps this rank's part of the parameters; a unit is brought to the device when it is needed."""
+
     nvme_path: list[str] = field(default_factory=list, metadata=non_empty())
     """Directories on NVMe drives; with several, state is striped over them. Each rank has files of its own there, for
     the duration of the run."""
@@ -180,10 +183,16 @@ class OffloadConfig(Section):
     def check(self) -> None:
         """Checks the values, and that there is a place for files where one is needed."""
         super().check()
-        if self.optimizer == "nvme" and not self.nvme_path:
+        for key, value in (("optimizer", self.optimizer), ("parameters", self.parameters)):
+            if value == "nvme" and not self.nvme_path:
+                raise ValueError(
+                    f"offload.{key} is 'nvme' and offload.nvme_path is empty; give one or several directories on NVMe "
+                    "drives, such as offload.nvme_path: [/local_nvme]"
+                )
+        if self.parameters == "nvme" and self.optimizer != "nvme":
             raise ValueError(
-                "offload.optimizer is 'nvme' and offload.nvme_path is empty; give one or several directories on NVMe "
-                "drives, such as offload.nvme_path: [/local_nvme]"
+                f"offload.parameters is 'nvme' and offload.optimizer is {self.optimizer!r}: what updates parameters in "
+                "files works in files too; set offload.optimizer: nvme"
             )
 
 
@@ -239,6 +248,15 @@ class ZeroConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._deepspeed: DeepSpeedSettings | None = None
+
+    def check(self) -> None:
+        """Checks the values, and that parameters are sharded where they are offloaded."""
+        super().check()
+        if self.offload.parameters != "none" and self.stage != 3:
+            raise ValueError(
+                f"offload.parameters is {self.offload.parameters!r} at stage {self.stage}, where parameters are whole "
+                "on the device; use stage: 3, or offload.parameters: none"
+            )
 
     @property
     def deepspeed(self) -> DeepSpeedSettings | None:

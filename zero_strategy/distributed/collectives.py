@@ -57,16 +57,24 @@ class Communicator:
         self._worker = BackgroundWorker()
         self._buffers: dict[int, Tensor] = {}
 
-    def all_gather(self, flat: Tensor) -> PendingWork:
-        """Fill `flat` (size x n elements) in place from every rank's own n-element slice."""
+    def all_gather(self, flat: Tensor, first: Callable[[], None] | None = None) -> PendingWork:
+        """Fill `flat` (size x n elements) in place from every rank's own n-element slice.
+
+        Args:
+            flat: The buffer.
+            first: Puts this rank's slice there; runs in the background too, where collectives do.
+        """
         if self.size == 1 or flat.numel() == 0:
-            return PendingWork([])
+            return PendingWork([] if first is None else [self._worker.submit(first)])
         slices = list(flat.chunk(self.size))
         own = slices[self.rank]
         self.counters.add("all_gather", own.numel() * (self.size - 1), own.element_size())
         if flat.device.type != "cpu":
+            if first is not None:
+                first()
             return PendingWork([_native_all_gather(flat, own, group=self.group, async_op=True)])
-        return PendingWork([self._worker.submit(partial(self._exchange, [own] * self.size, slices))])
+        read = [] if first is None else [self._worker.submit(first)]
+        return PendingWork([*read, self._worker.submit(partial(self._exchange, [own] * self.size, slices))])
 
     def reduce_scatter(self, flat: Tensor) -> PendingWork:
         """Sum `flat` over the ranks; the rank's own slice of `flat` holds its part of the sum afterwards.

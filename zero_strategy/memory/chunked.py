@@ -91,6 +91,39 @@ class OffloadedVector:
                 found[low - start : high - start] = self._store.cached(self, number)[low - held : high - held]
         return found
 
+    def read_all(self, out: Tensor) -> None:
+        """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
+        store = self._store
+        with store.lock:
+            store.flush()
+        buffers = [page_memory(min(store.chunk_numel, self.numel) * self.dtype.itemsize) for _ in range(2)]
+        pending: list[PendingIO | None] = [None, None]
+
+        def start(number: int) -> None:
+            begin, end = self.chunks[number]
+            if self.written[number]:
+                memory = buffers[number % 2][: (end - begin) * self.dtype.itemsize]
+                pending[number % 2] = store.tier.read(self.record(number), memory)
+
+        try:
+            for number, (begin, end) in enumerate(self.chunks):
+                if number == 0:
+                    start(0)
+                if (reading := pending[number % 2]) is not None:
+                    pending[number % 2] = None
+                    reading.wait()
+                if number + 1 < len(self.chunks):
+                    start(number + 1)
+                if reading is None:
+                    out[begin:end].fill_(self.fill)
+                else:
+                    memory = buffers[number % 2][: (end - begin) * self.dtype.itemsize]
+                    out[begin:end].copy_(memory.view(self.dtype))
+        finally:
+            for left in pending:
+                if left is not None:
+                    left.wait()
+
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on."""
         flat = values.detach().reshape(-1)

@@ -103,7 +103,7 @@ class ShardedOptimizer:
         found = bucket.piece_of.get(index)
         if found is None:
             return None
-        if bucket.master_vector is not None:
+        if bucket.master_vector is not None or bucket.shard_vector is not None:
             if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master_dtype:
                 # Values are elsewhere: an object of the right shape, to which the state belongs.
                 stand_in = torch.full((1,), float("nan"), dtype=bucket.master_dtype).expand(found.numel)

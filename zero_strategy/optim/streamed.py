@@ -26,6 +26,8 @@ from zero_strategy.sharding.parameters import ParameterBucket
 AHEAD = 2
 """Chunks that are read ahead, and written behind."""
 SLOTS = 2 * AHEAD + 1
+MASTER, WEIGHTS = "master weights", "weights"
+"""Keys of a chunk's vectors beside those of the optimizer's state."""
 
 
 @dataclass
@@ -128,7 +130,9 @@ class StreamedStep:
                 if key not in found:
                     held = dict(vectors.get(id(bucket), {}))
                     if bucket.master_vector is not None:
-                        held["master"] = bucket.master_vector
+                        held[MASTER] = bucket.master_vector
+                    if bucket.shard_vector is not None:
+                        held[WEIGHTS] = bucket.shard_vector
                     stop = min((number + 1) * size, bucket.owned.stop - bucket.owned.start)
                     found[key] = _Chunk(number, number * size, stop, held)
                 found[key].updates.append(update)
@@ -191,8 +195,8 @@ def _segment(update: Update, low: int, high: int, held: dict[str, Tensor]) -> Se
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }
-    weights = bucket.owned_values[low:high]
-    param, copy = (held["master"], weights) if "master" in held else (weights, None)
+    weights = held[WEIGHTS] if WEIGHTS in held else bucket.owned_values[low:high]
+    param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
     gradient = update.gradient[low - begin : high - begin]
     return Segment(
         update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter

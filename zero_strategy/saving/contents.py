@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from zero_strategy.checkpoint import FileKind, LatePiece, Piece
 from zero_strategy.memory.chunked import OffloadedPart
 from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.sharding import layout
+from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
@@ -148,15 +150,9 @@ def pieces_of(
         return
     wanted = {name for name, _ in order}
     for bucket in engine.model.buckets:
-        values = bucket.shard
-        if dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize:
-            lead = bucket.slice.start - bucket.owned.start
-            values = bucket.read_master(lead, lead + bucket.shard.numel())
         for piece in bucket.slice_pieces:
-            name = bucket.names[piece.index]
-            if name in wanted:
-                part = values[piece.offset : piece.offset + piece.numel]
-                yield "model", Piece(name, piece.start, part.to(stored_dtype(part.dtype, dtype)))
+            if bucket.names[piece.index] in wanted:
+                yield "model", _weights_piece(bucket, piece, dtype)
     if engine.mesh.rank == 0:
         for name, tensor in order:
             if not isinstance(tensor, nn.Parameter):
@@ -166,6 +162,23 @@ def pieces_of(
         for kind, dtypes in table.kinds.items():
             for state in _state_pieces(engine, states, kind, dtypes):
                 yield (str(number), kind), state
+
+
+def _weights_piece(bucket: ParameterBucket, piece: layout.Piece, dtype: torch.dtype | None) -> Piece | LatePiece:
+    """A weight's slice as it is saved: from its master copy where that is finer and wanted."""
+    stored = stored_dtype(bucket.dtype, dtype)
+    start, stop = piece.offset, piece.offset + piece.numel
+    finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
+    lead = bucket.slice.start - bucket.owned.start
+
+    def load() -> Tensor:
+        values = bucket.read_master(lead + start, lead + stop) if finer else bucket.read_shard(start, stop)
+        return values.to(stored)
+
+    name = bucket.names[piece.index]
+    if (bucket.master_vector if finer else bucket.shard_vector) is None:
+        return Piece(name, piece.start, load())
+    return LatePiece(name, piece.start, piece.numel, stored, load)
 
 
 def _state_pieces(

@@ -55,7 +55,7 @@ def own_digests(engine: ZeroEngine, names: set[str]) -> dict[str, int]:
         for piece in bucket.slice_pieces:
             name = bucket.names[piece.index]
             if name in names:
-                values = bucket.shard[piece.offset : piece.offset + piece.numel]
+                values = bucket.read_shard(piece.offset, piece.offset + piece.numel)
                 found[name] = digest(values, piece.start)
     return found
 

@@ -39,6 +39,7 @@ class ShardedModel:
         device: Where meta parameters become real; default: where the module's other tensors are, else the CPU.
         initialise: Give meta parameters their initial values (else they are about to be loaded).
         optimizer_store: Where master weights and optimizer state are kept; None: in memory.
+        parameter_store: Where the own slices of sharded parameters are kept; None: in memory.
 
     Attributes:
         units: The root first.
@@ -59,8 +60,9 @@ class ShardedModel:
         device: torch.device | None = None,
         initialise: bool = True,
         optimizer_store: ChunkStore | None = None,
+        parameter_store: ChunkStore | None = None,
     ) -> None:
-        self.optimizer_store = optimizer_store
+        self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         _check_module(module)
         _check_precision(config, compute_dtype)
         self._device = device or _device_of(module)
@@ -111,7 +113,14 @@ class ShardedModel:
         master = self.config.precision.master_weights
         buckets = [
             ParameterBucket(
-                named, self.mesh, self.placement, dtype, master, blank=not initialise, store=self.optimizer_store
+                named,
+                self.mesh,
+                self.placement,
+                dtype,
+                master,
+                blank=not initialise,
+                store=self.optimizer_store,
+                shard_store=self._parameter_store,
             )
             for (dtype, *_), named in keys.items()
         ]

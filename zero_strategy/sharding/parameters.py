@@ -10,8 +10,9 @@ refills the same storage object; nothing that autograd holds goes stale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class ParameterBucket:
         master_weights: Keep an fp32 master copy of owned elements of trainable low-precision parameters.
         blank: The parameters' values are about to be loaded: do not look at the present ones.
         store: Where the master copy is kept; None: in memory.
+        shard_store: Where the own slice is kept (sharded parameters); None: in memory.
 
     Attributes:
         parameters: The parameter objects, in bucket order.
@@ -42,7 +44,9 @@ class ParameterBucket:
         slice_pieces: The parts of parameters inside `slice`; offsets count from its start.
         piece_of: The same by parameter index.
         flat: The whole bucket, (layout.numel,); its storage is empty while released.
-        shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded.
+        shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded; empty where it is
+            in a tier.
+        shard_vector: The slice in a tier, or None.
         master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves; empty where it is
             in a tier.
         master_vector: The master copy in a tier, or None.
@@ -57,6 +61,7 @@ class ParameterBucket:
         master_weights: bool = True,
         blank: bool = False,
         store: ChunkStore | None = None,
+        shard_store: ChunkStore | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -64,7 +69,9 @@ class ParameterBucket:
         self.device = self.parameters[0].device
         self.trainable = self.parameters[0].requires_grad
         self._keep_master = master_weights and dtype in (torch.bfloat16, torch.float16)
-        self._store = store
+        self._store, self._shard_store = store, shard_store
+        self.shard_vector: OffloadedVector | None = None
+        self.shard: Tensor
         self.master_vector: OffloadedVector | None = None
         shapes = [(name, tuple(parameter.shape)) for name, parameter in named_parameters]
         self.layout: BucketLayout = build_layout(shapes, dtype.itemsize, mesh.shard_size, self._replicas)
@@ -91,14 +98,57 @@ class ParameterBucket:
 
     @property
     def owned_values(self) -> Tensor:
-        """The owned elements in the parameters' dtype, (owned elements,)."""
+        """The owned elements in the parameters' dtype, (owned elements,); not where they are in a tier."""
+        assert self.shard_vector is None, "in a tier: read_owned, write_owned"
         return self.flat if not self.placement.shard_optimizer else self.shard
+
+    def read_owned(self, start: int, stop: int) -> Tensor:
+        """Owned elements [start, stop) in the parameters' dtype: a view, or a copy where they are in a tier."""
+        if self.shard_vector is not None:
+            return self.shard_vector.read(start, stop)
+        return self.owned_values[start:stop]
+
+    def write_owned(self, start: int, values: Tensor) -> None:
+        """Replace owned elements from `start` on."""
+        if self.shard_vector is not None:
+            self.shard_vector.write(start, values)
+        else:
+            self.owned_values[start : start + values.numel()].copy_(values.reshape(-1))
+
+    def read_shard(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of this rank's slice: a view, or a copy where they are in a tier."""
+        return self.shard[start:stop] if self.shard_vector is None else self.shard_vector.read(start, stop)
+
+    def write_shard(self, start: int, values: Tensor) -> None:
+        """Replace elements of this rank's slice from `start` on."""
+        if self.shard_vector is not None:
+            self.shard_vector.write(start, values)
+        else:
+            self.shard[start : start + values.numel()].copy_(values.reshape(-1))
+
+    def _keep_shard(self, values: Tensor | None) -> None:
+        """Let the slice have memory, or a place in a tier, of its own; None: zeros."""
+        numel = self.layout.slice_numel
+        if self._shard_store is None:
+            own = self.flat[self.slice]
+            self.shard = torch.zeros_like(own) if values is None else values.clone()
+            return
+        name = f"{self.names[0]}/weights"
+        self.shard_vector = self._shard_store.add({name: (numel, self.dtype, 0.0)})[name]
+        self.shard = torch.empty(0, dtype=self.dtype)
+        if values is not None:
+            for start, stop in self.shard_vector.chunks:
+                self.shard_vector.write(start, values[start:stop])
+
+    def _unmastered(self) -> Tensor:
+        """What stands for master weights where there is no copy of them."""
+        return torch.empty(0, dtype=self.dtype) if self.shard_vector is not None else self.owned_values
 
     @property
     def has_master(self) -> bool:
         """Whether the master weights are a copy of their own."""
-        if self.master_vector is not None:
-            return True
+        if self.master_vector is not None or self.shard_vector is not None:
+            return self.master_vector is not None
         return self.master is not self.owned_values and self.master.data_ptr() != self.owned_values.data_ptr()
 
     @torch.no_grad()
@@ -112,9 +162,9 @@ class ParameterBucket:
             self.flat = make(self.layout.numel, dtype=self.dtype, device=self.device)
             self.shard = self.flat[self.slice]
             if self.placement.shard_parameters:
-                self.shard = torch.zeros_like(self.shard)
+                self._keep_shard(None)
             self._point_at_flat()
-            self.master = self.owned_values
+            self.master = self._unmastered()
             if self.trainable:
                 self.make_master()
             return
@@ -126,9 +176,9 @@ class ParameterBucket:
         self.flat = source.to(self.dtype)
         self.shard = self.flat[self.slice]
         if self.placement.shard_parameters:
-            self.shard = self.shard.clone()
+            self._keep_shard(self.shard)
         self._point_at_flat()
-        self.master = self.owned_values
+        self.master = self._unmastered()
         if self.trainable:
             self.make_master(source[self.owned])
 
@@ -137,7 +187,7 @@ class ParameterBucket:
         """Make the fp32 master copy where one is due and missing, from `values` (owned elements) or the parameters."""
         if not self._keep_master or self.has_master:
             return
-        source = self.owned_values if values is None else values
+        source = self.read_owned(0, self.owned.stop - self.owned.start) if values is None else values
         if self._store is None:
             self.master = source.to(torch.float32, copy=True)
             return
@@ -154,14 +204,18 @@ class ParameterBucket:
 
     def read_master(self, start: int, stop: int) -> Tensor:
         """Owned elements [start, stop) of the master weights: a view, or a copy where they are in a tier."""
-        return self.master[start:stop] if self.master_vector is None else self.master_vector.read(start, stop)
+        if self.master_vector is not None:
+            return self.master_vector.read(start, stop)
+        return self.master[start:stop] if self.shard_vector is None else self.read_owned(start, stop)
 
     def write_master(self, start: int, values: Tensor) -> None:
         """Replace owned elements of the master weights from `start` on."""
-        if self.master_vector is None:
-            self.master[start : start + values.numel()].copy_(values.reshape(-1))
-        else:
+        if self.master_vector is not None:
             self.master_vector.write(start, values)
+        elif self.shard_vector is not None:
+            self.write_owned(start, values)
+        else:
+            self.master[start : start + values.numel()].copy_(values.reshape(-1))
 
     def _master_parts(self) -> list[tuple[int, int]]:
         """Ranges of the master weights that are worked on at once."""
@@ -169,7 +223,7 @@ class ParameterBucket:
 
     def _follow(self, start: int, stop: int) -> None:
         """Let a master weight whose parameter has changed take its value; others stay as fine as they are."""
-        values, master = self.owned_values[start:stop], self.read_master(start, stop)
+        values, master = self.read_owned(start, stop), self.read_master(start, stop)
         self.write_master(start, torch.where(values == master.to(self.dtype), master, values.float()))
 
     # ---- gather and release (sharded parameters) ----
@@ -186,8 +240,15 @@ class ParameterBucket:
         self.check_poison()
         with _plain_mode():
             self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
-            self.flat[self.slice].copy_(self.shard)
-            self._pending = self.mesh.gather.all_gather(self.flat)
+            self._pending = self.mesh.gather.all_gather(self.flat, first=self._shard_arrives())
+
+    def _shard_arrives(self) -> Callable[[], None] | None:
+        """Bring the own slice into the whole bucket: at once, or by what this returns."""
+        own = self.flat[self.slice]
+        if self.shard_vector is not None:
+            return partial(self.shard_vector.read_all, own)
+        own.copy_(self.shard)
+        return None
 
     def finish_gather(self) -> None:
         """Wait until the whole bucket is in and point the parameters at it."""
@@ -215,8 +276,7 @@ class ParameterBucket:
         """Bring updated values into a bucket that is held whole. A collective."""
         if self.placement.shard_parameters and self.gathered:
             with _plain_mode():
-                self.flat[self.slice].copy_(self.shard)
-                self.mesh.gather.all_gather(self.flat).wait()
+                self.mesh.gather.all_gather(self.flat, first=self._shard_arrives()).wait()
 
     def check_poison(self) -> None:
         """Raise if somebody wrote to a released parameter.
@@ -242,7 +302,7 @@ class ParameterBucket:
         """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
         if self.has_master and not copied:
             for start, stop in self._master_parts():
-                self.owned_values[start:stop].copy_(self.read_master(start, stop))
+                self.write_owned(start, self.read_master(start, stop))
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
             return self.mesh.gather.all_gather(self.flat)
         return PendingWork([])
@@ -256,7 +316,7 @@ class ParameterBucket:
             self.mesh.gather.broadcast(self.flat, column)
             self.mesh.replicate.broadcast(self.flat, row)
         if self.placement.shard_parameters:
-            self.shard.copy_(self.flat[self.slice])
+            self.write_shard(0, self.flat[self.slice])
         if self.has_master:
             for start, stop in self._master_parts():
                 self._follow(start, stop)
@@ -295,8 +355,9 @@ class ParameterBucket:
                 )
 
     def persistent_bytes(self) -> int:
-        """Bytes of parameters that stay for the whole step, master copy left out."""
-        return (self.shard if self.placement.shard_parameters else self.flat).numel() * self.dtype.itemsize
+        """Bytes of parameters that stay for the whole step in whatever tier, master copy left out."""
+        numel = self.layout.slice_numel if self.placement.shard_parameters else self.layout.numel
+        return numel * self.dtype.itemsize
 
     def master_bytes(self) -> int:
         """Bytes of the fp32 master copy on this rank, in whatever tier."""
