@@ -82,6 +82,7 @@ class ZeroAccelerator(SavingAccelerator):
         self._engines = {}
         self._unattached = []
         self._told_factor = False
+        self._followers = None
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
         self._facts = dict(facts) if facts else {
             "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
+from zero_strategy.integrations.accelerate_uneven import Followers
 
 
 class ShardingAccelerator(Accelerator):
@@ -30,6 +32,7 @@ class ShardingAccelerator(Accelerator):
     _engines: dict[int, ZeroEngine]
     _unattached: list[Optimizer]
     _told_factor: bool
+    _followers: Followers | None
     _facts: dict[str, Fact]
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
@@ -92,6 +95,7 @@ class ShardingAccelerator(Accelerator):
             lambda: self._engine_of_optimizer(optimizer).optimizer_state_dict(optimizer),
             lambda state: self._engine_of_optimizer(optimizer).load_optimizer_state_dict(optimizer, state),
             self.scaler,
+            self._together,
         )
         self._optimizers.append(prepared)
         return prepared
@@ -146,6 +150,12 @@ class ShardingAccelerator(Accelerator):
             )
         return self._engines[id(model)]
 
+    def _together(self, name: str, prepared: Any, *arguments: Any) -> AbstractContextManager[None]:
+        """Around what an optimizer does; in `join_uneven_inputs` ranks without a batch do it as well."""
+        if self._followers is None:
+            return nullcontext()
+        return self._followers.training.together(name, self._followers.optimizer(prepared), *arguments)
+
     def _engine_of_optimizer(self, optimizer: Optimizer) -> ZeroEngine:
         for engine in self._engines.values():
             if any(sharded.optimizer is optimizer for sharded in engine.optimizers):
@@ -176,7 +186,7 @@ class ShardingAccelerator(Accelerator):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has no engines: they hold process groups."""
-        return {**self.__dict__, "_engines": {}, "_unattached": []}
+        return {**self.__dict__, "_engines": {}, "_unattached": [], "_followers": None}
 
 
 def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, regions: bool) -> None:

@@ -57,8 +57,7 @@ class AgreedGradScaler(GradScaler):
             return outputs
         self._in_gradients, self._before, self._all_finite = self.rule.scale, None, True
         self._backwards += 1
-        for optimizer in [other for other in self._finite if not _has_gradients(other)]:
-            del self._finite[optimizer]  # they were dropped without a step
+        self._drop_without_gradients()
         return tree_map_only(Tensor, lambda tensor: tensor * self._in_gradients, outputs)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
@@ -131,6 +130,20 @@ class AgreedGradScaler(GradScaler):
         self._all_finite = self._all_finite and all(self._stepped)
         self._stepped.clear()
         self.rule.update(finite=self._all_finite)
+
+    def position(self) -> tuple[Any, ...]:
+        """Where this rank is between backwards and steps, for `take_position` on a rank without a batch."""
+        return self._backwards, self._in_gradients, self._before, self._all_finite
+
+    def take_position(self, position: tuple[Any, ...]) -> None:
+        """Be where another rank is."""
+        if position[0] != self._backwards:
+            self._drop_without_gradients()
+        self._backwards, self._in_gradients, self._before, self._all_finite = position
+
+    def _drop_without_gradients(self) -> None:
+        for optimizer in [other for other in self._finite if not _has_gradients(other)]:
+            del self._finite[optimizer]  # they were dropped without a step
 
     # ---- settings and state, in torch's form ----
 

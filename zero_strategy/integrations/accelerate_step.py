@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_models import ShardingAccelerator
+from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are
 
 
 class SteppingAccelerator(ShardingAccelerator):
@@ -49,7 +50,8 @@ class SteppingAccelerator(ShardingAccelerator):
         chosen = self._optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
             if not self.scaler.is_unscaled(one):
-                self.scaler.unscale_(one)
+                with self._together("unscale_gradients", one):
+                    self.scaler.unscale_(one)
 
     def _unscale_those_of(self, parameters: list[Any]) -> None:
         """Accelerate's unscales all optimizers, those that are between their own backwards, too."""
@@ -74,14 +76,24 @@ class SteppingAccelerator(ShardingAccelerator):
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine = self._engine_of_parameters(chosen)
         self._unscale_those_of(chosen)
-        return engine.clip_grad_norm_(max_norm, norm_type, parameters=chosen)
+        with self._clipping("clip_grad_norm_", engine, chosen, max_norm, norm_type):
+            return engine.clip_grad_norm_(max_norm, norm_type, parameters=chosen)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element of these parameters to [-clip_value, clip_value]."""
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine = self._engine_of_parameters(chosen)
         self._unscale_those_of(chosen)
-        engine.clip_grad_value_(clip_value, parameters=chosen)
+        with self._clipping("clip_grad_value_", engine, chosen, clip_value):
+            engine.clip_grad_value_(clip_value, parameters=chosen)
+
+    def _clipping(
+        self, name: str, engine: ZeroEngine, parameters: list[Any], *numbers: float
+    ) -> AbstractContextManager[None]:
+        """Around a clip, which ranks without a batch must follow."""
+        if self._followers is None:
+            return contextlib.nullcontext()
+        return self._followers.training.together(name, self._followers.places(engine, parameters), *numbers)
 
     def _engine_of_parameters(self, parameters: list[Any]) -> ZeroEngine:
         ids = {id(parameter) for parameter in parameters}
@@ -95,14 +107,40 @@ class SteppingAccelerator(ShardingAccelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Accelerate's, where no rank can run out of batches before another.
+        """A loop over batches of which ranks have different numbers (with `even_batches=False`).
+
+        Ranks that have run out take part with zero gradients until no rank has a batch left: a gradient is the sum over
+        ranks divided by all of them, as in Accelerate with DistributedDataParallel; also on the CPU, where Accelerate's
+        does nothing. Inside, call the prepared objects: `accelerator.backward` or `loss.backward`, the clipping of the
+        accelerator, prepared optimizers and schedulers.
+
+        Args:
+            joinables: The models that are trained.
+            even_batches: Whether prepared loaders repeat samples at the end instead; None: as the accelerator was made.
 
         Raises:
-            ValueError: With several processes and `even_batches=False`.
+            ValueError: If a model is not prepared, or accumulation would end at different batches on different ranks.
+            RuntimeError: If ranks with a batch left do different things.
         """
-        if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
+        for model in joinables:
+            self.engine(model)
+        even = self.even_batches if even_batches is None else even_batches
+        with batches_as_they_are(self._dataloaders, even_batches if self.num_processes > 1 else None):
+            if even or self.num_processes == 1:
+                yield
+                return
+            self._check_accumulation()
+            self._followers = Followers(self)
+            try:
+                with self._followers.loop():
+                    yield
+            finally:
+                self._followers = None
+
+    def _check_accumulation(self) -> None:
+        if self.gradient_accumulation_steps > 1 and self.gradient_state.sync_with_dataloader:
             raise ValueError(
-                "join_uneven_inputs(even_batches=False) is not supported under ZeRO: a rank without a batch would "
-                "leave the others waiting. Leave even_batches=True, which repeats samples at the end"
+                f"with gradient_accumulation_steps={self.gradient_accumulation_steps} a rank steps at its last batch, "
+                "and in join_uneven_inputs(even_batches=False) ranks have different ones: take "
+                "GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False), or even_batches=True"
             )
-        yield
