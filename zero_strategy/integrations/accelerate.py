@@ -92,7 +92,7 @@ class ZeroAccelerator(SavingAccelerator):
         if precision == "fp16":
             self.native_amp = True  # on the CPU, too, where Accelerate's would compute in fp32 without a word
             rule = loss_scale_rule(self.zero_config, self.scaler_handler)
-            self.scaler = AgreedGradScaler(rule, self._engine_of_optimizer, self.device.type)
+            self.scaler = AgreedGradScaler(rule, self._engine_of_optimizer, self.device.type, self._together)
 
 
 def _other_sharding(accelerator: Accelerator) -> dict[str, Any]:

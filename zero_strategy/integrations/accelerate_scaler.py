@@ -7,6 +7,7 @@ them, undoing the scale and skipping a step are the engine's business; this clas
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +39,18 @@ class AgreedGradScaler(GradScaler):
         rule: When the scale grows and falls; None switches scaling off (`GradScalerKwargs(enabled=False)`).
         engine_of: Gives the engine that an optimizer is attached to.
         device: Type of the device that losses are on.
+        together: Makes what is around a call that ranks without a batch follow, from its name and the optimizer.
     """
 
-    def __init__(self, rule: LossScaler | None, engine_of: Callable[[Optimizer], ZeroEngine], device: str) -> None:
+    def __init__(
+        self,
+        rule: LossScaler | None,
+        engine_of: Callable[[Optimizer], ZeroEngine],
+        device: str,
+        together: Callable[[str, Optimizer], AbstractContextManager[None]],
+    ) -> None:
         super().__init__(device, enabled=rule is not None)
-        self.rule, self._engine_of = rule, engine_of
+        self.rule, self._engine_of, self._together = rule, engine_of, together
         self._in_gradients = 0.0  # the scale of the last backward
         self._backwards = 0
         self._finite: dict[Optimizer, bool] = {}  # of those whose gradients are unscaled
@@ -84,7 +92,8 @@ class AgreedGradScaler(GradScaler):
         if not self._in_gradients:
             raise RuntimeError("no loss was scaled: call accelerator.backward(loss) in place of loss.backward()")
         self._unscaled_after[inner] = self._backwards
-        self._finite[inner] = self._engine_of(inner).unscale_gradients(inner, scale=self._in_gradients)
+        with self._together("unscale_gradients", inner):
+            self._finite[inner] = self._engine_of(inner).unscale_gradients(inner, scale=self._in_gradients)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Undo the scale unless that is done, and step; the engine leaves all as it is if gradients overflowed.
@@ -98,10 +107,11 @@ class AgreedGradScaler(GradScaler):
             return
         if any(argument is not None for argument in (*args, *kwargs.values())):
             raise RuntimeError("a step with a closure cannot be scaled in fp16: call it without, after the backward")
-        if inner not in self._finite:
-            self.unscale_(inner)
-        self._stepped.append(self._finite.pop(inner))
-        inner.step()
+        with self._together("optimizer.step", inner):
+            if inner not in self._finite:
+                self.unscale_(inner)
+            self._stepped.append(self._finite.pop(inner))
+            inner.step()
 
     @property
     def last_step_finite(self) -> bool:

@@ -50,13 +50,12 @@ class SteppingAccelerator(ShardingAccelerator):
         chosen = self._optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
             if not self.scaler.is_unscaled(one):
-                with self._together("unscale_gradients", one):
-                    self.scaler.unscale_(one)
+                self.scaler.unscale_(one)
 
     def _unscale_those_of(self, parameters: list[Any]) -> None:
         """Accelerate's unscales all optimizers, those that are between their own backwards, too."""
         ids = {id(parameter) for parameter in parameters}
-        for prepared in self._optimizers:
+        for prepared in [] if self.scaler is None else self._optimizers:
             if any(id(p) in ids for group in prepared.param_groups for p in group["params"]):
                 self.unscale_gradients(prepared)
 
@@ -111,8 +110,10 @@ class SteppingAccelerator(ShardingAccelerator):
 
         Ranks that have run out take part with zero gradients until no rank has a batch left: a gradient is the sum over
         ranks divided by all of them, as in Accelerate with DistributedDataParallel; also on the CPU, where Accelerate's
-        does nothing. Inside, call the prepared objects: `accelerator.backward` or `loss.backward`, the clipping of the
-        accelerator, prepared optimizers and schedulers.
+        does nothing. Ranks that followed take over the others' schedules.
+
+        Inside, call the prepared objects: models as a whole, the clipping of the accelerator, prepared optimizers and
+        schedulers; other calls that need all ranks (`gather`, `save_state`) would wait for those that are not there.
 
         Args:
             joinables: The models that are trained.
@@ -122,13 +123,13 @@ class SteppingAccelerator(ShardingAccelerator):
             ValueError: If a model is not prepared, or accumulation would end at different batches on different ranks.
             RuntimeError: If ranks with a batch left do different things.
         """
-        for model in joinables:
-            self.engine(model)
         even = self.even_batches if even_batches is None else even_batches
         with batches_as_they_are(self._dataloaders, even_batches if self.num_processes > 1 else None):
             if even or self.num_processes == 1:
                 yield
                 return
+            for model in joinables:
+                self.engine(model)
             self._check_accumulation()
             self._followers = Followers(self)
             try:

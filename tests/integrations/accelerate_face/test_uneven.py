@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs
+from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, TorchDynamoPlugin
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
@@ -57,9 +57,9 @@ def by_formula(counts: list[int]) -> Found:
     return found
 
 
-def ours(stage: int, counts: list[int], **keywords: Any) -> Found:
+def ours(stage: int, counts: list[int], zero: dict[str, Any] | None = None, **keywords: Any) -> Found:
     with fresh_state():
-        accelerator, found, net = make(stage, **keywords), Found(), Net().eval()
+        accelerator, found, net = make(stage, zero, **keywords), Found(), Net().eval()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
         model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
@@ -103,6 +103,31 @@ def test_ranks_that_ran_out_count_as_zero_gradients(ranks: Launcher, stage: int,
 def test_three_ranks_that_end_one_by_one(ranks: Launcher, stage: int) -> None:
     found = ranks(3)(ours, stage, [1, 4, 2])
     assert largest(found[0].state, by_formula([1, 4, 2]).state) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "stage, zero",
+    [
+        (1, {"gradient_reduction": "per_micro_batch"}),
+        (2, {"gradient_reduction": "per_step"}),
+        (2, {"mesh": {"replicate": 2}}),
+        (3, {"gradient_reduction": "per_step", "prefetch": 2}),
+        (3, {"release_after_forward": False}),
+    ],
+)
+def test_other_settings(ranks: Launcher, stage: int, zero: dict[str, Any]) -> None:
+    assert largest(ranks(2)(ours, stage, [2, 4], zero)[0].state, by_formula([2, 4]).state) < 2e-6
+
+
+def compiled(stage: int) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    plugin = TorchDynamoPlugin(backend="EAGER", use_regional_compilation=stage == 3)
+    return ours(stage, [1, 3], dynamo_plugin=plugin).state
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_models(ranks: Launcher, stage: int) -> None:
+    assert largest(ranks(2, timeout=200)(compiled, stage)[0], by_formula([1, 3]).state) < 2e-6
 
 
 # ---- what torch's Join gives ----
