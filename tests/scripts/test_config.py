@@ -154,6 +154,12 @@ def test_a_config_is_a_struct() -> None:
     assert config.level == 3 and config.is_valid() and repr(config) == "Config(verbose=True, level=3)"
     with pytest.raises(KeyError):
         config["none"]
+    with pytest.raises(ValueError, match="'resolve' cannot be a setting of Config"):
+        Config(resolve=True)
+    with pytest.raises(TypeError, match=r"Config.from_dict takes a mapping of settings, not \[1\]"):
+        Config.from_dict([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"TrainingConfig.batch takes a BatchConfig or a mapping .*, not 3"):
+        TrainingConfig(batch=3)
 
 
 class Inner(Config):

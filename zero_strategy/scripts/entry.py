@@ -94,23 +94,39 @@ def _local_rank(args: Any) -> int:
     """This process on its host, by the environment; a launcher's `--local_rank` must be the same."""
     place = discover(os.environ)
     given = argument(args, "local_rank")
-    if given is None or int(given) < 0:
+    if given is not None:
+        try:
+            given = int(given)
+        except (TypeError, ValueError):
+            raise TypeError(f"args.local_rank must be an integer, not {given!r}") from None
+    if given is None or given < 0:
         return 0 if place is None else place.local_rank
-    if "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != int(given):
+    if "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != given:
         raise ValueError(f"args.local_rank is {given}, the variable LOCAL_RANK {os.environ['LOCAL_RANK']}; drop one")
     if place is not None:
         os.environ["LOCAL_RANK"] = str(given)  # of launchers that only give the argument
-    return int(given)
+    return given
 
 
 def _check_mpu(mpu: Any) -> None:
     if mpu is None:
         return
-    size = mpu.get_model_parallel_world_size()
+    # The second is what Megatron has called it since it has had pipelines as well.
+    names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    name = next((name for name in names if hasattr(mpu, name)), None)
+    if name is None:
+        raise TypeError(f"mpu must have {names[0]}() or {names[1]}(), and {type(mpu).__name__} has neither")
+    size = getattr(mpu, name)()
     if size != 1:
         raise ValueError(
-            f"mpu.get_model_parallel_world_size() is {size}: tensor parallelism is not done here; use one "
-            "model-parallel rank and shard parameters with stage 3"
+            f"mpu.{name}() is {size}: tensor parallelism is not done here; use one model-parallel rank and shard "
+            "parameters with stage 3"
+        )
+    replicas = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else world_size()
+    if replicas != world_size():
+        raise ValueError(
+            f"mpu.get_data_parallel_world_size() is {replicas}, and there are {world_size()} ranks: all of them are "
+            "data-parallel here; pipelines are not done"
         )
 
 
@@ -141,6 +157,10 @@ def _optimizer(
         if model_parameters is None
         else list(model_parameters)
     )
+    if not parameters:
+        empty = "model_parameters is empty (a generator gives its parameters only once)"
+        empty = "the model has no trainable parameters" if model_parameters is None else empty
+        raise ValueError(f"{empty}, so there is nothing to optimize; drop the optimizer to evaluate only")
     if optimizer is None:
         assert settings.optimizer is not None
         return make_optimizer(settings.optimizer, parameters)
