@@ -93,13 +93,12 @@ def initialize(
 def _local_rank(args: Any) -> int:
     """This process on its host, by the environment; a launcher's `--local_rank` must be the same."""
     place = discover(os.environ)
-    given = argument(args, "local_rank")
-    if given is not None:
-        try:
-            given = int(given)
-        except (TypeError, ValueError):
-            raise TypeError(f"args.local_rank must be an integer, not {given!r}") from None
-    if given is None or given < 0:
+    said = argument(args, "local_rank")
+    try:
+        given = -1 if said is None else int(said)  # a string, where the script's parser has no type=int
+    except (TypeError, ValueError):
+        raise TypeError(f"args.local_rank must be an integer, not {said!r}") from None
+    if given < 0:
         return 0 if place is None else place.local_rank
     if "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != given:
         raise ValueError(f"args.local_rank is {given}, the variable LOCAL_RANK {os.environ['LOCAL_RANK']}; drop one")
