@@ -119,6 +119,8 @@ def test_settings() -> None:
     with pytest.raises(ValueError, match="same thing"):
         ZeroStrategy(timeout=timedelta(seconds=5), timeout_seconds=5.0)
     assert ZeroStrategy(timeout=timedelta(seconds=5)).config.timeout_seconds == 5
+    with pytest.raises(TypeError, match=r"timeout is 5 \(int\); expected a timedelta, or timeout_seconds"):
+        ZeroStrategy(timeout=5)  # type: ignore[arg-type]
 
 
 class Penalized(Module):
@@ -166,3 +168,24 @@ def test_an_unknown_keyword_is_named() -> None:
         ZeroStrategy(stag=3)
     with pytest.raises(ValueError, match="gradient_clip_val"):
         ZeroStrategy(gradient_clipping=1.0)
+
+
+def test_a_strategy_of_another_namespace_names_the_right_one() -> None:
+    """Lightning refuses it, showing the object; so that says where the other one is."""
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
+
+    from zero_strategy.integrations.fabric import ZeroStrategy as FabricStrategy
+
+    with pytest.raises(ValueError, match=r"lightning\.ZeroStrategy\(stage=2\), for a Trainer; .*integrations\.fabric"):
+        Fabric(accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"fabric\.ZeroStrategy\(stage=1\), for Fabric; .* zero_strategy"):
+        Trainer(accelerator="cpu", devices=1, strategy=FabricStrategy(stage=1))  # type: ignore[arg-type]
+
+
+def test_a_strategy_explains_itself_before_it_has_a_trainer() -> None:
+    from zero_strategy.integrations.fabric import ZeroStrategy as FabricStrategy
+
+    for made in (ZeroStrategy(stage=2), FabricStrategy(stage=2)):
+        rows = {line.split()[0]: line.split()[1:] for line in made.explain().splitlines()}
+        assert rows["stage"] == ["2", "user:", "keyword"] and rows["prefetch"] == ["1", "default"]

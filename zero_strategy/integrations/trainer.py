@@ -179,8 +179,13 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         self._precision_plugin = plugin
 
     def explain(self) -> str:
-        """A table of every setting in effect, the Trainer's included: key, value, where it was set."""
-        return self._resolve().explain()
+        """A table of every setting in effect: key, value, where it was set; the Trainer's, too, once it has this."""
+        return self._resolve().explain() if self.num_processes else self.config.explain()
+
+    def __repr__(self) -> str:
+        # Lightning shows this where it is handed a strategy of another namespace.
+        name = f"{type(self).__module__}.{type(self).__name__}"
+        return f"{name}(stage={self.config.stage}), for a Trainer; Fabric takes zero_strategy.integrations.fabric's"
 
     def _resolve(self) -> ResolvedConfig:
         world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
