@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,11 @@ def test_defaults_depend_on_the_spelling() -> None:
     assert settings_of({"stage": 1}, 1).clipping == 0.0
     assert settings_of(load_config(stage=1), 1).zero.stage == 1
     assert settings_of(ZeroConfig(), 1).batch == BatchSizes(None, None, 1)
+
+
+def test_base64_as_a_launcher_passes_it() -> None:
+    text = base64.b64encode(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 4}).encode()).decode()
+    assert settings_of(text, 1).zero.stage == 2 and settings_of(text, 1).batch.train == 4
 
 
 def test_files(tmp_path: Path) -> None:

@@ -82,3 +82,15 @@ def test_schedulers() -> None:
             make_scheduler(Named(name, {}), optimizer)
     with pytest.raises(ValueError, match=r"scheduler\.params.warmup_steps: WarmupLR has no such argument"):
         make_scheduler(Named("WarmupLR", {"warmup_steps": 3}), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"lr": "0.1"}, r"optimizer.params.lr is '0.1' \(str\); expected a number"),
+        ({"betas": 0.9}, r"optimizer.params.betas is 0\.9; expected two numbers"),
+    ],
+)
+def test_numbers_are_numbers(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_optimizer(Named("Adam", params), [nn.Parameter(torch.ones(3))])

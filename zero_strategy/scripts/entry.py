@@ -18,6 +18,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.scripts.arguments import argument, config_of
 from zero_strategy.scripts.engine import ScriptEngine
 from zero_strategy.scripts.named import make_optimizer, make_scheduler
+from zero_strategy.scripts.ownership import OptimizerGuard, check_scheduler_of
 from zero_strategy.scripts.settings import ScriptSettings, settings_of
 
 
@@ -61,6 +62,12 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize(model=...) must be a torch module, not {type(model).__name__}")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise TypeError(f"initialize(model=...) averages gradients itself: pass the .module of {type(model).__name__}")
+    if dist_init_required not in (None, True, False):
+        raise TypeError(f"dist_init_required must be None, True or False, not {dist_init_required!r}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn must be callable, not {collate_fn!r}")
     chosen = config_of(args, config, config_params)
     local_rank = _local_rank(args)
     if dist_init_required is False:
@@ -74,12 +81,14 @@ def initialize(
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta ones become real in the engine
     zero = ZeroEngine(model, resolve(settings.zero, world_size()), compute_dtype=settings.compute_dtype, device=device)
     used = _optimizer(settings, model, optimizer, model_parameters)
+    guard = None if used is None else OptimizerGuard(used)
     if used is not None:
         zero.attach(used)
     engine = ScriptEngine(
         zero,
         settings,
         optimizer=used,
+        guard=guard,
         lr_scheduler=_scheduler(settings, used, lr_scheduler),
         device=device,
         local_rank=local_rank,
@@ -196,4 +205,5 @@ def _scheduler(settings: ScriptSettings, optimizer: Optimizer | None, lr_schedul
         lr_scheduler = lr_scheduler(optimizer)
     if not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(f"lr_scheduler must have step(), and {type(lr_scheduler).__name__} has none")
+    check_scheduler_of(lr_scheduler, optimizer)
     return lr_scheduler

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zero_strategy.config import Layer, ZeroConfig, load_config, load_layers
-from zero_strategy.config.deepspeed.text import read_json_file
+from zero_strategy.config.deepspeed.text import read_base64, read_json_file
 from zero_strategy.config.deepspeed_json import DeepSpeedSettings, read_deepspeed
 from zero_strategy.config.load import config_of
 from zero_strategy.config.sources import read_file, read_mapping
@@ -59,7 +59,8 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
     """Read a script's config.
 
     Args:
-        config: A mapping, the path of a JSON or YAML file, a `ZeroConfig`, or a config object of chapter 2.
+        config: A mapping, the path of a JSON or YAML file, base64 of JSON, a `ZeroConfig`, or a config object of
+            chapter 2.
         world: Data-parallel ranks.
 
     Raises:
@@ -137,6 +138,9 @@ def _read(config: Any) -> Layer:
         return read_mapping(config)
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"config must be a mapping, a path or a config object, not {type(config).__name__}")
+    encoded = None if os.path.exists(config) else read_base64(config)
+    if encoded is not None:
+        return encoded
     if Path(config).suffix != ".json":
         return read_file(config)
     return read_json_file(config)
