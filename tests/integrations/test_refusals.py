@@ -148,6 +148,36 @@ def test_a_loss_that_reads_released_parameters(ranks: Launcher) -> None:
         assert found < 1e-5
 
 
+class Scheduling(Module):
+    """Steps its schedule as well: rightly, where it optimizes by hand."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()  # type: ignore[union-attr]
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def schedules() -> None:
+    trainer("zero1").fit(Scheduling(True), loader())
+    with raises(RuntimeError, "both the Trainer and Scheduling.training_step step the StepLR"):
+        trainer("zero1").fit(Scheduling(False), loader())
+
+
+def test_a_scheduler_has_one_owner(ranks: Launcher) -> None:
+    ranks(2)(schedules)
+
+
 class Logging(Module):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("norm", grad_norm(self, 2)["grad_2.0_norm_total"])

@@ -40,6 +40,7 @@ from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.facts import trainer_facts
 from zero_strategy.integrations.failure import FailureAgreement, end_children_at_exit
 from zero_strategy.integrations.precision import precision_of
+from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
@@ -269,8 +270,9 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `training_step`, its root parameters whole."""
         assert self.lightning_module is not None and self.engine is not None
-        with self.precision_plugin.train_step_context(), self.engine.forward_scope():
-            return self.lightning_module.training_step(*args, **kwargs)
+        module = self.lightning_module
+        with self.precision_plugin.train_step_context(), self.engine.forward_scope(), schedulers_left_alone(module):
+            return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `validation_step`."""
