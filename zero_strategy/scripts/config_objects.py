@@ -14,8 +14,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from zero_strategy.config.batch import MICRO, BatchSettings
 from zero_strategy.distributed import world_size
-from zero_strategy.scripts.batch import MICRO, batch_sizes
 
 C = TypeVar("C", bound="Config")
 
@@ -149,10 +149,9 @@ class BatchConfig(Config):
             TypeError, ValueError: If they are no positive integers, do not divide, or disagree; names them.
         """
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-        sizes = batch_sizes(*given, world=world_size())
+        sizes = BatchSettings(*given).derive(world_size())
         if sum(value is not None for value in given) >= 2:
-            self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
-            self.gradient_accumulation_steps = sizes.accumulation
+            vars(self).update(vars(sizes))
 
     def is_valid(self) -> bool:
         """Resolve, and tell whether all three are known and agree."""

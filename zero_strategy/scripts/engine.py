@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from zero_strategy.config.batch import MICRO, TRAIN
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.scripts.batch import MICRO, TRAIN
 from zero_strategy.scripts.data import distributed_loader
 from zero_strategy.scripts.ownership import OptimizerGuard, SchedulerGuard
 from zero_strategy.scripts.settings import ScriptSettings
@@ -230,7 +230,7 @@ class ScriptEngine:
             self.lr_scheduler.step(**lr_kwargs)
             self._scheduled.stepped(self.lr_scheduler)
         self.global_steps += 1
-        self.global_samples += self.settings.batch.train or 0
+        self.global_samples += self.settings.batch.train_batch_size or 0
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights."""
@@ -251,7 +251,7 @@ class ScriptEngine:
         Raises:
             ValueError: If the config says no batch size.
         """
-        return _known(self.settings.batch.train)
+        return _known(self.settings.batch.train_batch_size)
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch.
@@ -259,11 +259,11 @@ class ScriptEngine:
         Raises:
             ValueError: If the config says no batch size.
         """
-        return _known(self.settings.batch.micro)
+        return _known(self.settings.batch.train_micro_batch_size_per_gpu)
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.settings.batch.accumulation
+        return self.settings.batch.gradient_accumulation_steps or 1
 
     def gradient_clipping(self) -> float:
         """Bound on the gradient norm; 0: none."""
@@ -395,7 +395,7 @@ class ScriptEngine:
             counters = {
                 "global_steps": steps.taken,
                 "skipped_steps": steps.skipped,
-                "global_samples": steps.taken * (self.settings.batch.train or 0),
+                "global_samples": steps.taken * (self.settings.batch.train_batch_size or 0),
                 "micro_steps": steps.taken * self.gradient_accumulation_steps(),
             }
         for name in _COUNTERS:

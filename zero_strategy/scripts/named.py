@@ -7,23 +7,14 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zero_strategy.config.deepspeed.named import Named
 from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
 from zero_strategy.optim.schedules import SCHEDULES
-
-
-class Named(NamedTuple):
-    """An optimizer or a scheduler in a config."""
-
-    type: str
-    """Its name."""
-    params: Mapping[str, Any]
-    """Its arguments."""
-
 
 _REFUSED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD", "Muon")
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "lr_decay", "max_coeff", "min_coeff")
