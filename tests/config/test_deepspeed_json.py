@@ -23,7 +23,7 @@ from zero_strategy.config import (
     read_deepspeed,
     resolve,
 )
-from zero_strategy.config.deepspeed.batch import BatchSettings
+from zero_strategy.config.batch import BatchSettings
 from zero_strategy.config.deepspeed.keys import Group
 from zero_strategy.config.deepspeed.runtime_keys import ROOT, TOP_LEVEL
 

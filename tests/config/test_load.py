@@ -150,7 +150,7 @@ def test_layers_name_their_origin():
 def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config file.*nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
-    with pytest.raises(FileNotFoundError, match=r"use preset\('zero2'\)"):
+    with pytest.raises(FileNotFoundError, match=r"'zero2' is a strategy name; as a config it is \{'stage': 2\}"):
         load_config("zero2")
 
 

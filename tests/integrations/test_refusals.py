@@ -119,6 +119,8 @@ def test_settings() -> None:
     with pytest.raises(ValueError, match="same thing"):
         ZeroStrategy(timeout=timedelta(seconds=5), timeout_seconds=5.0)
     assert ZeroStrategy(timeout=timedelta(seconds=5)).config.timeout_seconds == 5
+    with pytest.raises(TypeError, match=r"timeout is 5 \(int\); expected a timedelta, or timeout_seconds"):
+        ZeroStrategy(timeout=5)  # type: ignore[arg-type]
 
 
 class Penalized(Module):
@@ -146,6 +148,36 @@ def test_a_loss_that_reads_released_parameters(ranks: Launcher) -> None:
         assert found < 1e-5
 
 
+class Scheduling(Module):
+    """Steps its schedule as well: rightly, where it optimizes by hand."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()  # type: ignore[union-attr]
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def schedules() -> None:
+    trainer("zero1").fit(Scheduling(True), loader())
+    with raises(RuntimeError, "both the Trainer and Scheduling.training_step step the StepLR"):
+        trainer("zero1").fit(Scheduling(False), loader())
+
+
+def test_a_scheduler_has_one_owner(ranks: Launcher) -> None:
+    ranks(2)(schedules)
+
+
 class Logging(Module):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("norm", grad_norm(self, 2)["grad_2.0_norm_total"])
@@ -166,3 +198,24 @@ def test_an_unknown_keyword_is_named() -> None:
         ZeroStrategy(stag=3)
     with pytest.raises(ValueError, match="gradient_clip_val"):
         ZeroStrategy(gradient_clipping=1.0)
+
+
+def test_a_strategy_of_another_namespace_names_the_right_one() -> None:
+    """Lightning refuses it, showing the object; so that says where the other one is."""
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
+
+    from zero_strategy.integrations.fabric import ZeroStrategy as FabricStrategy
+
+    with pytest.raises(ValueError, match=r"lightning\.ZeroStrategy\(stage=2\), for a Trainer; .*integrations\.fabric"):
+        Fabric(accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"fabric\.ZeroStrategy\(stage=1\), for Fabric; .* zero_strategy"):
+        Trainer(accelerator="cpu", devices=1, strategy=FabricStrategy(stage=1))  # type: ignore[arg-type]
+
+
+def test_a_strategy_explains_itself_before_it_has_a_trainer() -> None:
+    from zero_strategy.integrations.fabric import ZeroStrategy as FabricStrategy
+
+    for made in (ZeroStrategy(stage=2), FabricStrategy(stage=2)):
+        rows = {line.split()[0]: line.split()[1:] for line in made.explain().splitlines()}
+        assert rows["stage"] == ["2", "user:", "keyword"] and rows["prefetch"] == ["1", "default"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from zero_strategy.config import ZeroConfig, load_config
+from zero_strategy.config.batch import BatchSettings
+from zero_strategy.config.deepspeed.named import Named
 from zero_strategy.scripts import BatchConfig, Config, FP16Config, TrainingConfig
-from zero_strategy.scripts.batch import BatchSizes, batch_sizes
 from zero_strategy.scripts.named import make_optimizer
 from zero_strategy.scripts.settings import settings_of
 
@@ -30,26 +32,26 @@ from zero_strategy.scripts.settings import settings_of
     ],
 )
 def test_the_third_follows_from_two(given: tuple[Any, ...], derived: tuple[Any, ...]) -> None:
-    assert batch_sizes(*given, world=4) == BatchSizes(*derived)
+    assert BatchSettings(*given).derive(4) == BatchSettings(*derived)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((32, 4, 3), r"train_batch_size 32 is not train_micro_batch_size_per_gpu 4 \* .*steps 3 \* 4 ranks = 48"),
-        ((30, 4, None), "30 is no multiple of train_micro_batch_size_per_gpu 4 .* choose a multiple of 16"),
-        ((30, None, None), "30 is no multiple of gradient_accumulation_steps 1"),
-        ((None, 0, None), "train_micro_batch_size_per_gpu must be positive, not 0"),
+        ((32, 4, 3), "train_batch_size is 32, but train_micro_batch_size_per_gpu 4 x .*steps 3 x 4 ranks = 48"),
+        ((30, 4, None), r"30 / \(train_micro_batch_size_per_gpu 4 x 4 ranks\) = 1\.875, .* use a multiple of 16"),
+        ((30, None, None), r"30 / \(gradient_accumulation_steps 1 x 4 ranks\)"),
+        ((None, 0, None), "train_micro_batch_size_per_gpu is 0; accepted: 1 or more"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(given: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        batch_sizes(*given, world=4)
+        BatchSettings(*given).derive(4)
 
 
 def test_sizes_are_integers() -> None:
-    with pytest.raises(TypeError, match=r"train_batch_size must be an integer, not 8\.0"):
-        batch_sizes(8.0, None, None, world=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"train_batch_size is 8\.0 \(float\)"):
+        BatchSettings(8.0, None, None)  # type: ignore[arg-type]
 
 
 def test_both_spellings_say_the_same() -> None:
@@ -60,11 +62,12 @@ def test_both_spellings_say_the_same() -> None:
     ours = settings_of({"stage": 2, **script}, 2)
     theirs = settings_of({"zero_optimization": {"stage": 2}, **script}, 2)
     for found in (ours, theirs):
-        assert found.zero.stage == 2 and found.batch == BatchSizes(8, 4, 1) and found.clipping == 0.5
+        assert found.zero.stage == 2 and found.batch == BatchSettings(8, 4, 1) and found.clipping == 0.5
         assert found.compute_dtype == torch.bfloat16
-        assert found.scheduler == ("WarmupLR", {})
-    assert ours.optimizer == ("Adam", {"lr": 0.1})
-    assert theirs.optimizer == ("AdamW", {"lr": 0.1}), "DeepSpeed's Adam is AdamW unless adam_w_mode is false"
+        assert found.scheduler == Named("WarmupLR", {}, "user: mapping: scheduler")
+    place = "user: mapping: optimizer"
+    assert ours.optimizer == Named("Adam", {"lr": 0.1}, place)
+    assert theirs.optimizer == Named("AdamW", {"lr": 0.1}, place), "DeepSpeed's Adam is AdamW by adam_w_mode's default"
 
 
 def test_adam_without_decoupled_decay() -> None:
@@ -85,7 +88,12 @@ def test_defaults_depend_on_the_spelling() -> None:
     assert settings_of({"prefetch": 2}, 1).zero.stage == 3 and ZeroConfig().loss_scale.growth_interval == 2000
     assert settings_of({"stage": 1}, 1).clipping == 0.0
     assert settings_of(load_config(stage=1), 1).zero.stage == 1
-    assert settings_of(ZeroConfig(), 1).batch == BatchSizes(None, None, 1)
+    assert settings_of(ZeroConfig(), 1).batch == BatchSettings(None, None, 1)
+
+
+def test_base64_as_a_launcher_passes_it() -> None:
+    text = base64.b64encode(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 4}).encode()).decode()
+    assert settings_of(text, 1).zero.stage == 2 and settings_of(text, 1).batch.train_batch_size == 4
 
 
 def test_files(tmp_path: Path) -> None:
@@ -94,7 +102,7 @@ def test_files(tmp_path: Path) -> None:
     assert found.zero.stage == 1 and found.compute_dtype == torch.float16
     assert found.zero.origin_of("stage") == f"user: {tmp_path / 'ds.json'}: zero_optimization.stage"
     (tmp_path / "ours.yaml").write_text("stage: 2\ntrain_batch_size: 4\n")
-    assert settings_of(tmp_path / "ours.yaml", 2).batch.micro == 2
+    assert settings_of(tmp_path / "ours.yaml", 2).batch.train_micro_batch_size_per_gpu == 2
     (tmp_path / "twice.json").write_text('{"train_batch_size": 1, "train_batch_size": 2}')
     with pytest.raises(ValueError, match="'train_batch_size' is there twice"):
         settings_of(tmp_path / "twice.json", 1)
@@ -154,6 +162,12 @@ def test_a_config_is_a_struct() -> None:
     assert config.level == 3 and config.is_valid() and repr(config) == "Config(verbose=True, level=3)"
     with pytest.raises(KeyError):
         config["none"]
+    with pytest.raises(ValueError, match="'resolve' cannot be a setting of Config"):
+        Config(resolve=True)
+    with pytest.raises(TypeError, match=r"Config.from_dict takes a mapping of settings, not \[1\]"):
+        Config.from_dict([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"TrainingConfig.batch takes a BatchConfig or a mapping .*, not 3"):
+        TrainingConfig(batch=3)
 
 
 class Inner(Config):
@@ -203,7 +217,7 @@ def test_batches_that_cannot_be_resolved() -> None:
     one.resolve()
     assert one.train_micro_batch_size_per_gpu is None and not one.is_valid() and not BatchConfig().is_valid()
     wrong = BatchConfig(train_batch_size=8, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="train_batch_size 8 is not"):
+    with pytest.raises(ValueError, match="train_batch_size is 8, but"):
         wrong.resolve()
     assert not wrong.is_valid() and not TrainingConfig(batch=wrong).is_valid()
     with pytest.raises(ValueError, match="two names of one setting"):
@@ -216,6 +230,6 @@ def test_the_whole_config_is_one_for_a_script() -> None:
     )
     assert isinstance(config.fp16, FP16Config) and config.is_valid()
     found = settings_of(config, 1)
-    assert found.batch == BatchSizes(8, 4, 2) and found.clipping == 0.5 and found.compute_dtype == torch.float16
+    assert found.batch == BatchSettings(8, 4, 2) and found.clipping == 0.5 and found.compute_dtype == torch.float16
     assert not FP16Config(clip=-1.0).is_valid() and not FP16Config(enabled="yes").is_valid()
     assert settings_of(TrainingConfig(batch={"train_batch_size": 2}), 1).clipping == 0.0

@@ -213,6 +213,20 @@ def test_a_scheduler_has_one_owner() -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_has_one_owner(stage: int) -> None:
+    engine = start(stage)
+    assert engine.optimizer is not None
+    (x, y), *_ = micro_batches(engine)
+    engine.backward(engine(x, y))
+    before = weights(engine)
+    with pytest.raises(RuntimeError, match=r"both the engine and the script step the AdamW: .* Drop optimizer\.step"):
+        engine.optimizer.step()
+    assert apart(weights(engine), before) == 0
+    engine.step()  # as if nothing had happened
+    assert apart(weights(engine), plain.train(1, world=1, micro=MICRO, lr=LR)["weights"]) < 2e-6
+
+
 def test_a_model_has_one_engine() -> None:
     model = net()
     zero_strategy.initialize(model=model, config=BASE)
@@ -373,10 +387,29 @@ class Unit:
         return self.size
 
 
+class Megatron:
+    """Newer names; ranks that are not data-parallel may be those of a pipeline."""
+
+    def __init__(self, tensor: int, data: int) -> None:
+        self.tensor, self.data = tensor, data
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.tensor
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data
+
+
 def test_a_model_parallel_unit_of_one_is_accepted() -> None:
     zero_strategy.initialize(model=net(), mpu=Unit(1), config=BASE)
-    with pytest.raises(ValueError, match=r"mpu.get_model_parallel_world_size\(\) is 2"):
-        zero_strategy.initialize(model=net(), mpu=Unit(2), config=BASE)
+    zero_strategy.initialize(model=net(), mpu=Megatron(1, 1), config=BASE)
+    for unit, message in (
+        (Unit(2), r"mpu.get_model_parallel_world_size\(\) is 2"),
+        (Megatron(2, 1), r"mpu.get_tensor_model_parallel_world_size\(\) is 2"),
+        (Megatron(1, 4), r"mpu.get_data_parallel_world_size\(\) is 4, and there are 1 ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zero_strategy.initialize(model=net(), mpu=unit, config=BASE)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -401,18 +434,32 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         (lambda m: {"config": BASE, "optimizer": sgd(m), "model_parameters": [m.head.weight]}, "1 parameters"),
         (lambda m: {"config": BASE, "optimizer": sgd(net())}, "not a parameter of the sharded module"),
         (lambda m: {"config": {"stage": 0}, "training_data": data()}, "the config says no batch size"),
+        (
+            lambda m: {
+                "config": {**BASE, **ADAM},
+                "lr_scheduler": torch.optim.lr_scheduler.StepLR(sgd(m), 1),
+            },
+            "the StepLR was made for a SGD that is not the FusedAdamW",
+        ),
+        (lambda m: {"config": {**BASE, **ADAM}, "model_parameters": iter(())}, "model_parameters is empty"),
+        (lambda m: {"config": {**BASE, **ADAM}, "model": m.requires_grad_(False)}, "no trainable parameters"),
     ],
 )
 def test_sources_that_disagree_are_named(arguments: Callable[[Any], dict[str, Any]], message: str) -> None:
     model = net()
     with pytest.raises(ValueError, match=message):
-        zero_strategy.initialize(model=model, **arguments(model))
+        zero_strategy.initialize(**{"model": model, **arguments(model)})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"model": None}, "must be a torch module, not NoneType"),
+        ({"model": nn.DataParallel(nn.Linear(1, 1))}, "pass the .module of DataParallel"),
+        ({"dist_init_required": "no"}, "dist_init_required must be None, True or False, not 'no'"),
+        ({"collate_fn": 3}, "collate_fn must be callable, not 3"),
+        ({"mpu": object()}, "mpu must have get_model_parallel_world_size"),
+        ({"args": {"local_rank": "first"}}, "args.local_rank must be an integer, not 'first'"),
         ({"optimizer": 3}, "must be a torch optimizer or a callable, not int"),
         ({"optimizer": list}, "returned a list"),
         ({"training_data": Endless()}, "a dataset with a length"),

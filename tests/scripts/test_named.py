@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from zero_strategy.config.deepspeed.named import Named
 from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
 from zero_strategy.optim.schedules import SCHEDULES
-from zero_strategy.scripts.named import Named, make_optimizer, make_scheduler
+from zero_strategy.scripts.named import make_optimizer, make_scheduler
 
 
 def make(name: str, **params: Any) -> torch.optim.Optimizer:
@@ -82,3 +83,15 @@ def test_schedulers() -> None:
             make_scheduler(Named(name, {}), optimizer)
     with pytest.raises(ValueError, match=r"scheduler\.params.warmup_steps: WarmupLR has no such argument"):
         make_scheduler(Named("WarmupLR", {"warmup_steps": 3}), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"lr": "0.1"}, r"optimizer.params.lr is '0.1' \(str\); expected a number"),
+        ({"betas": 0.9}, r"optimizer.params.betas is 0\.9; expected two numbers"),
+    ],
+)
+def test_numbers_are_numbers(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_optimizer(Named("Adam", params), [nn.Parameter(torch.ones(3))])

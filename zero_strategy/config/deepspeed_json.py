@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .deepspeed.batch import BatchSettings
+from .batch import BatchSettings
 from .deepspeed.classify import AUTO, KeyReport, classify
 from .deepspeed.keys import REJECTED, WITHOUT_EFFECT
 from .deepspeed.named import Named

@@ -67,7 +67,7 @@ def read_file(source: str | os.PathLike[str]) -> Layer:
     """
     path, shown = Path(source).expanduser(), os.fspath(source)
     if not path.exists():
-        hint = f" ({shown!r} is a strategy name: use preset({shown!r}))" if shown in _PRESETS else ""
+        hint = f" ({shown!r} is a strategy name; as a config it is {_PRESETS[shown]})" if shown in _PRESETS else ""
         raise FileNotFoundError(errno.ENOENT, f"no config file{hint}", shown)
     origin = f"user: {shown}"
     try:

@@ -178,8 +178,13 @@ class FabricStrategy(FabricCheckpoints, _Base):
         self._precision = plugin
 
     def explain(self) -> str:
-        """A table of every setting in effect: key, value, where it was set."""
-        return self._resolve().explain()
+        """A table of every setting in effect: key, value, where it was set; Fabric's, too, once it has this."""
+        return self._resolve().explain() if self.num_processes else self.config.explain()
+
+    def __repr__(self) -> str:
+        # Lightning shows this where it is handed a strategy of another namespace.
+        name = f"{type(self).__module__}.{type(self).__name__}"
+        return f"{name}(stage={self.config.stage}), for Fabric; a Trainer takes zero_strategy.ZeroStrategy"
 
     def _resolve(self) -> ResolvedConfig:
         devices, nodes = self.num_processes, self.num_nodes

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zero_strategy.config import ZeroConfig, load_config
 
 
-def read_settings(config: Any, timeout: timedelta | None, **keywords: Any) -> ZeroConfig:
+def read_settings(config: Any, timeout: Any, **keywords: Any) -> ZeroConfig:
     """The config with keywords on top; None means not given.
 
     Raises:
@@ -21,6 +21,9 @@ def read_settings(config: Any, timeout: timedelta | None, **keywords: Any) -> Ze
     settings = load_config(config, **{key: value for key, value in keywords.items() if value is not None})
     if timeout is None:
         return settings
+    if not isinstance(timeout, timedelta):
+        kind = type(timeout).__name__
+        raise TypeError(f"timeout is {timeout!r} ({kind}); expected a timedelta, or timeout_seconds in seconds")
     if settings.origin_of("timeout_seconds") != "default":
         raise ValueError(
             f"timeout={timeout} and timeout_seconds={settings.timeout_seconds} "

@@ -40,6 +40,7 @@ from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.facts import trainer_facts
 from zero_strategy.integrations.failure import FailureAgreement, end_children_at_exit
 from zero_strategy.integrations.precision import precision_of
+from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
@@ -179,8 +180,13 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         self._precision_plugin = plugin
 
     def explain(self) -> str:
-        """A table of every setting in effect, the Trainer's included: key, value, where it was set."""
-        return self._resolve().explain()
+        """A table of every setting in effect: key, value, where it was set; the Trainer's, too, once it has this."""
+        return self._resolve().explain() if self.num_processes else self.config.explain()
+
+    def __repr__(self) -> str:
+        # Lightning shows this where it is handed a strategy of another namespace.
+        name = f"{type(self).__module__}.{type(self).__name__}"
+        return f"{name}(stage={self.config.stage}), for a Trainer; Fabric takes zero_strategy.integrations.fabric's"
 
     def _resolve(self) -> ResolvedConfig:
         world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
@@ -264,8 +270,9 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `training_step`, its root parameters whole."""
         assert self.lightning_module is not None and self.engine is not None
-        with self.precision_plugin.train_step_context(), self.engine.forward_scope():
-            return self.lightning_module.training_step(*args, **kwargs)
+        module = self.lightning_module
+        with self.precision_plugin.train_step_context(), self.engine.forward_scope(), schedulers_left_alone(module):
+            return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `validation_step`."""

@@ -14,8 +14,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from zero_strategy.config.batch import MICRO, BatchSettings
 from zero_strategy.distributed import world_size
-from zero_strategy.scripts.batch import MICRO, batch_sizes
 
 C = TypeVar("C", bound="Config")
 
@@ -30,7 +30,9 @@ class Config:
         **kwargs: Values.
 
     Raises:
-        ValueError: If the class declares settings and a keyword is none of them; names the nearest.
+        TypeError: If a value shall be a config, and is neither that nor a mapping.
+        ValueError: If the class declares settings and a keyword is none of them (names the nearest), or a keyword is
+            the name of a method.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -42,7 +44,13 @@ class Config:
 
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
-        """A config of the values of a dictionary."""
+        """A config of the values of a dictionary.
+
+        Raises:
+            TypeError: If it is none.
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{cls.__name__}.from_dict takes a mapping of settings, not {values!r}")
         return cls(**values)
 
     def resolve(self) -> None:
@@ -82,8 +90,16 @@ class Config:
             near = difflib.get_close_matches(name, declared, n=1)
             meant = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(declared)}"
             raise ValueError(f"{type(self).__name__} has no setting {name!r}; {meant}")
+        if callable(getattr(Config, name, None)):
+            raise ValueError(f"{name!r} cannot be a setting of {type(self).__name__}, for it is one of its methods")
         section = _section(type(self), name)
-        setattr(self, name, section.from_dict(value) if section and isinstance(value, Mapping) else value)
+        if section is not None and isinstance(value, Mapping):
+            value = section.from_dict(value)
+        elif section is not None and not isinstance(value, (section, type(None))):
+            raise TypeError(
+                f"{type(self).__name__}.{name} takes a {section.__name__} or a mapping of its settings, not {value!r}"
+            )
+        setattr(self, name, value)
 
     def __contains__(self, name: object) -> bool:
         return name in vars(self)
@@ -133,10 +149,9 @@ class BatchConfig(Config):
             TypeError, ValueError: If they are no positive integers, do not divide, or disagree; names them.
         """
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-        sizes = batch_sizes(*given, world=world_size())
+        sizes = BatchSettings(*given).derive(world_size())
         if sum(value is not None for value in given) >= 2:
-            self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
-            self.gradient_accumulation_steps = sizes.accumulation
+            vars(self).update(vars(sizes))
 
     def is_valid(self) -> bool:
         """Resolve, and tell whether all three are known and agree."""

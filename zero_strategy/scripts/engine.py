@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from zero_strategy.config.batch import MICRO, TRAIN
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.scripts.batch import MICRO, TRAIN
 from zero_strategy.scripts.data import distributed_loader
+from zero_strategy.scripts.ownership import OptimizerGuard, SchedulerGuard
 from zero_strategy.scripts.settings import ScriptSettings
 
 COUNTERS_KEY = "zero_strategy.script"
@@ -39,6 +40,7 @@ class ScriptEngine:
         zero: The engine that owns the module, with the optimizer attached.
         settings: What the config says.
         optimizer: The optimizer, or None for an engine that only evaluates.
+        guard: Of the optimizer; lets only this engine step it.
         lr_scheduler: Anything with `step()`; stepped after each step of the optimizer that was taken.
         device: Where the module is.
         local_rank: Of this process on its host.
@@ -63,6 +65,7 @@ class ScriptEngine:
         settings: ScriptSettings,
         *,
         optimizer: Optimizer | None = None,
+        guard: OptimizerGuard | None = None,
         lr_scheduler: Any = None,
         device: torch.device | None = None,
         local_rank: int = 0,
@@ -78,7 +81,7 @@ class ScriptEngine:
         self._held_back = False
         self._norm: float | None = None
         self._applied = False
-        self._scheduled: int | None = None
+        self._guard, self._scheduled = guard, SchedulerGuard()
 
     # ---- the module ----
 
@@ -201,7 +204,7 @@ class ScriptEngine:
         if self._held_back:
             raise RuntimeError("step() inside of no_sync(): call it after the block, when gradients may be averaged")
         if self.is_gradient_accumulation_boundary():
-            self._check_scheduler()
+            self._scheduled.check(self.lr_scheduler)
             self._update(self.optimizer, lr_kwargs or {})
         else:
             self._applied = False
@@ -215,7 +218,8 @@ class ScriptEngine:
             self._norm = float(self.zero.clip_grad_norm_(self.settings.clipping, optimizer=optimizer))
         else:
             self._norm = self.zero.grad_norm(optimizer=optimizer).value
-        optimizer.step()
+        with nullcontext() if self._guard is None else self._guard.stepping():
+            optimizer.step()
         self.zero_grad()
         if self.zero.scaler is not None:
             self.zero.scaler.update(finite=finite)
@@ -224,16 +228,9 @@ class ScriptEngine:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-            self._scheduled = _count(self.lr_scheduler)
+            self._scheduled.stepped(self.lr_scheduler)
         self.global_steps += 1
-        self.global_samples += self.settings.batch.train or 0
-
-    def _check_scheduler(self) -> None:
-        if self._scheduled is not None and _count(self.lr_scheduler) != self._scheduled:
-            raise RuntimeError(
-                f"both the engine and the script step the {type(self.lr_scheduler).__name__}: engine.step() does it "
-                "after each update. Drop scheduler.step() from the script, or do not pass the scheduler to initialize()"
-            )
+        self.global_samples += self.settings.batch.train_batch_size or 0
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights."""
@@ -254,7 +251,7 @@ class ScriptEngine:
         Raises:
             ValueError: If the config says no batch size.
         """
-        return _known(self.settings.batch.train)
+        return _known(self.settings.batch.train_batch_size)
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch.
@@ -262,11 +259,11 @@ class ScriptEngine:
         Raises:
             ValueError: If the config says no batch size.
         """
-        return _known(self.settings.batch.micro)
+        return _known(self.settings.batch.train_micro_batch_size_per_gpu)
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.settings.batch.accumulation
+        return self.settings.batch.gradient_accumulation_steps or 1
 
     def gradient_clipping(self) -> float:
         """Bound on the gradient norm; 0: none."""
@@ -387,7 +384,7 @@ class ScriptEngine:
             lr_scheduler=self.lr_scheduler,
         )
         counters = state.pop(COUNTERS_KEY, None)
-        self._scheduled = None
+        self._scheduled.forget()
         if path is not None and load_optimizer_states:
             self._take_counters(counters)
         return path, state
@@ -398,7 +395,7 @@ class ScriptEngine:
             counters = {
                 "global_steps": steps.taken,
                 "skipped_steps": steps.skipped,
-                "global_samples": steps.taken * (self.settings.batch.train or 0),
+                "global_samples": steps.taken * (self.settings.batch.train_batch_size or 0),
                 "micro_steps": steps.taken * self.gradient_accumulation_steps(),
             }
         for name in _COUNTERS:
@@ -414,12 +411,6 @@ def _known(size: int | None) -> int:
     if size is None:
         raise ValueError(f"the config says no batch size; set {MICRO!r} or {TRAIN!r}")
     return size
-
-
-def _count(scheduler: Any) -> int | None:
-    """How often a scheduler was stepped, where it tells."""
-    count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
-    return count if isinstance(count, int) else None
 
 
 def _described(loss: Any) -> str:

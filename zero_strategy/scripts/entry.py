@@ -18,6 +18,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.scripts.arguments import argument, config_of
 from zero_strategy.scripts.engine import ScriptEngine
 from zero_strategy.scripts.named import make_optimizer, make_scheduler
+from zero_strategy.scripts.ownership import OptimizerGuard, check_scheduler_of
 from zero_strategy.scripts.settings import ScriptSettings, settings_of
 
 
@@ -61,6 +62,12 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize(model=...) must be a torch module, not {type(model).__name__}")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise TypeError(f"initialize(model=...) averages gradients itself: pass the .module of {type(model).__name__}")
+    if dist_init_required not in (None, True, False):
+        raise TypeError(f"dist_init_required must be None, True or False, not {dist_init_required!r}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn must be callable, not {collate_fn!r}")
     chosen = config_of(args, config, config_params)
     local_rank = _local_rank(args)
     if dist_init_required is False:
@@ -74,12 +81,14 @@ def initialize(
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta ones become real in the engine
     zero = ZeroEngine(model, resolve(settings.zero, world_size()), compute_dtype=settings.compute_dtype, device=device)
     used = _optimizer(settings, model, optimizer, model_parameters)
+    guard = None if used is None else OptimizerGuard(used)
     if used is not None:
         zero.attach(used)
     engine = ScriptEngine(
         zero,
         settings,
         optimizer=used,
+        guard=guard,
         lr_scheduler=_scheduler(settings, used, lr_scheduler),
         device=device,
         local_rank=local_rank,
@@ -93,24 +102,39 @@ def initialize(
 def _local_rank(args: Any) -> int:
     """This process on its host, by the environment; a launcher's `--local_rank` must be the same."""
     place = discover(os.environ)
-    given = argument(args, "local_rank")
-    if given is None or int(given) < 0:
+    said = argument(args, "local_rank")
+    try:
+        given = -1 if said is None else int(said)  # a string, where the script's parser has no type=int
+    except (TypeError, ValueError):
+        raise TypeError(f"args.local_rank must be an integer, not {said!r}") from None
+    if given < 0:
         return 0 if place is None else place.local_rank
-    if "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != int(given):
+    if "LOCAL_RANK" in os.environ and int(os.environ["LOCAL_RANK"]) != given:
         raise ValueError(f"args.local_rank is {given}, the variable LOCAL_RANK {os.environ['LOCAL_RANK']}; drop one")
     if place is not None:
         os.environ["LOCAL_RANK"] = str(given)  # of launchers that only give the argument
-    return int(given)
+    return given
 
 
 def _check_mpu(mpu: Any) -> None:
     if mpu is None:
         return
-    size = mpu.get_model_parallel_world_size()
+    # The second is what Megatron has called it since it has had pipelines as well.
+    names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    name = next((name for name in names if hasattr(mpu, name)), None)
+    if name is None:
+        raise TypeError(f"mpu must have {names[0]}() or {names[1]}(), and {type(mpu).__name__} has neither")
+    size = getattr(mpu, name)()
     if size != 1:
         raise ValueError(
-            f"mpu.get_model_parallel_world_size() is {size}: tensor parallelism is not done here; use one "
-            "model-parallel rank and shard parameters with stage 3"
+            f"mpu.{name}() is {size}: tensor parallelism is not done here; use one model-parallel rank and shard "
+            "parameters with stage 3"
+        )
+    replicas = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else world_size()
+    if replicas != world_size():
+        raise ValueError(
+            f"mpu.get_data_parallel_world_size() is {replicas}, and there are {world_size()} ranks: all of them are "
+            "data-parallel here; pipelines are not done"
         )
 
 
@@ -141,6 +165,10 @@ def _optimizer(
         if model_parameters is None
         else list(model_parameters)
     )
+    if not parameters:
+        empty = "model_parameters is empty (a generator gives its parameters only once)"
+        empty = "the model has no trainable parameters" if model_parameters is None else empty
+        raise ValueError(f"{empty}, so there is nothing to optimize; drop the optimizer to evaluate only")
     if optimizer is None:
         assert settings.optimizer is not None
         return make_optimizer(settings.optimizer, parameters)
@@ -177,4 +205,5 @@ def _scheduler(settings: ScriptSettings, optimizer: Optimizer | None, lr_schedul
         lr_scheduler = lr_scheduler(optimizer)
     if not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(f"lr_scheduler must have step(), and {type(lr_scheduler).__name__} has none")
+    check_scheduler_of(lr_scheduler, optimizer)
     return lr_scheduler

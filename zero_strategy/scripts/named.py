@@ -7,25 +7,18 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zero_strategy.config.deepspeed.named import Named
 from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
 from zero_strategy.optim.schedules import SCHEDULES
 
-
-class Named(NamedTuple):
-    """An optimizer or a scheduler in a config."""
-
-    type: str
-    """Its name."""
-    params: Mapping[str, Any]
-    """Its arguments."""
-
-
 _REFUSED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "lr_decay", "max_coeff", "min_coeff")
+"""Arguments of optimizers that are numbers: torch only finds out while it steps, if at all."""
 _LAMB_BOUNDS = {"max_coeff": 10.0, "min_coeff": 0.01}
 
 
@@ -136,11 +129,15 @@ def _drop(params: dict[str, Any], name: str, **only: bool) -> None:
 
 def _call(cls: Callable[..., Any], first: Any, params: Mapping[str, Any], what: str) -> Any:
     known = list(inspect.signature(cls).parameters)[1:]
-    for key in params:
+    for key, value in params.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             meant = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known)}"
             raise ValueError(f"{what}.params.{key}: {getattr(cls, '__name__', cls)} has no such argument; {meant}")
+        if isinstance(value, str) and key in _NUMBERS:
+            raise TypeError(f"{what}.params.{key} is {value!r} (str); expected a number")
+        if key == "betas" and not isinstance(value, (list, tuple)):
+            raise TypeError(f"{what}.params.betas is {value!r}; expected two numbers")
     options = {key: tuple(value) if key == "betas" else value for key, value in params.items()}
     return cls(first, **options)
 

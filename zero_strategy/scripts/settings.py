@@ -13,20 +13,21 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_strategy.config import Layer, ZeroConfig, load_config, load_layers
-from zero_strategy.config.deepspeed.text import read_json_file
+from zero_strategy.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSettings
+from zero_strategy.config.deepspeed.named import Named
+from zero_strategy.config.deepspeed.text import read_base64, read_json_file
 from zero_strategy.config.deepspeed_json import DeepSpeedSettings, read_deepspeed
 from zero_strategy.config.load import config_of
+from zero_strategy.config.section import PYTHON
 from zero_strategy.config.sources import read_file, read_mapping
-from zero_strategy.scripts.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, batch_sizes
 from zero_strategy.scripts.config_objects import Config
-from zero_strategy.scripts.named import Named
 
 CLIPPING, ZERO = "gradient_clipping", "zero_optimization"
 SCRIPT_KEYS = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16", "bf16", "optimizer", "scheduler")
@@ -38,7 +39,7 @@ class ScriptSettings:
 
     Attributes:
         zero: The config of the engine.
-        batch: Samples and micro-batches.
+        batch: Samples and micro-batches, as far as they follow; the number of micro-batches always does.
         clipping: Bound on the gradient norm; 0: none.
         compute_dtype: fp16, bf16, or None for the parameters' own dtype.
         optimizer: Optimizer to make, if the config names one.
@@ -47,7 +48,7 @@ class ScriptSettings:
     """
 
     zero: ZeroConfig
-    batch: BatchSizes
+    batch: BatchSettings
     clipping: float
     compute_dtype: torch.dtype | None
     optimizer: Named | None
@@ -59,7 +60,8 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
     """Read a script's config.
 
     Args:
-        config: A mapping, the path of a JSON or YAML file, a `ZeroConfig`, or a config object of chapter 2.
+        config: A mapping, the path of a JSON or YAML file, base64 of JSON, a `ZeroConfig`, or a config object of
+            chapter 2.
         world: Data-parallel ranks.
 
     Raises:
@@ -78,7 +80,7 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
     script = {key: value for key, value in layer.values.items() if key in SCRIPT_KEYS}
     if native:
         own = {key: value for key, value in layer.values.items() if key not in SCRIPT_KEYS}
-        return _settings(load_layers([Layer(own, layer.origin)]), script, 0.0, world)
+        return _settings(load_layers([Layer(own, layer.origin)]), script, 0.0, world, layer.origin)
     return _of_deepspeed(read_deepspeed(layer), world)
 
 
@@ -94,27 +96,25 @@ def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
             f'"auto" leaves the choice to a framework, and a script has none: give {", ".join(map(repr, open_keys))} a '
             "value, or leave it out for DeepSpeed's default"
         )
-    batch = settings.batch
-    sizes = (batch.train_batch_size, batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps)
-    optimizer, scheduler = settings.optimizer, settings.scheduler
     return ScriptSettings(
         zero=config_of(settings),
-        batch=batch_sizes(*sizes, max(1, world)),
+        batch=settings.batch.derive(max(1, world)),
         clipping=float(settings.gradient_clipping.value),
         compute_dtype={"fp16": torch.float16, "bf16": torch.bfloat16}.get(settings.precision.value),
-        optimizer=None if optimizer is None else _with_its_decay(optimizer.type, optimizer.params),
-        scheduler=None if scheduler is None else Named(scheduler.type, scheduler.params),
+        optimizer=None if settings.optimizer is None else _with_its_decay(settings.optimizer),
+        scheduler=settings.scheduler,
         drop_last=settings.drop_last,
     )
 
 
-def _with_its_decay(kind: str, params: Mapping[str, Any]) -> Named:
+def _with_its_decay(named: Named) -> Named:
     """The reader has decided what "Adam" means: it calls the one with decoupled weight decay AdamW."""
-    return Named(kind, {**params, "adam_w_mode": False} if kind == "Adam" else params)
+    return replace(named, params={**named.params, "adam_w_mode": False}) if named.type == "Adam" else named
 
 
-def _settings(zero: ZeroConfig, script: Mapping[str, Any], clipping: float, world: int) -> ScriptSettings:
-    shards = max(1, world)
+def _settings(
+    zero: ZeroConfig, script: Mapping[str, Any], clipping: float, world: int, origin: str = PYTHON
+) -> ScriptSettings:
     clip = script.get(CLIPPING, clipping)
     if not isinstance(clip, (int, float)) or isinstance(clip, bool):
         raise TypeError(f"{CLIPPING} must be a number, not {clip!r}")
@@ -122,11 +122,11 @@ def _settings(zero: ZeroConfig, script: Mapping[str, Any], clipping: float, worl
         raise ValueError(f"{CLIPPING} must be 0 (none) or more, not {clip}")
     return ScriptSettings(
         zero=zero,
-        batch=batch_sizes(script.get(TRAIN), script.get(MICRO), script.get(ACCUMULATION), shards),
+        batch=BatchSettings(script.get(TRAIN), script.get(MICRO), script.get(ACCUMULATION)).derive(max(1, world)),
         clipping=float(clip),
         compute_dtype=_dtype(script),
-        optimizer=_named(script, "optimizer"),
-        scheduler=_named(script, "scheduler"),
+        optimizer=_named(script, "optimizer", origin),
+        scheduler=_named(script, "scheduler", origin),
     )
 
 
@@ -137,6 +137,9 @@ def _read(config: Any) -> Layer:
         return read_mapping(config)
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"config must be a mapping, a path or a config object, not {type(config).__name__}")
+    encoded = None if os.path.exists(config) else read_base64(config)
+    if encoded is not None:
+        return encoded
     if Path(config).suffix != ".json":
         return read_file(config)
     return read_json_file(config)
@@ -158,7 +161,7 @@ def _enabled(script: Mapping[str, Any], key: str) -> bool:
     return enabled
 
 
-def _named(script: Mapping[str, Any], key: str) -> Named | None:
+def _named(script: Mapping[str, Any], key: str, origin: str) -> Named | None:
     if script.get(key) is None:
         return None
     section = _mapping(script[key], key)
@@ -166,7 +169,7 @@ def _named(script: Mapping[str, Any], key: str) -> Named | None:
     kind = section.get("type")
     if not isinstance(kind, str):
         raise TypeError(f"{key}.type must be a name, not {kind!r}")
-    return Named(kind, _mapping(section.get("params") or {}, key + ".params"))
+    return Named(kind, _mapping(section.get("params") or {}, key + ".params"), f"{origin}: {key}")
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

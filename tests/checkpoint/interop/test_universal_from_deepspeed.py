@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint.interop.deepspeed_ranks import run
 from tests.checkpoint.interop.deepspeed_workers import GROUPS
 from zero_strategy.checkpoint.interop.deepspeed_universal import detect, read
-from zero_strategy.integrations.deepspeed.ds_to_universal import main, parse_arguments
+from zero_strategy.integrations.deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 CASES = [(1, "float32", 2), (2, "bfloat16", 2), (3, "bfloat16", 2), (3, "float32", 1)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_strategy.checkpoint.interop.parallel_grid import Degrees, groups_of, obstacles
-from zero_strategy.integrations.deepspeed.reshape import (
+from zero_strategy.integrations.deepspeed.checkpoint.reshape_meg_2d import (
     flatten_dp_dimension,
     get_mpu_ranks,
     meg_2d_parallel_map,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..rules import from_origin, wrong_type
+from ..section import PYTHON
 from .classify import AUTO
 
 _FLAGS = "foreach maximize capturable differentiable"
@@ -77,7 +78,7 @@ class Named:
     """The name: one of `torch.optim` (or Lamb, Lion), or of DeepSpeed's schedules."""
     params: Mapping[str, Any]
     """Arguments by name; ``"auto"`` where the framework decides."""
-    origin: str
+    origin: str = PYTHON
     """Where it was set."""
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..batch import ACCUMULATION, MICRO, TRAIN, BatchSettings
 from ..rules import ACCEPTS, Accepts, check_value, from_origin
 from ..schema import ZeroConfig
 from ..section import Section, Setting, is_section, typed_fields
-from .batch import BatchSettings
 from .classify import AUTO, KeyReport
 from .keys import REJECTED, TRANSLATED
 from .named import Named, Refusal, read_optimizer, read_scheduler
@@ -277,4 +277,4 @@ def _rules(section: type[Section]) -> Iterator[tuple[str, tuple[Any, Accepts | N
             yield section.prefix + field.name, (hint, field.metadata.get(ACCEPTS))
 
 
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH = (TRAIN, MICRO, ACCUMULATION)

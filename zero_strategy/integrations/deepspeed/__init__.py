@@ -5,62 +5,65 @@
 | here | there |
 | --- | --- |
 | `initialize`, `init_distributed`, `add_config_arguments`, `DeepSpeedEngine` | `deepspeed` |
-| `zero.Init`, `zero.GatheredParameters`, `zero.register_external_parameter`; `runtime.zero` | `deepspeed.zero` |
-| `comm.init_distributed`, `comm.get_rank` and all of torch.distributed | `deepspeed.comm` |
-| `utils.safe_get_full_fp32_param` and its family, `utils.RepeatingLoader` | `deepspeed.utils` |
+| `zero.Init`, `zero.GatheredParameters`, `zero.register_external_parameter`; `runtime.zero` | the same |
+| `comm.init_distributed`, `comm.get_rank` and all of torch.distributed | the same |
+| `utils.safe_get_full_fp32_param` and its family, `utils.RepeatingLoader` | the same |
 | `config`, `ops.adam`, `runtime.config`, `runtime.dataloader`, `runtime.engine`, `runtime.lr_schedules` | the same |
-| `DeepSpeedCheckpoint`, `ZeROCheckpoint`, `model_3d_desc`, `reshape_meg_2d_parallel`, ... | `deepspeed.checkpoint` |
-| `SDLoaderFactory`, `MegatronSDLoader` | `deepspeed.runtime.state_dict_factory` |
-| `DataParallelWriterFactory`, ... | `deepspeed.runtime.model_checkpointing` |
-| `ds_to_universal.main` | `deepspeed.checkpoint.ds_to_universal` |
+| `checkpoint`: `DeepSpeedCheckpoint`, `ZeROCheckpoint`, `model_3d_desc`, `reshape_meg_2d_parallel`, ... | the same |
+| `checkpoint.ds_to_universal.main` | the same |
+| `runtime.state_dict_factory`: `SDLoaderFactory`, `MegatronSDLoader` | the same |
+| `runtime.model_checkpointing.data_parallel_writer_factory`: `DataParallelWriterFactory`, ... | the same |
 
 Each is imported when it is asked for. The functions behind the names are the package's own: `initialize` here is
-`zero_strategy.initialize`.
+`zero_strategy.initialize`. Names of modules that this version does not have (`pipe`, `checkpointing`, ...) are an
+ImportError that says so (`absent.py`).
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from zero_strategy.integrations.deepspeed.absent import CLASSES, missing_class
+from zero_strategy.integrations.deepspeed.on_demand import on_demand
+
+_WRITERS = "runtime.model_checkpointing.data_parallel_writer_factory"
 _NAMES = MappingProxyType(
     {
         "DeepSpeedEngine": "runtime.engine",
         "add_config_arguments": "zero_strategy.scripts",
         "init_distributed": "comm",
         "initialize": "zero_strategy.scripts",
-        "DataParallelWriterConfig": "data_parallel_writer_factory",
-        "DataParallelWriterFactory": "data_parallel_writer_factory",
-        "CheckpointDataParallel": "data_parallel_writer_factory",
-        "ExpertParallelInfo": "data_parallel_writer_factory",
-        "MPUInfo": "data_parallel_writer_factory",
-        "UniversalParallelInfo": "data_parallel_writer_factory",
+        "DataParallelWriterConfig": _WRITERS,
+        "DataParallelWriterFactory": _WRITERS,
+        "CheckpointDataParallel": _WRITERS,
+        "ExpertParallelInfo": _WRITERS,
+        "MPUInfo": _WRITERS,
+        "UniversalParallelInfo": _WRITERS,
         "DeepSpeedCheckpoint": "checkpoint",
-        "ZeROCheckpoint": "zero_checkpoint",
-        "get_model_3d_descriptor": "reshape",
-        "meg_2d_parallel_map": "reshape",
-        "model_3d_desc": "reshape",
-        "reshape_meg_2d_parallel": "reshape",
-        "merge_state": "merging",
-        "MegatronSDLoader": "state_dict_factory",
-        "SDLoaderBase": "state_dict_factory",
-        "SDLoaderFactory": "state_dict_factory",
+        "ZeROCheckpoint": "checkpoint",
+        "get_model_3d_descriptor": "checkpoint",
+        "meg_2d_parallel_map": "checkpoint",
+        "model_3d_desc": "checkpoint",
+        "reshape_meg_2d_parallel": "checkpoint",
+        "merge_state": "checkpoint",
+        "MegatronSDLoader": "runtime.state_dict_factory",
+        "SDLoaderBase": "runtime.state_dict_factory",
+        "SDLoaderFactory": "runtime.state_dict_factory",
     }
 )
 
-_ROOMS = ("comm", "config", "ops", "runtime", "utils", "zero")
+_ROOMS = ("checkpoint", "checkpointing", "comm", "config", "ops", "pipe", "runtime", "utils", "zero")
 
 __all__ = list(_NAMES)
 
+_found = on_demand(__name__, _ROOMS, _NAMES)
+
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(f"{__name__}.{name}")
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = _NAMES[name]
-    return getattr(import_module(place if place.startswith("zero_strategy") else f"{__name__}.{place}"), name)
+    if name in CLASSES:
+        missing_class(name)
+    return _found(name)
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,5 @@
 """`deepspeed.ops`: its modules, each imported when it is asked for."""
 
-from __future__ import annotations
+from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
-from importlib import import_module
-from typing import Any
-
-_ROOMS = ("adam",)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+__getattr__ = on_demand(__name__, ("adam", "transformer"))

@@ -1,14 +1,19 @@
 """`deepspeed.runtime`: its modules, each imported when it is asked for."""
 
-from __future__ import annotations
+from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
-from importlib import import_module
-from typing import Any
+_ROOMS = (
+    "activation_checkpointing",
+    "config",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "model_checkpointing",
+    "pipe",
+    "state_dict_factory",
+    "swap_tensor",
+    "utils",
+    "zero",
+)
 
-_ROOMS = ("config", "dataloader", "engine", "lr_schedules", "zero")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+__getattr__ = on_demand(__name__, _ROOMS)

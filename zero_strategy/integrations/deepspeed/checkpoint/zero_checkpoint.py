@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from zero_strategy.checkpoint.interop.deepspeed_directory import DeepSpeedDirectory
-from zero_strategy.integrations.deepspeed.merging import merge_state
-from zero_strategy.integrations.deepspeed.reshape import meg_2d_parallel_map, model_3d_desc
+from zero_strategy.integrations.deepspeed.checkpoint.reshape_meg_2d import meg_2d_parallel_map, model_3d_desc
+from zero_strategy.integrations.deepspeed.checkpoint.reshape_utils import merge_state
 
 _OPTIMIZER = "optimizer_state_dict"
 _PADDINGS = "group_paddings"

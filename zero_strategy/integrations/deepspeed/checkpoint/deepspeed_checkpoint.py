@@ -16,9 +16,13 @@ import torch
 from zero_strategy.checkpoint.interop.deepspeed_directory import DeepSpeedDirectory
 from zero_strategy.checkpoint.interop.megatron_rules import Rule, merge
 from zero_strategy.checkpoint.interop.parallel_grid import parts
-from zero_strategy.integrations.deepspeed.merging import merge_state
-from zero_strategy.integrations.deepspeed.reshape import meg_2d_parallel_map, model_3d_desc, reshape_meg_2d_parallel
-from zero_strategy.integrations.deepspeed.zero_checkpoint import ZeROCheckpoint
+from zero_strategy.integrations.deepspeed.checkpoint.reshape_meg_2d import (
+    meg_2d_parallel_map,
+    model_3d_desc,
+    reshape_meg_2d_parallel,
+)
+from zero_strategy.integrations.deepspeed.checkpoint.reshape_utils import merge_state
+from zero_strategy.integrations.deepspeed.checkpoint.zero_checkpoint import ZeROCheckpoint
 
 EMBEDDING_LAYER_INDEX = 0
 FINAL_LAYER_NORM_INDEX = -1

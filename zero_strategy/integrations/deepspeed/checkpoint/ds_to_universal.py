@@ -1,6 +1,6 @@
 """`deepspeed.checkpoint.ds_to_universal`: any DeepSpeed checkpoint into a universal one, without DeepSpeed.
 
-    python -m zero_strategy.integrations.deepspeed.ds_to_universal \\
+    python -m zero_strategy.integrations.deepspeed.checkpoint.ds_to_universal \\
         --input_folder ROOT/TAG --output_folder ROOT/TAG_universal
 
 The options are DeepSpeed's. Everything is read and written tensor by tensor in one process, so that there is no
