@@ -27,7 +27,7 @@ from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
-from zero_strategy.memory.opening import chunk_store
+from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
@@ -38,6 +38,7 @@ from zero_strategy.saving.preemption import save_on_signal
 from zero_strategy.saving.step_watch import StepWatch
 from zero_strategy.sharding import ShardedModel
 from zero_strategy.sharding.materialize import cast_buffers
+from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
 
 _engine_numbers = itertools.count()
@@ -62,6 +63,7 @@ class ZeroEngine:
         model: Units and buckets of the module.
         optimizers: The attached optimizers.
         scaler: The loss scaler, for fp16 only.
+        offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
         steps: Counts optimizer steps; what is agreed at them.
 
@@ -93,7 +95,7 @@ class ZeroEngine:
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
         )
-        store = chunk_store(zero.offload)
+        self.offloaded = OffloadStores(zero.offload, device or device_of(module))
         self.model = ShardedModel(
             module,
             self.mesh,
@@ -101,8 +103,8 @@ class ZeroEngine:
             compute_dtype,
             device=device,
             initialise=weights is None,
-            optimizer_store=store if zero.offload.optimizer == "nvme" else None,
-            parameter_store=store if zero.offload.parameters == "nvme" else None,
+            optimizer_store=self.offloaded.optimizer,
+            parameter_store=self.offloaded.parameters,
         )
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)

@@ -107,7 +107,16 @@ def unequal(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 def tiers(folder: Path) -> dict[str, dict[str, Any]]:
     files = {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL}
-    return {"none": {}, "nvme": files, "all": files | {"parameters": "nvme"}}
+    host = {"optimizer": "cpu", "staging_bytes": SMALL}
+    return {
+        "none": {},
+        "nvme": files,
+        "all": files | {"parameters": "nvme"},
+        "cpu": host,
+        "all cpu": host | {"parameters": "cpu"},
+        "mixed": files | {"parameters": "cpu"},
+        "mixed too": files | host | {"parameters": "nvme"},
+    }
 
 
 def compare(stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path, tier: str = "nvme") -> list[str]:
@@ -128,10 +137,19 @@ def test_files_give_the_bits_of_memory(ranks: Launcher, tmp_path: Path, stage: i
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_parameters_in_files_too(ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None) -> None:
-    for wrong in ranks(world)(compare, 3, "adamw", dtype, tmp_path, "all"):
+@pytest.mark.parametrize("world, tier", [(1, "all"), (3, "all"), (2, "all cpu"), (2, "mixed"), (2, "mixed too")])
+def test_parameters_off_the_device_too(
+    ranks: Launcher, tmp_path: Path, world: int, tier: str, dtype: torch.dtype | None
+) -> None:
+    for wrong in ranks(world)(compare, 3, "adamw", dtype, tmp_path, tier):
         assert wrong == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_host_memory_gives_the_same_bits(ranks: Launcher, tmp_path: Path, stage: int) -> None:
+    for dtype in (None, torch.bfloat16):
+        for wrong in ranks(2)(compare, stage, "adamw", dtype, tmp_path, "cpu"):
+            assert wrong == []
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
@@ -160,9 +178,10 @@ def outcome_after(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
     return outcome(engine, optimizer) | {"losses": losses}
 
 
-@pytest.mark.parametrize(
-    "source, target", [("none", "none"), ("nvme", "none"), ("none", "nvme"), ("nvme", "all"), ("all", "none")]
-)
+CROSSINGS = [("none", "none"), ("nvme", "none"), ("none", "nvme"), ("nvme", "all"), ("all", "none"), ("all cpu", "all")]
+
+
+@pytest.mark.parametrize("source, target", CROSSINGS)
 def test_checkpoints_know_no_tiers(ranks: Launcher, tmp_path: Path, source: str, target: str) -> None:
     for wrong in ranks(2)(save_and_go_on, tmp_path, tiers(tmp_path)[source], tiers(tmp_path)[target]):
         assert wrong == []
@@ -216,5 +235,5 @@ def refusals(folder: Path) -> list[str]:
 
 def test_optimizers_that_need_all_of_their_state_are_refused(ranks: Launcher, tmp_path: Path) -> None:
     lamb, rmsprop, foreach, master = ranks(1)(refusals, tmp_path)[0]
-    assert "FusedLamb" in lamb and "offload.optimizer='cpu'" in lamb
+    assert "FusedLamb" in lamb and "offload.optimizer: none" in lamb
     assert "RMSprop" in rmsprop and "AdamW" in foreach and "master_weights" in master

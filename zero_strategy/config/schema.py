@@ -189,10 +189,10 @@ class OffloadConfig(Section):
                     f"offload.{key} is 'nvme' and offload.nvme_path is empty; give one or several directories on NVMe "
                     "drives, such as offload.nvme_path: [/local_nvme]"
                 )
-        if self.parameters == "nvme" and self.optimizer != "nvme":
+        if self.parameters != "none" and self.optimizer == "none":
             raise ValueError(
-                f"offload.parameters is 'nvme' and offload.optimizer is {self.optimizer!r}: what updates parameters in "
-                "files works in files too; set offload.optimizer: nvme"
+                f"offload.parameters is {self.parameters!r} and offload.optimizer is 'none': parameters that are not on "
+                "the device are updated on the host, with the optimizer's state; set offload.optimizer: cpu or nvme"
             )
 
 

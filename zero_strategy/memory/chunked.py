@@ -41,6 +41,9 @@ class Tier(Protocol):
     def reserve(self, sizes: Mapping[str, int]) -> None:
         """Make room for records of these bytes; raises OSError if there is none."""
 
+    def resident(self, record: str) -> Tensor | None:
+        """The record itself where it lies in host memory, else None."""
+
     def read(self, record: str, memory: Tensor) -> PendingIO:
         """Begin to fill `memory` with a record that was written."""
 
@@ -69,6 +72,22 @@ class OffloadedVector:
         self.written = [False] * len(self.chunks)
 
     @property
+    def tier(self) -> Tier:
+        """Where it lives."""
+        return self._store.tier
+
+    def resident(self, number: int) -> Tensor | None:
+        """A chunk where it lies in host memory, None if it does not."""
+        memory = self.tier.resident(self.record(number))
+        if memory is None:
+            return None
+        chunk = memory.view(self.dtype)
+        if not self.written[number]:
+            chunk.fill_(self.fill)
+            self.written[number] = True
+        return chunk
+
+    @property
     def chunks(self) -> list[tuple[int, int]]:
         """First and one-past-last element of every chunk."""
         size = self._store.chunk_numel
@@ -94,6 +113,12 @@ class OffloadedVector:
     def read_all(self, out: Tensor) -> None:
         """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
         store = self._store
+        if self.numel and self.resident(0) is not None:
+            for number, (begin, end) in enumerate(self.chunks):
+                chunk = self.resident(number)
+                assert chunk is not None
+                out[begin:end].copy_(chunk)
+            return
         with store.lock:
             store.flush()
         buffers = [page_memory(min(store.chunk_numel, self.numel) * self.dtype.itemsize) for _ in range(2)]
@@ -228,6 +253,8 @@ class ChunkStore:
 
     def cached(self, vector: OffloadedVector, number: int, *, change: bool = False) -> Tensor:
         """A chunk in memory, read if it has to be; the caller holds the lock."""
+        if (resident := vector.resident(number)) is not None:
+            return resident
         key = (vector.name, number)
         if key not in self._cache:
             while len(self._cache) >= self._limit:

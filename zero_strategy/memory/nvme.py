@@ -36,15 +36,18 @@ class NvmeTier:
             self._places[name] = (self._end, nbytes)
             self._end += -(-nbytes // 4096) * 4096
 
+    def resident(self, record: str) -> Tensor | None:
+        return None
+
     def read(self, record: str, memory: Tensor) -> _Pending:
         offset, nbytes = self._places[record]
         assert nbytes == memory.numel()
-        return _Pending(self._pool.submit(os.preadv, self._file, [memoryview(memory.numpy())], offset))
+        return _Pending(self._pool.submit(os.preadv, self._file, [memory.numpy()], offset))  # type: ignore[list-item]
 
     def write(self, record: str, memory: Tensor) -> _Pending:
         offset, nbytes = self._places[record]
         assert nbytes == memory.numel()
-        return _Pending(self._pool.submit(os.pwritev, self._file, [memoryview(memory.numpy())], offset))
+        return _Pending(self._pool.submit(os.pwritev, self._file, [memory.numpy()], offset))  # type: ignore[list-item]
 
     def release(self, records: Iterable[str]) -> None:
         for record in records:

@@ -1,9 +1,12 @@
-"""From the config to the tier that keeps state."""
+"""From the config to the tiers that keep state."""
 
 from __future__ import annotations
 
+import torch
+
 from zero_strategy.config import OffloadConfig
-from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.chunked import ChunkStore, Tier
+from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.nvme import NvmeTier
 
 _SLOTS = 5
@@ -14,13 +17,45 @@ _PAGE_NUMEL = 1024
 """Elements of four bytes in a page."""
 
 
-def chunk_store(offload: OffloadConfig) -> ChunkStore | None:
-    """Where state in files goes, None if there is none.
+class OffloadStores:
+    """Where an engine keeps what is offloaded; vectors of one bucket are cut alike in all of them.
+
+    Args:
+        offload: The settings.
+        device: Of the model.
+
+    Attributes:
+        optimizer: For master weights and optimizer state; None: on the device.
+        parameters: For the slices of parameters; None: on the device.
 
     Raises:
         OSError: If a directory cannot be used.
     """
-    if "nvme" not in (offload.optimizer, offload.parameters):
-        return None
-    pages = max(1, offload.staging_bytes // (_SLOTS * _BYTES * _PAGE_NUMEL))
-    return ChunkStore(NvmeTier(offload.nvme_path[0]), pages * _PAGE_NUMEL)
+
+    def __init__(self, offload: OffloadConfig, device: torch.device) -> None:
+        self._offload, self._device = offload, device
+        self._made: dict[str, ChunkStore] = {}
+        self.optimizer = self._store(offload.optimizer)
+        self.parameters = self._store(offload.parameters)
+
+    def _store(self, tier: str) -> ChunkStore | None:
+        if tier == "none":
+            return None
+        if tier not in self._made:
+            pages = max(1, self._offload.staging_bytes // (_SLOTS * _BYTES * _PAGE_NUMEL))
+            self._made[tier] = ChunkStore(self._open(tier), pages * _PAGE_NUMEL)
+        return self._made[tier]
+
+    def _open(self, tier: str) -> Tier:
+        if tier == "cpu":
+            return HostTier(pinned=self._device.type == "cuda")
+        return NvmeTier(self._offload.nvme_path[0])
+
+    def in_files(self) -> bool:
+        """Whether anything is kept in files."""
+        return "nvme" in self._made
+
+    def close(self) -> None:
+        """Give all of it up."""
+        for store in self._made.values():
+            store.close()

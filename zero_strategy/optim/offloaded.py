@@ -45,16 +45,16 @@ class OffloadedStates:
         name = type(self._optimizer).__name__
         ways = (
             "torch.optim.Adam, AdamW, SGD and Adagrad (without foreach or fused) and FusedLion can; with others use "
-            "offload.optimizer='cpu' or 'none'"
+            "offload.optimizer: none"
         )
         if rule is None or any(rule.vectors(group) is None for group in self._optimizer.param_groups):
-            raise ValueError(f"offload.optimizer='nvme' takes steps a chunk at a time, which {name} cannot: {ways}")
+            raise ValueError(f"offload.optimizer takes steps on the host, chunk by chunk, which {name} cannot: {ways}")
         for bucket, _ in self._groups():
             if bucket.trainable and bucket.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(f"offload.optimizer='nvme' takes no {bucket.dtype} parameters ({bucket.names[0]!r})")
+                raise ValueError(f"offload.optimizer takes no {bucket.dtype} parameters ({bucket.names[0]!r})")
             if bucket.trainable and bucket.dtype != torch.float32 and not self._model.config.precision.master_weights:
                 raise ValueError(
-                    "offload.optimizer='nvme' needs precision.master_weights=True for parameters of low precision"
+                    "offload.optimizer needs precision.master_weights=True for parameters of low precision"
                 )
         return rule
 
@@ -84,7 +84,7 @@ class OffloadedStates:
                 if before != kind:
                     raise ValueError(
                         f"param groups of {type(self._optimizer).__name__} keep {key} in {before[1:]} and {kind[1:]} "
-                        f"for parameters of the bucket of {bucket.names[0]!r}; with offload.optimizer='nvme' they "
+                        f"for parameters of the bucket of {bucket.names[0]!r}; with offload.optimizer they "
                         "must be alike"
                     )
                 if made is None:

@@ -1,11 +1,11 @@
-"""The optimizer step where its state is in a tier: one chunk of a bucket at a time, reads ahead and writes behind.
+"""The optimizer step on the host, where state is in a tier: chunk by chunk, read ahead and written behind.
 
     read   chunk i+1, i+2 -->  [slot][slot]
     update chunk i             [slot]        gradient from its bucket, new weight straight into the parameters
     write  chunk i-1, i-2 <--  [slot][slot]
 
-Memory is that of the slots, whatever the size of the model. Every update rule that works element by element gives the
-same bits as with all of its state in memory.
+Memory is that of the slots, whatever the size of the model; chunks in host memory are updated where they lie. Every
+update rule that works element by element gives the same bits as with all of its state on the device.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ class StreamedStep:
 
     Args:
         store: Where its state is.
+        copies: Treat every bucket as on a device whose memory the host cannot use.
     """
 
-    def __init__(self, store: ChunkStore) -> None:
-        self._store = store
+    def __init__(self, store: ChunkStore, copies: bool = False) -> None:
+        self._store, self._copies = store, copies
         self._slots: list[dict[str, Tensor]] = [{} for _ in range(SLOTS)]
 
     @property
@@ -149,9 +150,11 @@ class StreamedStep:
     def _read(self, chunk: _Chunk, slot: int) -> list[PendingIO]:
         pending = []
         for key, vector in chunk.vectors.items():
+            if vector.resident(chunk.number) is not None:
+                continue
             memory = self._memory(chunk, slot, key)
             if vector.written[chunk.number]:
-                pending.append(self._store.tier.read(vector.record(chunk.number), memory))
+                pending.append(vector.tier.read(vector.record(chunk.number), memory))
             else:
                 memory.view(vector.dtype).fill_(vector.fill)
         return pending
@@ -159,23 +162,37 @@ class StreamedStep:
     def _write(self, chunk: _Chunk, slot: int) -> list[PendingIO]:
         pending = []
         for key, vector in chunk.vectors.items():
-            pending.append(self._store.tier.write(vector.record(chunk.number), self._memory(chunk, slot, key)))
-            vector.written[chunk.number] = True
+            if vector.resident(chunk.number) is None:
+                pending.append(vector.tier.write(vector.record(chunk.number), self._memory(chunk, slot, key)))
+                vector.written[chunk.number] = True
         return pending
+
+    def _held(self, chunk: _Chunk, slot: int) -> dict[str, Tensor]:
+        """The chunk's part of every vector, in memory."""
+        found = {}
+        for key, vector in chunk.vectors.items():
+            resident = vector.resident(chunk.number)
+            found[key] = self._memory(chunk, slot, key).view(vector.dtype) if resident is None else resident
+        return found
 
     def _update(
         self, rule: UpdateRule, chunk: _Chunk, slot: int, scale: float, steps: dict[int, dict[str, Any]]
     ) -> None:
-        held = {key: self._memory(chunk, slot, key).view(vector.dtype) for key, vector in chunk.vectors.items()}
-        segments = []
+        held = self._held(chunk, slot)
+        segments, back = [], []
         for update in chunk.updates:
-            low = max(chunk.start, update.cut.offset)
-            high = min(chunk.stop, update.cut.offset + update.cut.numel)
+            low, high = _overlap(update, chunk)
             here = slice(low - chunk.start, high - chunk.start)
-            segments.append(_segment(update, low, high, {key: values[here] for key, values in held.items()}))
+            weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.owned_values[low:high]
+            if weights.device.type != "cpu" or (self._copies and WEIGHTS not in held):
+                on_device, weights = weights, weights.to("cpu", copy=True)
+                back.append((on_device, weights))
+            segments.append(_segment(update, low, high, weights, {key: values[here] for key, values in held.items()}))
         rule.update(segments, scale)
+        for on_device, weights in back:
+            on_device.copy_(weights)
         for update, segment in zip(chunk.updates, segments, strict=True):
-            low = max(chunk.start, update.cut.offset)
+            low, _ = _overlap(update, chunk)
             numbers = {}
             for key, value in segment.state.items():
                 if key not in chunk.vectors:
@@ -188,16 +205,19 @@ class StreamedStep:
             steps[id(update.parameter)] = numbers
 
 
-def _segment(update: Update, low: int, high: int, held: dict[str, Tensor]) -> Segment:
+def _overlap(update: Update, chunk: _Chunk) -> tuple[int, int]:
+    """The owned elements of an update that lie in a chunk."""
+    return max(chunk.start, update.cut.offset), min(chunk.stop, update.cut.offset + update.cut.numel)
+
+
+def _segment(update: Update, low: int, high: int, weights: Tensor, held: dict[str, Tensor]) -> Segment:
     """Elements [low, high) of the owned ones as the rule takes them."""
-    bucket, begin = update.bucket, update.cut.offset
     state = {
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }
-    weights = held[WEIGHTS] if WEIGHTS in held else bucket.owned_values[low:high]
     param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
-    gradient = update.gradient[low - begin : high - begin]
+    gradient = update.gradient[low - update.cut.offset : high - update.cut.offset].to("cpu")
     return Segment(
         update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter
     )

@@ -223,7 +223,7 @@ class Saver:
     ) -> PendingSave:
         """See `ZeroEngine.save`."""
         engine, settings = self._engine, self._engine.config.config.checkpoint
-        asynchronous = asynchronous and not (optimizers and engine.model.optimizer_store is not None)
+        asynchronous = asynchronous and not engine.offloaded.in_files()  # a copy in memory is what there is no room for
         if weights_dtype is not None and optimizers:
             raise ValueError("weights_dtype is for weights alone, which cannot be resumed from: give optimizers=False")
         if settings.while_saving == "wait":

@@ -65,7 +65,7 @@ class ShardedModel:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         _check_module(module)
         _check_precision(config, compute_dtype)
-        self._device = device or _device_of(module)
+        self._device = device or device_of(module)
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = PLACEMENTS[config.stage]
         self.aliases = aliases(module)
@@ -222,7 +222,8 @@ def _can_train(bucket: ParameterBucket) -> bool:
     return bucket.dtype.is_floating_point
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's tensors are, those on the meta device left out; the CPU if there are no others."""
     tensors = [*module.parameters(), *module.buffers()]
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
