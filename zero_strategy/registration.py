@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-NAMES = ("zero1", "zero2", "zero3")
+NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
 """Presets of `zero_strategy.config`, one strategy each."""
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}

@@ -131,20 +131,39 @@ def test_files_of_hugging_faces_documentation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OFFLOADING)
-def test_files_that_offload_name_the_key(name: str) -> None:
-    with pytest.raises(ValueError, match=r"\.offload_optimizer\.device: .*offloading is not built yet"):
-        load_config(DATA / f"{name}.json")
-    requests = inspect_deepspeed(DATA / f"{name}.json").offload
-    assert requests[0].what == "optimizer" and requests[0].device == ("nvme" if "nvme" in name else "cpu")
-    assert requests[0].options["pin_memory"] is True
-    assert [request.what for request in requests[1:]] == ([] if "zero2" in name else ["parameters"])
+def test_files_that_offload(name: str) -> None:
+    path = DATA / f"{name}.json"
+    offload = quietly(path).zero
+    tier = "nvme" if "nvme" in name else "cpu"
+    assert offload["offload.optimizer"].value == tier
+    assert offload["offload.optimizer"].origin == f"user: {path}: zero_optimization.offload_optimizer.device"
+    assert ("offload.parameters" in offload) == ("zero3" in name)
+    assert "zero3" not in name or offload["offload.parameters"].value == tier
+    config = load_config(path)
+    assert (config.offload.optimizer, config.offload.nvme_path) == (tier, ["/local_nvme"] if tier == "nvme" else [])
 
 
-def test_old_spelling_of_offloading() -> None:
-    (request,) = inspect_deepspeed({"zero_optimization": {"cpu_offload": True}}).offload
-    assert (request.what, request.device, request.key) == ("optimizer", "cpu", "zero_optimization.cpu_offload")
-    assert not quietly({"zero_optimization": {"offload_param": {"device": "none"}, "cpu_offload": False}}).offload
-    assert not quietly({"zero_optimization": {"offload_param": {"device": "auto", "nvme_path": "auto"}}}).offload
+def test_spellings_of_offloading() -> None:
+    def found(**zero: object) -> dict[str, object]:
+        settings = quietly({"zero_optimization": {"stage": 3, **zero}}).zero
+        return {key: setting.value for key, setting in settings.items() if key.startswith("offload.")}
+
+    assert found(cpu_offload=True) == {"offload.optimizer": "cpu"}
+    assert found(offload_param={"device": "none"}, cpu_offload=False) == {}
+    assert found(offload_param={"device": "auto", "nvme_path": "auto"}) == {}
+    two = {"device": "nvme", "nvme_path": "/a"}, {"device": "nvme", "nvme_path": "/b"}
+    assert found(offload_optimizer=two[0], offload_param=two[1])["offload.nvme_path"] == ["/a", "/b"]
+    unused = {"device": "cpu", "nvme_path": "/a"}
+    assert found(offload_optimizer=unused) == {"offload.optimizer": "cpu"}
+
+
+def test_offloading_a_part_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"offload_optimizer\.ratio: .*one tier"):
+        load_config({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})
+    with pytest.raises(ValueError, match=r"offload\.parameters is 'cpu' and offload\.optimizer is 'none'"):
+        load_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    with pytest.raises(ValueError, match=r"offload\.nvme_path is empty"):
+        load_config({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}})
 
 
 # ---- sources ----
@@ -266,7 +285,7 @@ def test_auto_where_nobody_decides(key: str) -> None:
 )
 def test_auto_where_a_framework_decides(key: str) -> None:
     found = quietly(nested(key, "auto"))
-    assert found.found[0].value == "auto" and not found.owned and not found.offload
+    assert found.found[0].value == "auto" and not found.owned
 
 
 def test_auto_among_parameters_of_an_optimizer() -> None:

@@ -16,6 +16,7 @@ from zero_strategy.config import (
     CheckpointConfig,
     LossScaleConfig,
     MeshConfig,
+    OffloadConfig,
     PrecisionConfig,
     UnitsConfig,
     ZeroConfig,
@@ -29,6 +30,7 @@ SECTIONS = {
     "mesh": MeshConfig,
     "precision": PrecisionConfig,
     "loss_scale": LossScaleConfig,
+    "offload": OffloadConfig,
     "checkpoint": CheckpointConfig,
 }
 
@@ -51,6 +53,10 @@ DEFAULTS = {
     "loss_scale.growth_interval": 2000,
     "loss_scale.minimum": 1.0,
     "loss_scale.hysteresis": 1,
+    "offload.optimizer": "none",
+    "offload.parameters": "none",
+    "offload.nvme_path": [],
+    "offload.staging_bytes": 256 << 20,
     "checkpoint.max_file_bytes": 5_000_000_000,
     "checkpoint.layout": "auto",
     "checkpoint.asynchronous": True,

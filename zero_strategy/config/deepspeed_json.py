@@ -23,7 +23,7 @@ from .deepspeed.keys import REJECTED, WITHOUT_EFFECT
 from .deepspeed.named import Named
 from .deepspeed.runtime_keys import DEFAULTS_VERSION, TOP_LEVEL
 from .deepspeed.text import read_source
-from .deepspeed.translate import OffloadRequest, Translation
+from .deepspeed.translate import Translation
 from .rules import from_origin
 from .schema import ZeroConfig
 from .section import Setting, typed_fields
@@ -36,7 +36,6 @@ __all__ = [
     "DeepSpeedSettings",
     "KeyReport",
     "Named",
-    "OffloadRequest",
     "inspect_deepspeed",
     "is_deepspeed",
     "read_deepspeed",
@@ -63,8 +62,6 @@ class DeepSpeedSettings:
     """The learning rate schedule, if the config has one."""
     drop_last: bool
     """Whether the data loader leaves out an incomplete last batch."""
-    offload: tuple[OffloadRequest, ...]
-    """What shall lie outside of device memory."""
     found: tuple[KeyReport, ...]
     """What became of every key, in the order of the file."""
     owned: Mapping[str, Setting]
@@ -114,7 +111,6 @@ def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer
         optimizer=made.optimizer(),
         scheduler=made.scheduler(),
         drop_last=made.value("dataloader_drop_last", False),
-        offload=made.offload(),
         owned=made.owned(),
         found=tuple(made.reports.values()),
     )

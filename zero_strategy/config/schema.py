@@ -187,12 +187,13 @@ class OffloadConfig(Section):
             if value == "nvme" and not self.nvme_path:
                 raise ValueError(
                     f"offload.{key} is 'nvme' and offload.nvme_path is empty; give one or several directories on NVMe "
-                    "drives, such as offload.nvme_path: [/local_nvme]"
+                    "drives, such as offload.nvme_path: [/local_nvme], or for strategy names the environment variable "
+                    "ZERO_STRATEGY_NVME_PATH"
                 )
         if self.parameters != "none" and self.optimizer == "none":
             raise ValueError(
-                f"offload.parameters is {self.parameters!r} and offload.optimizer is 'none': parameters that are not on "
-                "the device are updated on the host, with the optimizer's state; set offload.optimizer: cpu or nvme"
+                f"offload.parameters is {self.parameters!r} and offload.optimizer is 'none': parameters that are not "
+                "on the device are updated on the host, with the optimizer's state; set offload.optimizer: cpu or nvme"
             )
 
 

@@ -20,7 +20,12 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
+    "zero2_offload": {"stage": 2, "offload": {"optimizer": "cpu"}},
+    "zero3_offload": {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+    "zero3_nvme": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}},
 }
+NVME_PATH = "ZERO_STRATEGY_NVME_PATH"
+"""Environment variable with the directories that a name such as "zero3_nvme" uses, separated as in PATH."""
 
 
 class Layer(NamedTuple):
@@ -45,7 +50,10 @@ def preset(name: str) -> dict[str, Any]:
     """
     if name not in _PRESETS:
         raise ValueError(f"unknown strategy name {name!r}; accepted: {', '.join(map(repr, _PRESETS))}")
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in _PRESETS[name].items()}
+    made = {key: dict(value) if isinstance(value, dict) else value for key, value in _PRESETS[name].items()}
+    if "nvme" in name and (paths := [path for path in os.environ.get(NVME_PATH, "").split(os.pathsep) if path]):
+        made["offload"]["nvme_path"] = paths
+    return made
 
 
 def read_mapping(source: Mapping[str, Any]) -> Layer:

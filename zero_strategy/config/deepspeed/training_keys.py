@@ -21,47 +21,42 @@ from .keys import (
     unneeded,
 )
 
-OFFLOAD = (
-    "offloading is not built yet; use device 'none', and to save device memory more ranks, stage 3, or "
-    "precision.gradient_dtype: parameter"
-)
 _ZEROPP = "ZeRO++'s quantised collectives are not done here: they change gradients; leave it out"
 _BUCKETS = "buckets follow the units of the model, and are sent as soon as each is ready"
 _MESSAGES = "a gather is one collective per unit; the weights that arrive are the same"
 _LIVE = "what is live is the unit in use and those that `prefetch` fetched ahead, each released after its use"
 _SMALL = "small parameters travel in the message of their unit, so that keeping them whole would save no message"
-_OFFLOAD_ONLY = "it tunes offloading, which is not asked for"
+_STAGING = "memory between files and steps is bounded as a whole, by offload.staging_bytes"
+_PINNED = "host memory is page-locked wherever there is a GPU to copy to"
+_BESIDE = "reads and writes always run beside the update"
 _DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half")
 
-_DEVICE = refused(("none", "cpu", "nvme"), "none", OFFLOAD, auto=True)
+_DEVICES = ("none", "cpu", "nvme")
 _PARAM_OFFLOAD = Group(
     {
-        "device": _DEVICE,
-        "nvme_path": unneeded(TEXT, None, _OFFLOAD_ONLY, auto=True),
-        "buffer_count": unneeded(INT, 5, _OFFLOAD_ONLY),
-        "buffer_size": unneeded(INT, 10**8, _OFFLOAD_ONLY),
-        "max_in_cpu": unneeded(INT, 10**9, _OFFLOAD_ONLY),
-        "pin_memory": unneeded(BOOL, True, _OFFLOAD_ONLY),
+        "device": translated(_DEVICES, "none", "offload.parameters", auto=True),
+        "nvme_path": translated(TEXT, None, "offload.nvme_path", auto=True),
+        "buffer_count": unneeded(INT, 5, _STAGING),
+        "buffer_size": unneeded(INT, 10**8, _STAGING),
+        "max_in_cpu": unneeded(INT, 10**9, _STAGING),
+        "pin_memory": unneeded(BOOL, True, _PINNED),
     },
     switch="device",
-    note=OFFLOAD,
 )
 _OPTIMIZER_OFFLOAD = Group(
     {
-        "device": _DEVICE,
-        "nvme_path": unneeded(TEXT, None, _OFFLOAD_ONLY, auto=True),
-        "buffer_count": unneeded(INT, 4, _OFFLOAD_ONLY),
-        **{
-            name: unneeded(BOOL, default, _OFFLOAD_ONLY)
-            for name, default in (("pin_memory", True), ("pipeline_read", False), ("pipeline_write", False))
-        },
-        "fast_init": unneeded(BOOL, False, _OFFLOAD_ONLY),
-        "ratio": unneeded(NUMBER, 1.0, _OFFLOAD_ONLY),
-        "super_offload": unneeded(BOOL, False, _OFFLOAD_ONLY),
-        "cpuadam_cores_perc": unneeded(NUMBER, 0.8, _OFFLOAD_ONLY),
+        "device": translated(_DEVICES, "none", "offload.optimizer", auto=True),
+        "nvme_path": translated(TEXT, None, "offload.nvme_path", auto=True),
+        "buffer_count": unneeded(INT, 4, _STAGING),
+        "pin_memory": unneeded(BOOL, True, _PINNED),
+        "pipeline_read": unneeded(BOOL, False, _BESIDE),
+        "pipeline_write": unneeded(BOOL, False, _BESIDE),
+        "fast_init": unneeded(BOOL, False, "state that was never written is not read either"),
+        "ratio": refused(NUMBER, 1.0, "all of the optimizer's state goes to one tier; leave it out, or set 1.0"),
+        "super_offload": refused(BOOL, False, "it reorders updates, so weights may differ; leave it out"),
+        "cpuadam_cores_perc": unneeded(NUMBER, 0.8, "it tunes super_offload"),
     },
     switch="device",
-    note=OFFLOAD,
 )
 _ZENFLOW = "ZenFlow updates only part of the gradient's columns in a step, so weights differ; leave it out"
 _LEAF = (
@@ -102,9 +97,9 @@ ZERO = Group(
         "offload_optimizer": _OPTIMIZER_OFFLOAD,
         "zenflow": refused(MAPPING, None, _ZENFLOW),
         "sub_group_size": unneeded(INT, 10**9, "fused steps need no temporary copy that it would bound"),
-        "cpu_offload": refused(BOOL, False, OFFLOAD),
-        "cpu_offload_param": refused(BOOL, False, OFFLOAD),
-        "cpu_offload_use_pin_memory": unneeded(BOOL, None, _OFFLOAD_ONLY),
+        "cpu_offload": translated(BOOL, False, "offload.optimizer", "old for offload_optimizer.device: cpu"),
+        "cpu_offload_param": translated(BOOL, False, "offload.parameters", "old for offload_param.device: cpu"),
+        "cpu_offload_use_pin_memory": unneeded(BOOL, None, _PINNED),
         **_STAGE3,
         "ignore_unused_parameters": refused(
             BOOL,
@@ -238,6 +233,6 @@ TRAINING: dict[str, Key | Group] = {
     "zero_allow_untested_optimizer": unneeded(
         BOOL, False, "whether an optimizer can run on slices is checked; see elementwise_optimizers"
     ),
-    "zero_force_ds_cpu_optimizer": unneeded(BOOL, True, _OFFLOAD_ONLY),
+    "zero_force_ds_cpu_optimizer": unneeded(BOOL, True, "any elementwise optimizer is taken"),
     "dataloader_drop_last": translated(BOOL, False, "DataLoader(drop_last=...)"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..batch import ACCUMULATION, MICRO, TRAIN, BatchSettings
@@ -20,20 +19,6 @@ DEFAULT_ORIGIN = f"default of DeepSpeed {DEFAULTS_VERSION}"
 _NEVER = 2**62
 _ZERO = "zero_optimization."
 _DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-
-
-@dataclass(frozen=True)
-class OffloadRequest:
-    """What a config wants to lie outside of device memory."""
-
-    what: str
-    """``optimizer`` or ``parameters``."""
-    device: str
-    """``cpu`` or ``nvme``."""
-    key: str
-    """The key that asks for it, as spelled in the file."""
-    options: Mapping[str, Any]
-    """The other keys of its section."""
 
 
 class Translation:
@@ -99,6 +84,7 @@ class Translation:
             made["checkpoint.layout"] = Setting(layout, self.from_key(local))
         made.update(self._state_dtypes())
         made.update(self._loss_scale())
+        made.update(self._offload())
         # Checked here, where the JSON's key is still known.
         rules = dict(_rules(ZeroConfig))
         for key, setting in made.items():
@@ -146,6 +132,26 @@ class Translation:
                 return made
             made["precision.reduce_dtype"] = Setting("gradient", origin)
             made.setdefault("precision.gradient_dtype", Setting("parameter", origin))
+        return made
+
+    def _offload(self) -> dict[str, Setting]:
+        """What is kept off the device."""
+        made: dict[str, Setting] = {}
+        paths: dict[str, str] = {}
+        for ours, section, old in (
+            ("optimizer", "offload_optimizer", "cpu_offload"),
+            ("parameters", "offload_param", "cpu_offload_param"),
+        ):
+            device, key = self.value(f"{_ZERO}{section}.device", "none"), f"{_ZERO}{section}.device"
+            if device == "none" and self.value(_ZERO + old, False):
+                device, key = "cpu", _ZERO + old
+            if device != "none":
+                made[f"offload.{ours}"] = Setting(device, self.from_key(key))
+            path = self.value(f"{_ZERO}{section}.nvme_path", None)
+            if device == "nvme" and path is not None:
+                paths.setdefault(path, self.from_key(f"{_ZERO}{section}.nvme_path"))
+        if paths:
+            made["offload.nvme_path"] = Setting(list(paths), next(iter(paths.values())))
         return made
 
     def _dtype_rule(self, key: str, computed: str | None, what: str) -> str | None:
@@ -235,23 +241,6 @@ class Translation:
         if made.type.lower() != name.lower():
             self.renote(f"{path}.type", f"{made.type}: weight decay is decoupled, as adam_w_mode is true by default")
         return made
-
-    def offload(self) -> tuple[OffloadRequest, ...]:
-        """What is asked to be offloaded. All of it is rejected by the table of keys until it is built."""
-        found = []
-        for what, section, old in (
-            ("optimizer", "offload_optimizer", "cpu_offload"),
-            ("parameters", "offload_param", "cpu_offload_param"),
-        ):
-            device = self.value(f"{_ZERO}{section}.device", "none")
-            if device != "none":
-                prefix = f"{_ZERO}{section}."
-                options = {k.removeprefix(prefix): r.value for k, r in self.reports.items() if k.startswith(prefix)}
-                options.pop("device")
-                found.append(OffloadRequest(what, device, self.reports[prefix + "device"].path, options))
-            elif self.value(_ZERO + old, False):
-                found.append(OffloadRequest(what, "cpu", self.reports[_ZERO + old].path, {}))
-        return tuple(found)
 
     def owned(self) -> dict[str, Setting]:
         """What is set, not ``"auto"``, and may be owned by a framework, by DeepSpeed's key."""
