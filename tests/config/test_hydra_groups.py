@@ -26,6 +26,16 @@ def test_a_group_and_its_overrides(tmp_path: Path) -> None:
     assert (config.stage, config.prefetch, config.checkpoint.keep_last) == (1, 2, 4)
 
 
+def test_the_groups_that_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(composed(tmp_path, "zero=zero3_offload").zero).offload.parameters == "cpu"
+    monkeypatch.setenv("ZERO_STRATEGY_NVME_PATH", "/drive")
+    offload = load_config(composed(tmp_path, "zero=zero3_nvme").zero).offload
+    assert (offload.optimizer, offload.parameters, offload.nvme_path) == ("nvme", "nvme", ["/drive"])
+    monkeypatch.delenv("ZERO_STRATEGY_NVME_PATH")
+    given = composed(tmp_path, "zero=zero3_nvme", "zero.offload.nvme_path=[/a,/b]")
+    assert load_config(given.zero).offload.nvme_path == ["/a", "/b"]
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [

@@ -9,11 +9,15 @@
 
 from __future__ import annotations
 
-from .schema import ZeroConfig
+from .schema import OffloadConfig, ZeroConfig
+from .sources import NVME_PATH
 
 
 def register_hydra(group: str = "zero") -> None:
-    """Put `zero0` to `zero3` into Hydra's ConfigStore: all settings with their defaults, at that stage.
+    """Put `zero0` to `zero3`, `zero2_offload`, `zero3_offload` and `zero3_nvme` into Hydra's ConfigStore.
+
+    Each holds all settings with their defaults, at that stage. `zero3_nvme` takes its directory from the environment
+    variable ZERO_STRATEGY_NVME_PATH, or from `zero.offload.nvme_path=[DIR]`.
 
     Call it before `hydra.main` runs. A value of a wrong type is Hydra's error, which names the key.
 
@@ -25,5 +29,10 @@ def register_hydra(group: str = "zero") -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    for stage in range(4):
-        ConfigStore.instance().store(group=group, name=f"zero{stage}", node=ZeroConfig(stage=stage))
+    files = ["${oc.env:" + NVME_PATH + "}"]
+    nodes = {f"zero{stage}": ZeroConfig(stage=stage) for stage in range(4)}
+    nodes["zero2_offload"] = ZeroConfig(stage=2, offload=OffloadConfig("cpu"))
+    nodes["zero3_offload"] = ZeroConfig(stage=3, offload=OffloadConfig("cpu", "cpu"))
+    nodes["zero3_nvme"] = ZeroConfig(stage=3, offload=OffloadConfig("nvme", "nvme", files))
+    for name, node in nodes.items():
+        ConfigStore.instance().store(group=group, name=name, node=node)

@@ -27,6 +27,7 @@ from zero_strategy.config import (
     Fact,
     LossScaleConfig,
     MeshConfig,
+    OffloadConfig,
     PrecisionConfig,
     ResolvedConfig,
     UnitsConfig,
@@ -76,6 +77,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         prefetch: int | None = None,
         release_after_forward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
+        offload: OffloadConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
@@ -104,6 +106,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             prefetch: Units that are gathered ahead under stage 3.
             release_after_forward: Free gathered parameters between forward and backward under stage 3.
             loss_scale: Dynamic loss scaling for fp16.
+            offload: Where state is kept that the device has no room for.
             checkpoint: How checkpoints are written.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
@@ -132,6 +135,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             prefetch=prefetch,
             release_after_forward=release_after_forward,
             loss_scale=loss_scale,
+            offload=offload,
             checkpoint=checkpoint,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
