@@ -97,8 +97,9 @@ class ZeroAccelerator(Accelerator):
         check_processes(self.num_processes, os.environ)
         if self.scaler is not None:
             raise ValueError("mixed_precision='fp16' is not supported by ZeroAccelerator yet; use 'bf16' or 'no'")
-        self.zero_config: ZeroConfig = load_config(configured() if zero_config is None else zero_config)
+        self.zero_config: ZeroConfig = load_config(configured(zero_config))
         self._engines: dict[int, ZeroEngine] = {}
+        self._for_training: dict[int, bool] = {}
         self._unattached: list[Optimizer] = []
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
         self._facts = facts or {
@@ -138,7 +139,7 @@ class ZeroAccelerator(Accelerator):
     ) -> nn.Module:
         """Shard a model in place; also one that is only evaluated, for it may not fit otherwise."""
         if id(model) in self._engines:
-            super().prepare_model(model, device_placement, evaluation_mode=True)  # lists it again
+            self._prepare_again(model, device_placement, evaluation_mode)
             return model
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
@@ -150,12 +151,25 @@ class ZeroAccelerator(Accelerator):
         assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
         engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         self._engines[id(model)] = engine
+        self._for_training[id(model)] = not evaluation_mode
         if backend != DynamoBackend.NO:
             model.compile(**plugin.to_kwargs())
         waiting, self._unattached = self._unattached, []
         for optimizer in waiting:
             self._attach(optimizer)
         return model
+
+    def _prepare_again(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> None:
+        """A model that was evaluated first is then trained; one that `free_memory` let go of is listed again."""
+        listed = any(known is model for known in self._models)
+        if listed and self._for_training[id(model)] and not evaluation_mode:
+            raise ValueError(
+                f"this {type(model).__name__} was prepared by this ZeroAccelerator already, in place: drop it from the "
+                "second accelerator.prepare(...), and give that the other objects alone"
+            )
+        if not listed:
+            super().prepare_model(model, device_placement, evaluation_mode=True)
+        self._for_training[id(model)] = not evaluation_mode or (listed and self._for_training[id(model)])
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> ZeroOptimizer:
         """Let an optimizer update shards; its model may be prepared later."""

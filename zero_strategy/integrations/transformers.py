@@ -89,6 +89,16 @@ class ZeroTrainerMixin:
         if self.accelerator.zero_config.stage < 3:  # else the whole model may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's; a schedule that was given beside one of a DeepSpeed JSON is one too many."""
+        found = self.accelerator.zero_config.deepspeed
+        if self.lr_scheduler is not None and found is not None and found.scheduler is not None:
+            raise ValueError(
+                f"optimizers=(..., {type(self.lr_scheduler).__name__}) and scheduler {found.scheduler.type!r} "
+                f"[{found.scheduler.origin}] are two schedules; drop one of them"
+            )
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+
     # ---- saving ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
