@@ -285,10 +285,14 @@ class ZeroEngine:
         """The loss to call backward on: scaled in fp16, unchanged otherwise."""
         return loss if self.scaler is None else loss * self.scaler.scale
 
-    def unscale_gradients(self, optimizer: Optimizer) -> bool:
+    def unscale_gradients(self, optimizer: Optimizer, scale: float | None = None) -> bool:
         """Undo the loss scale in an optimizer's gradients; the next step is skipped if one is not finite.
 
         A collective: all ranks decide alike. Call once per step, before clipping.
+
+        Args:
+            optimizer: Whose gradients.
+            scale: What the losses were multiplied by; default: the scaler's present scale.
 
         Returns:
             Whether the step will be taken.
@@ -297,7 +301,7 @@ class ZeroEngine:
             return True
         sharded = self.sharded(optimizer)
         finite = sharded.norm(float("inf")).finite
-        sharded.scale_gradients(1.0 / self.scaler.scale)
+        sharded.scale_gradients(1.0 / (scale or self.scaler.scale))
         sharded.skip_next = not finite
         return finite
 

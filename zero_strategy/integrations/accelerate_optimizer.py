@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
+
+from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
 
 
 class ZeroOptimizer(AcceleratedOptimizer):
@@ -18,6 +21,8 @@ class ZeroOptimizer(AcceleratedOptimizer):
         optimizer: The user's.
         whole_state: Gives its whole state in the form of its own `state_dict()`. A collective.
         load_whole: Divides such a state among the ranks.
+        scaler: Of the losses, in fp16.
+        together: Makes what is around a call that ranks without a batch follow, from its name, this and its arguments.
     """
 
     def __init__(
@@ -25,9 +30,37 @@ class ZeroOptimizer(AcceleratedOptimizer):
         optimizer: Any,
         whole_state: Callable[[], dict[str, Any]],
         load_whole: Callable[[dict[str, Any]], None],
+        scaler: AgreedGradScaler | None,
+        together: Callable[..., AbstractContextManager[None]],
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._whole_state, self._load_whole = whole_state, load_whole
+        self._agreed, self._together = scaler, together
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step where gradients are synchronised; in fp16 all ranks skip it, or none (`step_was_skipped`).
+
+        Raises:
+            FloatingPointError: If fp16 gradients overflow at the smallest loss scale.
+        """
+        if self.gradient_state.sync_gradients:
+            with self._together("optimizer.step with a closure" if closure else "optimizer.step", self):
+                self.take_step(closure)
+
+    def take_step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step, whether gradients are synchronised or not."""
+        if self._agreed is None:
+            self.optimizer.step(closure)
+            return
+        self._agreed.step(self.optimizer, closure)
+        self._is_overflow = not self._agreed.last_step_finite
+        self._agreed.update()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or zero them in place, where they are synchronised."""
+        if self.gradient_state.sync_gradients:
+            with self._together("optimizer.zero_grad", self, set_to_none is not False):
+                super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every rank; all ranks call it. `ZeroAccelerator.save_state` does without."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.sharding.assemble import assemble_segment
 from zero_strategy.sharding.model import ShardedModel
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.registry import sharded_model_of
@@ -58,10 +59,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     Raises:
         ValueError: If no engine shards `param`.
     """
-    model, bucket, index = _find(param)
+    _, bucket, index = _find(param)
     piece = bucket.piece_of.get(index)
-    values = {} if piece is None else {index: bucket.master[piece.offset : piece.offset + piece.numel]}
-    return _segment(model, bucket, index, values, bucket.master.dtype)
+    value = None if piece is None else bucket.master[piece.offset : piece.offset + piece.numel]
+    return _whole(bucket, index, value, bucket.master.dtype)
 
 
 @torch.no_grad()
@@ -81,8 +82,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     gradients = model.gradient_of(bucket)
     if index not in gradients.live:
         return None
-    owned = gradients.owned_gradients()
-    return _segment(model, bucket, index, {index: owned[index]} if index in owned else {}, gradients.dtype)
+    return _whole(bucket, index, gradients.owned_gradients().get(index), gradients.dtype)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -108,7 +108,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     dtype, scalar = known[0]
     if not dtype:
         return scalar if isinstance(scalar, Tensor) else torch.tensor(scalar)
-    return _segment(model, bucket, index, {} if value is None else {index: value}, getattr(torch, dtype))
+    return _whole(bucket, index, None if value is None else value.reshape(-1), getattr(torch, dtype))
 
 
 @torch.no_grad()
@@ -144,12 +144,8 @@ def _holder(model: ShardedModel, param: nn.Parameter) -> ShardedOptimizer:
     raise ValueError(f"no attached optimizer holds this parameter of shape {tuple(param.shape)}")
 
 
-def _segment(
-    model: ShardedModel, bucket: ParameterBucket, index: int, values: dict[int, Tensor], dtype: torch.dtype
-) -> Tensor:
-    segment = bucket.layout.segments[index]
-    flat = model.assemble(bucket, values, dtype)
-    return flat[segment.offset : segment.stop].view(segment.shape).clone()
+def _whole(bucket: ParameterBucket, index: int, value: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return assemble_segment(bucket, index, value, dtype).view(bucket.layout.segments[index].shape)
 
 
 def _check_shape(param: nn.Parameter, value: Tensor) -> None:

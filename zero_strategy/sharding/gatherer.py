@@ -167,6 +167,10 @@ class ParameterGatherer:
             self._hints[self._grad_trace] = self.trace
         self.trace, self._grad_trace = [], torch.is_grad_enabled()
 
+    def forget_order(self) -> None:
+        """Fetch nothing ahead before the order of uses is seen again: ranks may have seen different ones."""
+        self.trace, self._hints = [], {True: [], False: []}
+
     # ---- backward ----
 
     def new_call(self) -> int:

@@ -9,8 +9,8 @@ Order of summation (documented, so that a single process can repeat it):
     per_micro_batch  g = sum over micro-batches a, in order, of ((sum over ranks r, in order, of g[r, a]) / ranks)
 
 `p.grad` of a parameter that holds a gradient is a *handle*: where whole gradients are kept it is the gradient itself,
-else a `GradientHandle` of the parameter's shape, which refuses to be read. `zero_grad()` removes or overwrites the
-handle, which is how the bucket learns of it, without any hook on the optimizer.
+else a `GradientHandle` of the parameter's shape, which fetches it when it is read. `zero_grad()` removes or overwrites
+the handle, which is how the bucket learns of it, without any hook on the optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from zero_strategy.distributed import PendingWork
-from zero_strategy.sharding.handles import GradientHandle, unreadable
+from zero_strategy.sharding.gradient_reading import reader_of
+from zero_strategy.sharding.handles import GradientHandle, unwritable
 from zero_strategy.sharding.parameters import ParameterBucket
 
 
@@ -228,7 +229,9 @@ class GradientBucket:
             poison = torch.full((1,), float("nan"), dtype=self.bucket.dtype, device=self.bucket.device)
             plain = poison[0].expand(shape) if self._numel(index) else poison[:0].view(shape)
             self._poisons[index] = plain
-            self._handles[index] = GradientHandle.of(plain, self.bucket.names[index], self.bucket.placement.stage)
+            self._handles[index] = GradientHandle.of(
+                plain, self.bucket.names[index], self.bucket.placement.stage, reader_of(self, index)
+            )
             self._versions[index] = plain._version
         return self._handles[index]
 
@@ -271,7 +274,7 @@ class GradientBucket:
             self._refuse(index)
 
     def _refuse(self, index: int) -> None:
-        raise RuntimeError(unreadable(self.bucket.names[index], self.bucket.placement.stage, "writing"))
+        raise RuntimeError(unwritable(self.bucket.names[index], self.bucket.placement.stage, "fill_"))
 
     def _zero(self, index: int) -> None:
         if index in self.local_live:
@@ -308,6 +311,16 @@ class GradientBucket:
             view.copy_(gradient.detach().reshape(-1)[piece.start : piece.stop])
         self.live.add(index)
         self.show(index)
+
+    def local_sum(self, index: int) -> Tensor | None:
+        """What `no_sync` keeps back of a gradient on this rank, None if nothing."""
+        return self._local_view(index) if index in self.local_live else None
+
+    def reduced_part(self, index: int) -> Tensor | None:
+        """This rank's part of a reduced gradient, flat; None if it owns none of it."""
+        self._apply_scales()
+        parts = self._reduced_parts(index)
+        return sum(parts[1:], parts[0]) if parts else None
 
     def _reduced_parts(self, index: int) -> list[Tensor]:
         piece = self.bucket.piece_of.get(index)

@@ -1,18 +1,19 @@
-"""What `p.grad` shows where it is not the gradient: something that can be removed or zeroed, but not read.
+"""What `p.grad` shows where it is not the gradient: it stands for the gradient, and can be removed, zeroed and read.
 
-Where this rank holds a part of a gradient only, code that would compute with `p.grad` as if it were whole (a norm, a
-logger, `torch.nn.utils.clip_grad_norm_`) gets an error that names the way, never a wrong number.
+Where this rank holds a part of a gradient only, code that computes with `p.grad` (a norm, a logger) gets the whole one,
+fetched from all ranks: the number that plain torch would give. Writes would be lost, so they are refused by name, also
+those into views of what was fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_ALLOWED = {
+_STANDS_FOR = {
     Tensor.zero_,
     Tensor.detach_,
     Tensor.detach,
@@ -29,10 +30,65 @@ _ALLOWED = {
     torch._foreach_zero_,
 }
 """What `zero_grad` in all its forms does, and questions about the shape."""
+_FLAGS = {Tensor.detach_, Tensor.requires_grad_}
+_ASSIGNMENTS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
 
 
 class GradientHandle(Tensor):
     """Stands for a gradient; of its shape, but without memory.
+
+    Attributes:
+        name: The parameter.
+        stage: The ZeRO stage, for the message.
+        fetch: Gives the whole gradient in memory of its own. A collective where the gradient is sharded.
+    """
+
+    name = ""
+    stage = 0
+    fetch: Callable[[], Tensor]
+
+    @staticmethod
+    def of(plain: Tensor, name: str, stage: int, fetch: Callable[[], Tensor]) -> GradientHandle:
+        """A handle that shares the memory and the version counter of `plain`."""
+        handle = plain.as_subclass(GradientHandle)
+        handle.name, handle.stage, handle.fetch = name, stage, fetch
+        return handle
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do to the handle what it stands for; fetch the gradient for what reads it.
+
+        Raises:
+            RuntimeError: For writes.
+        """
+        call, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        for handle in _instances(GradientHandle, _written(func, args, kwargs, _STANDS_FOR)):
+            raise RuntimeError(unwritable(handle.name, handle.stage, call))
+        if func in _STANDS_FOR or call in ("__get__", "__set__"):
+            handle = next(_instances(GradientHandle, (args, kwargs)))
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+            # `p.grad.data` and `p.grad.detach()` are no way around
+            plain = type(result) is Tensor
+            return GradientHandle.of(result, handle.name, handle.stage, handle.fetch) if plain else result
+        fetched: dict[int, FetchedGradient] = {}
+        args, kwargs = _fetch(args, fetched), _fetch(kwargs, fetched)
+        return FetchedGradient.call(func, args, kwargs, list(fetched.values()))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GradientHandle({self.name!r}, shape={tuple(self.shape)}, stage {self.stage})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.fetch()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.fetch().__reduce_ex__(protocol)
+
+
+class FetchedGradient(Tensor):
+    """A gradient that was fetched from all ranks, or a view of it: what is computed from it is plain, itself read-only.
 
     Attributes:
         name: The parameter.
@@ -43,57 +99,86 @@ class GradientHandle(Tensor):
     stage = 0
 
     @staticmethod
-    def of(plain: Tensor, name: str, stage: int) -> GradientHandle:
-        """A handle that shares the memory and the version counter of `plain`."""
-        handle = plain.as_subclass(GradientHandle)
-        handle.name, handle.stage = name, stage
-        return handle
+    def of(plain: Tensor, name: str, stage: int) -> FetchedGradient:
+        """`plain`, sealed."""
+        sealed = plain.as_subclass(FetchedGradient)
+        sealed.name, sealed.stage = name, stage
+        return sealed
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let through what a handle stands for.
+        """Let reads through; their results are plain tensors, or sealed where they share its memory.
 
         Raises:
-            RuntimeError: For everything else.
+            RuntimeError: For writes.
         """
-        handle = next(iter(_handles_in((args, kwargs))))
-        if func in _ALLOWED or getattr(func, "__name__", "") in ("__get__", "__set__"):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
-            # `p.grad.data` and `p.grad.detach()` are no way around
-            return GradientHandle.of(result, handle.name, handle.stage) if type(result) is Tensor else result
-        raise RuntimeError(unreadable(handle.name, handle.stage, getattr(func, "__name__", "")))
+        kwargs = kwargs or {}
+        for sealed in _instances(FetchedGradient, _written(func, args, kwargs, _FLAGS)):
+            raise RuntimeError(unwritable(sealed.name, sealed.stage, getattr(func, "__name__", "")))
+        return cls.call(func, args, kwargs, list(_instances(FetchedGradient, (args, kwargs))))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GradientHandle({self.name!r}, shape={tuple(self.shape)}, stage {self.stage})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientHandle:
-        raise RuntimeError(unreadable(self.name, self.stage, "deepcopy"))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(unreadable(self.name, self.stage, "pickle"))
+    @staticmethod
+    def call(func: Callable[..., Any], args: Any, kwargs: Any, inputs: list[FetchedGradient]) -> Any:
+        """Call `func`, and seal what shares memory with one of its inputs."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            owners = {value.untyped_storage().data_ptr(): value for value in inputs if value.numel()}
+        if func is Tensor.numpy:
+            result.flags.writeable = False
+        return _seal(result, owners)
 
 
-def unreadable(name: str, stage: int, call: str) -> str:
-    """The message for a use of a gradient that is not whole here."""
-    what = f"{call}() on the" if call else "the"
-    which = f" of parameter {name!r}" if name else ""
+def unwritable(name: str, stage: int, call: str) -> str:
+    """The message for a write to a gradient that is not whole here."""
     return (
-        f"{what} gradient{which}: at stage {stage} p.grad is no whole gradient on any rank. Clip with "
-        "self.clip_gradients(...) or Trainer(gradient_clip_val=...) under Lightning, else engine.clip_grad_norm_ and "
-        "engine.clip_grad_value_; the norm is engine.grad_norm().value (Lightning: trainer.strategy.engine); read and "
-        "write whole gradients with safe_get_full_grad and safe_set_full_grad of zero_strategy.optim.full_state, on "
-        "all ranks."
+        f"{call}() on the gradient of parameter {name!r}: at stage {stage} no rank holds it whole, so p.grad can be "
+        "read, zeroed and removed, but not written to. Clip with self.clip_gradients(...) or "
+        "Trainer(gradient_clip_val=...) under Lightning, else engine.clip_grad_norm_ and engine.clip_grad_value_ "
+        "(Lightning: trainer.strategy.engine); write a whole gradient with p.grad = values, or safe_set_full_grad of "
+        "zero_strategy.optim.full_state, on all ranks."
     )
 
 
-def _handles_in(value: Any) -> Iterable[GradientHandle]:
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], allowed: set[Any]) -> Any:
+    """What a call writes to, by torch's convention of names; nothing for those that are allowed."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and func not in allowed
+    first = args[:1] if in_place or name in _ASSIGNMENTS or func == Tensor.data.__set__ else ()  # type: ignore[attr-defined]
+    return first, kwargs.get("out")
+
+
+def _fetch(value: Any, fetched: dict[int, FetchedGradient]) -> Any:
+    """`value` with the gradient in the place of each handle; each is fetched once, in order, on all ranks alike."""
     if isinstance(value, GradientHandle):
+        if id(value) not in fetched:
+            fetched[id(value)] = FetchedGradient.of(value.fetch(), value.name, value.stage)
+        return fetched[id(value)]
+    if isinstance(value, (list, tuple)):
+        items = [_fetch(item, fetched) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _fetch(item, fetched) for key, item in value.items()}
+    return value
+
+
+def _seal(result: Any, owners: dict[int, FetchedGradient]) -> Any:
+    if isinstance(result, (list, tuple)) and any(isinstance(item, Tensor) for item in result):
+        items = [_seal(item, owners) for item in result]
+        return items if type(result) is list else tuple(items) if type(result) is tuple else result
+    if type(result) not in (Tensor, FetchedGradient) or result.layout != torch.strided:
+        return result
+    with torch._C.DisableTorchFunctionSubclass():
+        owner = owners.get(result.untyped_storage().data_ptr())
+    return result if owner is None else FetchedGradient.of(result, owner.name, owner.stage)
+
+
+def _instances(kind: type[Any], value: Any) -> Iterator[Any]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _handles_in(item)
+            yield from _instances(kind, item)
     elif isinstance(value, dict):
-        yield from _handles_in(list(value.values()))
+        yield from _instances(kind, list(value.values()))

@@ -74,6 +74,8 @@ class GradientReducer:
         self.step_torn: Callable[[], bool] = lambda: False
         self.raise_flags: Callable[[], int] = lambda: 0
         """Gives the bits that all ranks shall learn of with the next reduction; they end up in `agreed_flags`."""
+        self.announce: Callable[[str, Any], None] | None = None
+        """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
         self._sync = True
         self._active = False
@@ -178,7 +180,14 @@ class GradientReducer:
         """
         if self.step_torn():
             raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
+        if self.announce is not None:
+            held = [[p.grad is not None for p in bucket.bucket.parameters] for bucket in self.buckets]
+            self.announce("backward", held)
         self._active = True
+        self._forget_backward()
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _forget_backward(self) -> None:
         self._next = 0
         self._begun.clear()
         self._awaited.clear()
@@ -191,7 +200,6 @@ class GradientReducer:
                 for bucket in self.buckets
             ]
         )
-        Variable._execution_engine.queue_callback(self._end_backward)
 
     @property
     def _reduces(self) -> bool:
@@ -208,6 +216,11 @@ class GradientReducer:
             self._next += 1
 
     def _launch(self, number: int) -> None:
+        if self.announce is not None:
+            self.announce("launch", number)
+        self._start(number)
+
+    def _start(self, number: int) -> None:
         bucket = self.buckets[number]
         if number not in self._begun:  # this rank did not touch it: notice `zero_grad` here
             self._begun.add(number)
@@ -235,8 +248,11 @@ class GradientReducer:
 
     # ---- the end of a backward, or of a step ----
 
-    def reduce(self) -> None:
+    def reduce(self, *, outside: bool = False) -> None:
         """Reduce every bucket that any rank touched since its last reduction. A collective.
+
+        Args:
+            outside: No backward has just ended.
 
         Raises:
             RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3).
@@ -252,6 +268,28 @@ class GradientReducer:
             if number not in self._begun and bucket.local_live:  # kept back by `no_sync`: dropped by `zero_grad` since?
                 self._begun.add(number)
                 bucket.begin()
+        if self.announce is not None:
+            self.announce("agree", outside)
+        self._agree()
+
+    def follow(self, what: str, value: Any) -> None:
+        """Take part in what a rank with data announces, without data. A collective, as there."""
+        if what == "backward":
+            self._forget_backward()
+            for bucket, held in zip(self.buckets, value, strict=True):
+                for parameter, is_held in zip(bucket.bucket.parameters, held, strict=True):
+                    if not is_held:  # its gradient was dropped there since
+                        parameter.grad = None
+        elif what == "launch":
+            self._start(value)
+        else:
+            assert what == "agree"
+            if value:
+                self.plan.expect_nothing()
+                self._left.clear()
+            self._agree()
+
+    def _agree(self) -> None:
         touched = [
             bucket.local_live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
             for number, bucket in enumerate(self.buckets)
@@ -270,7 +308,7 @@ class GradientReducer:
                     self._in_flight.remove(bucket)
                 bucket.finish()
                 bucket.admit_late()
-                self._launch(number)
+                self._start(number)
         self.agreed_flags |= agreed.flags
         self._next, self._unreduced = 0, False
         self._left.clear()
@@ -318,8 +356,7 @@ class GradientReducer:
         if self._unreduced:
             self.plan.expect_nothing()
             self._left.clear()
-            self.reduce()
-
+            self.reduce(outside=True)
 
     def follow_edits(self) -> None:
         """Before parameters are saved: take over what the user wrote into them. Gradients are left alone.

@@ -25,9 +25,22 @@ def launch(arguments: list[str], folder: Path, **variables: str) -> subprocess.C
     return subprocess.run([*LAUNCH, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=150)
 
 
-@pytest.mark.parametrize("name, stage", [("test_script", 1), ("test_script", 2), ("test_ops", 3)])
-def test_scripts_of_accelerate_itself(tmp_path: Path, name: str, stage: int) -> None:
-    done = launch(["--config_file", str(TEMPLATES / "cpu2.yaml"), str(UPSTREAM), name, str(stage)], tmp_path)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "test_script 1",
+        "test_script 2",
+        "test_ops 3",
+        "test_sync 1",
+        "test_sync 2 per_step",  # it asserts that `no_sync` leaves gradients on the rank, which is what this asks for
+        "test_sync 3 per_step",
+        "test_sync_matrix 1",
+        "test_sync_matrix 2 per_step",
+    ],
+)
+def test_scripts_of_accelerate_itself(tmp_path: Path, script: str) -> None:
+    done = launch(["--config_file", str(TEMPLATES / "cpu2.yaml"), str(UPSTREAM), *script.split()], tmp_path)
+    name, stage, *_ = script.split()
     assert f"passed: {name} {stage} 2" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
 

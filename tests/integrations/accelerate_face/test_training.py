@@ -192,7 +192,6 @@ def messages() -> dict[str, str]:
         note("foreign optimizer", stranger.step)
         note("foreign parameters", lambda: job.accelerator.clip_grad_norm_(Net().parameters(), 1.0))
         note("unknown model", lambda: job.accelerator.engine(Net()))
-        note("uneven", lambda: job.accelerator.join_uneven_inputs([job.model], even_batches=False).__enter__())
         note("no place", job.accelerator.save_state)
         note("nothing there", lambda: job.accelerator.load_state("/nonexistent"))
     return found
@@ -203,6 +202,5 @@ def test_mistakes_are_named(ranks: Launcher) -> None:
         assert "prepare the model too" in found["foreign optimizer"]
         assert "not all of one prepared model" in found["foreign parameters"]
         assert "Net was not prepared" in found["unknown model"]
-        assert "even_batches" in found["uneven"]
         assert "output_dir" in found["no place"]
         assert "/nonexistent" in found["nothing there"]

@@ -14,6 +14,8 @@ import torch
 from tests.integrations.accelerate_face.training import fresh_state
 from tests.integrations.transformers_face.training import (
     KINDS,
+    StopAfter,
+    Trained,
     difference,
     generated,
     history,
@@ -54,6 +56,31 @@ def test_the_same_training(ranks: Launcher, tmp_path: Path, kind: str) -> None:
     done = subprocess.run([sys.executable, "-c", RELOAD, *folders], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def in_fp16(stage: int, folder: str, resumed: bool) -> tuple[Trained, list[float], float, str]:
+    """Trained, the gradient norms, the scale at the end, and what the model computes in."""
+    seen: list[str] = []
+    zero = {"loss_scale": {"initial": 64.0, "growth_interval": 4}}
+    with fresh_state():
+        arguments = {"fp16": True, "save_strategy": "epoch", "num_train_epochs": 2}
+        trainer = trainer_of(stage, "gpt2", Path(folder), zero=zero, **arguments)
+        trainer.model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *call: seen.append(str(call[2].dtype)))
+        if not resumed:
+            trainer.add_callback(StopAfter(1))
+        trainer.train(resume_from_checkpoint=resumed)
+        norms = [record["grad_norm"] for record in history(trainer) if "grad_norm" in record]
+        return (history(trainer), whole(trainer)), norms, trainer.accelerator.scaler.get_scale(), seen[0]
+
+
+def test_fp16_with_a_scale_that_is_resumed(ranks: Launcher, tmp_path: Path) -> None:
+    """Plain Trainer computes in fp32 on the CPU; ours in what was asked for."""
+    plain, _ = ranks(2, timeout=120)(resume, None, "gpt2", str(tmp_path / "plain"), 2)[0]
+    ranks(2, timeout=120)(in_fp16, 2, str(tmp_path / "fp16"), False)
+    (logged, state), norms, scale, dtype = ranks(2, timeout=120)(in_fp16, 3, str(tmp_path / "fp16"), True)[0]
+    assert dtype == "torch.float16" and state["transformer.wte.weight"].dtype == torch.float32
+    assert 0 < difference(plain, logged) < 2e-2 and max(norms) < 20, "norms are those of unscaled gradients"
+    assert scale == 64.0 * 2 ** (len(norms) // 4)
 
 
 def test_gradient_checkpointing_and_label_smoothing(ranks: Launcher, tmp_path: Path) -> None:

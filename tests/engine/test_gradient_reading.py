@@ -1,0 +1,217 @@
+"""`p.grad` at stages 1 to 3 reads as under plain data parallelism; writes to it are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.engine.nets import loss_of, net
+from tests.launcher import Launcher
+from zero_strategy.config import load_config
+from zero_strategy.distributed.rendezvous import RendezvousError
+from zero_strategy.engine import ZeroEngine
+
+CASES = [(1, "per_step"), (1, "per_micro_batch"), (2, "per_micro_batch"), (3, "per_step"), (3, "per_micro_batch")]
+
+
+class Pair:
+    """A sharded model, and one that is trained by hand as data parallelism does."""
+
+    def __init__(self, stage: int, reduction: str, **options: Any) -> None:
+        self.plain, self.sharded = net(), net()
+        fixed = {"units": {"min_numel": 0}, "rendezvous_seconds": 5.0}
+        config = load_config(stage=stage, gradient_reduction=reduction, **(fixed | options))
+        self.engine = ZeroEngine(self.sharded, config)
+        self.engine.attach(torch.optim.SGD(self.sharded.parameters(), lr=0.1))
+        self.count = 0
+
+    def backward(self, *, sync: bool = True) -> None:
+        torch.manual_seed(10 * self.count + self.engine.mesh.rank)
+        self.count += 1
+        x = torch.randn(2, 6)
+        loss_of(self.plain(x)).backward()
+        if sync:
+            for p in self.plain.parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad /= dist.get_world_size()
+            loss_of(self.sharded(x)).backward()
+        else:
+            with self.engine.no_sync():
+                loss_of(self.sharded(x)).backward()
+
+    def differing(self) -> list[str]:
+        found = []
+        named = zip(self.plain.named_parameters(), self.sharded.parameters(), strict=True)
+        for (name, mine), theirs in named:
+            if (mine.grad is None) != (theirs.grad is None):
+                found.append(f"{name}: {mine.grad is None} {theirs.grad is None}")
+            elif mine.grad is not None and not torch.allclose(mine.grad, theirs.grad, rtol=1e-6, atol=1e-7):
+                found.append(f"{name}: {mine.grad} {theirs.grad.clone()}")
+        return found
+
+
+def reads(stage: int, reduction: str) -> list[str]:
+    pair = Pair(stage, reduction)
+    pair.backward()
+    found = pair.differing()
+    if reduction == "per_step":  # what `no_sync` keeps back is the rank's own, on top of what was reduced before
+        pair.backward(sync=False)
+        found += pair.differing()
+        for model in (pair.plain, pair.sharded):
+            model.zero_grad(set_to_none=False)
+        found += pair.differing()
+        pair.backward(sync=False)
+        pair.backward(sync=False)
+        found += pair.differing()
+        pair.plain.zero_grad()
+        pair.sharded.zero_grad()
+    pair.backward()
+    norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+    own = torch.nn.utils.get_total_norm([p.grad for p in pair.sharded.parameters() if p.grad is not None])
+    if not torch.allclose(norm, own):
+        found.append(f"norm {norm} {own}")
+    pair.engine.clip_grad_norm_(0.1)
+    found += pair.differing()
+    for model in (pair.plain, pair.sharded):
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+    found += pair.differing()
+    return found
+
+
+@pytest.mark.parametrize("stage, reduction", CASES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_reads_what_data_parallelism_shows(ranks: Launcher, world: int, stage: int, reduction: str) -> None:
+    for found in ranks(world)(reads, stage, reduction):
+        assert found == []
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda g: g.norm(),
+    "data": lambda g: g.data.norm(),
+    "mul": lambda g: g * 2,
+    "item": lambda g: g.sum().item(),
+    "isnan": lambda g: torch.isnan(g).any(),
+    "foreach": lambda g: torch._foreach_norm([g, g])[1],
+    "clone": lambda g: g.clone(),
+    "detached": lambda g: g.detach().cpu(),
+    "deepcopy": lambda g: copy.deepcopy(g),
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "numpy": lambda g: torch.from_numpy(g.numpy().copy()),
+    "stack": lambda g: torch.stack([g, g]),
+    "other": lambda g: torch.zeros(12, 6).add_(g),
+    "view": lambda g: g.view(-1)[3:9],
+    "row": lambda g: g[1],
+    "iterate": lambda g: sum(row.sum() for row in g),
+    "format": lambda g: float(f"{g.sum():.6f}"),
+    "out": lambda g: torch.add(g, 1, out=torch.empty(12, 6)),
+}
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda g: g.mul_(2),
+    "copy_": lambda g: g.copy_(torch.zeros(())),
+    "imul": lambda g: g.__imul__(2),
+    "set": lambda g: g.__setitem__(0, 1.0),
+    "data": lambda g: g.data.mul_(2),
+    "new data": lambda g: setattr(g, "data", torch.zeros(12, 6)),
+    "view": lambda g: g.view(-1).mul_(2),
+    "row": lambda g: g[1].fill_(1.0),
+    "row of a view": lambda g: g.view(6, 12)[1].__setitem__(0, 1.0),
+    "unbound": lambda g: g.unbind()[0].zero_(),
+    "out": lambda g: torch.add(torch.ones(12, 6), 1, out=g),
+    "foreach": lambda g: torch._foreach_mul_([g, g], 2.0),
+    "numpy": lambda g: g.numpy().__setitem__(0, 1.0),
+}
+
+
+def uses(stage: int) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    pair = Pair(stage, "per_step" if stage == 1 else "per_micro_batch")
+    pair.backward()
+    mine, theirs = (model.blocks[0].up.weight.grad for model in (pair.plain, pair.sharded))
+    assert mine is not None and theirs is not None
+    wrong, written = {}, {}
+    for name, use in READS.items():
+        expected, actual = use(mine), use(theirs)
+        if not torch.allclose(torch.as_tensor(expected), torch.as_tensor(actual)):
+            wrong[name] = (expected, actual)
+    for name, use in WRITES.items():
+        try:
+            use(theirs)
+        except (RuntimeError, ValueError) as error:
+            written[name] = str(error)
+    try:
+        nn.utils.clip_grad_norm_(pair.sharded.parameters(), 1.0)
+    except RuntimeError as error:
+        written["clip"] = str(error)
+    shape = f"{tuple(theirs.shape)} {theirs.dtype} {theirs.numel()} {theirs.is_sparse}"
+    return wrong, written, [repr(theirs), shape, *pair.differing()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_kinds_of_uses(ranks: Launcher, stage: int) -> None:
+    for wrong, written, facts in ranks(2)(uses, stage):
+        assert wrong == {}
+        shown = f"GradientHandle('blocks.0.up.weight', shape=(12, 6), stage {stage})"
+        assert facts == [shown, "(12, 6) torch.float32 72 False"]
+        assert written.keys() == WRITES.keys() | {"clip"}
+        assert "read-only" in written.pop("numpy")
+        assert "engine.clip_grad_norm_" in written.pop("clip")
+        for message in written.values():
+            assert f"'blocks.0.up.weight': at stage {stage} no rank holds it whole" in message
+
+
+def alone() -> str:
+    pair = Pair(1, "per_step", rendezvous_seconds=0.5)
+    pair.backward()
+    gradient = pair.sharded.blocks[0].up.weight.grad
+    assert gradient is not None
+    said = "nothing"
+    if pair.engine.mesh.rank == 0:
+        try:
+            gradient.norm()
+        except RendezvousError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_reads_alone_is_told(ranks: Launcher) -> None:
+    said = ranks(2)(alone)[0]
+    assert "reading p.grad of 'blocks.0.up.weight'" in said and "[1] did not come" in said
+
+
+def at_a_wrong_time() -> list[str]:
+    pair = Pair(2, "per_micro_batch")
+    pair.backward()
+    weight = pair.sharded.blocks[1].up.weight
+    kept, said = weight.grad, []
+    assert kept is not None
+
+    def peek(gradient: Tensor) -> None:
+        try:
+            kept.norm()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    hook = pair.sharded.blocks[0].up.weight.register_hook(peek)
+    pair.backward()
+    hook.remove()
+    pair.sharded.zero_grad()
+    try:
+        kept.norm()
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_reads_at_a_wrong_time_are_refused(ranks: Launcher) -> None:
+    for running, removed in ranks(2)(at_a_wrong_time):
+        assert "while a backward is running" in running
+        assert "was removed (zero_grad)" in removed
