@@ -79,16 +79,6 @@ class ZeroTrainerMixin:
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
-    @property
-    def zero_engine(self) -> ZeroEngine | None:
-        """The engine, once the model was prepared by training or evaluation."""
-        engine: ZeroEngine | None = self.accelerator._engines.get(id(self.model))
-        return engine
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self.accelerator.zero_config.stage < 3:  # else the whole model may not fit: the engine moves its slices
-            super()._move_model_to_device(model, device)  # type: ignore[misc]
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's; a schedule that was given beside one of a DeepSpeed JSON is one too many."""
         found = self.accelerator.zero_config.deepspeed
@@ -98,6 +88,16 @@ class ZeroTrainerMixin:
                 f"[{found.scheduler.origin}] are two schedules; drop one of them"
             )
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+
+    @property
+    def zero_engine(self) -> ZeroEngine | None:
+        """The engine, once the model was prepared by training or evaluation."""
+        engine: ZeroEngine | None = self.accelerator._engines.get(id(self.model))
+        return engine
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self.accelerator.zero_config.stage < 3:  # else the whole model may not fit: the engine moves its slices
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # ---- saving ----
 
