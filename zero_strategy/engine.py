@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -303,20 +303,24 @@ class ZeroEngine:
 
     # ---- whole tensors ----
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The module's whole parameters and persistent buffers, copied to the host, on every rank; all ranks call it.
 
         Names and order are `state_dict()`'s, tied names included. One unit at a time is whole on the device.
+
+        Args:
+            names: Those that are wanted, the same on all ranks; default: all.
         """
         self.mesh.rendezvous.meet("full_state_dict()")
-        copies: dict[int, Tensor] = {}
+        entries = {n: t for n, t in state_dict_entries(self.module, tied=True) if names is None or n in names}
+        wanted, copies = {id(tensor) for tensor in entries.values()}, dict[int, Tensor]()
         for unit in self.model.units:
-            with self.model.gathered([p for bucket in unit.buckets for p in bucket.parameters]):
-                for bucket in unit.buckets:
-                    copies.update({id(p): p.detach().to("cpu", copy=True) for p in bucket.parameters})
+            chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
+            with self.model.gathered(chosen):
+                copies.update({id(p): p.detach().to("cpu", copy=True) for p in chosen})
         return {
             name: copies[id(tensor)] if id(tensor) in copies else tensor.detach().to("cpu", copy=True)
-            for name, tensor in state_dict_entries(self.module, tied=True)
+            for name, tensor in entries.items()
         }
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
