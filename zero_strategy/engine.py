@@ -51,7 +51,8 @@ class ZeroEngine:
         compute_dtype: Dtype that floating-point parameters and buffers take (bf16 or fp16 with fp32 master weights),
             or None to keep theirs.
         weights: A checkpoint or Hugging Face directory to take the weights from, each rank its own slices. A model
-            built under `sharding.Init()` then needs no `reset_parameters`.
+            built under `sharding.Init()` then needs no `reset_parameters`. An open reader may hold a part of them: all
+            that are on the meta device.
         device: Where parameters that are on the meta device become real; default: where the module's other tensors
             are, else the CPU.
 
@@ -74,7 +75,7 @@ class ZeroEngine:
         config: Any = None,
         *,
         compute_dtype: torch.dtype | None = None,
-        weights: str | os.PathLike[str] | None = None,
+        weights: str | os.PathLike[str] | StateReader | None = None,
         device: torch.device | None = None,
     ) -> None:
         world = world_size()
@@ -92,8 +93,9 @@ class ZeroEngine:
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
         )
+        partly, fresh = isinstance(weights, StateReader), weights is None
         self.model = ShardedModel(
-            module, self.mesh, zero, compute_dtype, device=device, initialise=weights is None
+            module, self.mesh, zero, compute_dtype, device=device, initialise=fresh, partly=partly
         )
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)
@@ -105,7 +107,7 @@ class ZeroEngine:
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
         if weights is not None:
-            self.load_weights(weights)
+            self.load_weights(weights, strict=not partly)
 
     @property
     def stage(self) -> int:

@@ -39,6 +39,7 @@ from zero_strategy.integrations.accelerate_launch import (
     needs_cpu,
 )
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
+from zero_strategy.integrations.deferred import deferred_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -140,15 +141,19 @@ class ZeroAccelerator(Accelerator):
         if id(model) in self._engines:
             super().prepare_model(model, device_placement, evaluation_mode=True)  # lists it again
             return model
+        deferred = deferred_weights(model)
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:
-            placed = device_placement if self.zero_config.stage < 3 else False  # the whole model may not fit
+            whole = self.zero_config.stage < 3 and deferred is None  # else it may not fit
+            placed = device_placement if whole else False
             prepared = super().prepare_model(model, placed, evaluation_mode=True)  # without DistributedDataParallel
         finally:
             plugin.backend = backend
         assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
-        engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
+        weights = None if deferred is None else deferred.open(model, self.device)
+        config = resolve(self.zero_config, self.num_processes)
+        engine = ZeroEngine(model, config, device=self.device, weights=weights)
         self._engines[id(model)] = engine
         if backend != DynamoBackend.NO:
             model.compile(**plugin.to_kwargs())

@@ -26,9 +26,11 @@ from zero_strategy.config.section import DEFAULT
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.adapters import adapter_files, is_adapted
+from zero_strategy.integrations.deferred import deferred_weights
+from zero_strategy.integrations.pretrained import from_pretrained
 from zero_strategy.saving.pretrained import config_files
 
-__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "make_zero_trainer"]
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
 
 _SCHEDULER = "scheduler.pt"
 _ARGUMENTS = "training_args.bin"
@@ -92,7 +94,8 @@ class ZeroTrainerMixin:
         return engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self.accelerator.zero_config.stage < 3:  # else the whole model may not fit: the engine moves its slices
+        whole = self.accelerator.zero_config.stage < 3 and deferred_weights(model) is None
+        if whole:  # else it may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # ---- saving ----
