@@ -70,6 +70,7 @@ class DeferredWeights:
     def __init__(self, directory: str, parameters: Sequence[tuple[nn.Parameter, Source]]) -> None:
         self.directory = directory
         self.parameters = list(parameters)
+        self._shapes = {id(parameter): parameter.shape for parameter, _ in parameters}
 
     def attach(self, module: nn.Module) -> None:
         """Keep this with a module, whose parameters become NaNs without memory."""
@@ -94,11 +95,12 @@ class DeferredWeights:
                 sources[id(copied)] = sources[id(original)]
         named = dict(module.named_parameters())
         spoiled = [n for n, p in named.items() if id(p) not in sources and p.is_floating_point() and p.isnan().any()]
+        spoiled += [n for n, p in named.items() if self._shapes.get(id(p), p.shape) != p.shape]
         if spoiled:
             raise ValueError(
-                f"parameters {spoiled[:5]} hold NaN: they were computed from weights of {self.directory} that are read "
-                "only when the model is prepared. Load with transformers' own from_pretrained to resize embeddings or "
-                "to use adapters that start from the weights (DoRA, PiSSA, OLoRA)"
+                f"parameters {spoiled[:5]} were computed from weights of {self.directory} that are read only now, when "
+                "the model is prepared. Load with transformers' own from_pretrained to resize embeddings or to use "
+                "adapters that start from the weights (DoRA, PiSSA, OLoRA)"
             )
         waiting = {name: parameter for name, parameter in named.items() if id(parameter) in sources}
         places = {name: (sources[id(p)], p.shape, p.dtype) for name, p in waiting.items()}
