@@ -28,6 +28,7 @@ from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.adapters import adapter_files, is_adapted
 from zero_strategy.integrations.deferred import deferred_weights
 from zero_strategy.integrations.pretrained import from_pretrained
+from zero_strategy.integrations.trainer_folder import date_by_step, last_resumable
 from zero_strategy.saving.pretrained import config_files
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
@@ -98,6 +99,12 @@ class ZeroTrainerMixin:
         if whole:  # else it may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """As the Trainer's; `True` passes over a checkpoint that a run was killed in while it wrote it."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
+        return super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
+
     # ---- saving ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -117,6 +124,8 @@ class ZeroTrainerMixin:
         engine.save(directory, extra_files=beside, optimizers=resumable, update_latest=False)
         if self.args.should_save:
             self._save_own_files(directory)
+            if _internal_call and self.args.save_total_limit:
+                date_by_step(Path(directory).parent)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
