@@ -25,6 +25,7 @@ from zero_strategy import loading
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
+from zero_strategy.deferred import open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
@@ -93,6 +94,8 @@ class ZeroEngine:
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
         )
+        if weights is None:
+            weights = open_deferred(module, device)
         partly, fresh = isinstance(weights, StateReader), weights is None
         self.model = ShardedModel(
             module, self.mesh, zero, compute_dtype, device=device, initialise=fresh, partly=partly

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.save_writer import unlisted
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, load_config, resolve
+from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations import accelerate_states
 from zero_strategy.integrations.accelerate_launch import (
@@ -39,7 +40,6 @@ from zero_strategy.integrations.accelerate_launch import (
     needs_cpu,
 )
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
-from zero_strategy.integrations.deferred import deferred_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -141,19 +141,16 @@ class ZeroAccelerator(Accelerator):
         if id(model) in self._engines:
             super().prepare_model(model, device_placement, evaluation_mode=True)  # lists it again
             return model
-        deferred = deferred_weights(model)
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:
-            whole = self.zero_config.stage < 3 and deferred is None  # else it may not fit
+            whole = self.zero_config.stage < 3 and not is_deferred(model)  # else it may not fit
             placed = device_placement if whole else False
             prepared = super().prepare_model(model, placed, evaluation_mode=True)  # without DistributedDataParallel
         finally:
             plugin.backend = backend
         assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
-        weights = None if deferred is None else deferred.open(model, self.device)
-        config = resolve(self.zero_config, self.num_processes)
-        engine = ZeroEngine(model, config, device=self.device, weights=weights)
+        engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         self._engines[id(model)] = engine
         if backend != DynamoBackend.NO:
             model.compile(**plugin.to_kwargs())

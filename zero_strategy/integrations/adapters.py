@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,3 @@ def _written(model: Any, hollow: dict[str, Tensor]) -> set[str]:
                 return set(hollow)
             found.add(names[id(tensor)])
     return found
-
-
-def copies(module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Parameters that PEFT copied to train them (`modules_to_save`), each with its original."""
-    for owner in module.modules() if is_adapted(module) else ():
-        copied, original = getattr(owner, "modules_to_save", None), getattr(owner, "original_module", None)
-        if not isinstance(copied, nn.ModuleDict) or not isinstance(original, nn.Module):
-            continue
-        originals = dict(original.named_parameters())
-        for copy in copied.values():
-            for name, parameter in copy.named_parameters():
-                yield parameter, originals[name]

@@ -23,10 +23,10 @@ from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.save_writer import unlisted
 from zero_strategy.config import Fact, ZeroConfig, batch_fact
 from zero_strategy.config.section import DEFAULT
+from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.adapters import adapter_files, is_adapted
-from zero_strategy.integrations.deferred import deferred_weights
 from zero_strategy.integrations.pretrained import from_pretrained
 from zero_strategy.integrations.trainer_folder import date_by_step, last_resumable
 from zero_strategy.saving.pretrained import config_files
@@ -95,7 +95,7 @@ class ZeroTrainerMixin:
         return engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        whole = self.accelerator.zero_config.stage < 3 and deferred_weights(model) is None
+        whole = self.accelerator.zero_config.stage < 3 and not is_deferred(model)
         if whole:  # else it may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from pathlib import Path
@@ -17,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+import zero_strategy
 from tests.integrations.accelerate_face.training import fresh_state, make
 from tests.integrations.transformers_face.adapters import adapted
-from tests.integrations.transformers_face.training import KINDS, build, difference, resume, run
+from tests.integrations.transformers_face.training import KINDS, build, difference, resume, run, trainer_of
 from tests.launcher import Launcher
+from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.transformers import from_pretrained
 
 
@@ -275,3 +278,85 @@ def test_what_cannot_be_read_in_parts_is_refused(tmp_path: Path) -> None:
     adapted("llama").save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained"):
         from_pretrained(AutoModelForCausalLM, tmp_path / "adapter")
+
+
+class Pair(torch.nn.Module):
+    """Two pretrained models in one."""
+
+    def __init__(self, one: torch.nn.Module, other: torch.nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = one, other
+
+
+def in_a_loop_of_ones_own(paths: dict[str, str]) -> bool:
+    """The engine reads what a module has inside, in a copy of it, too."""
+    transformers.logging.set_verbosity_error()
+    expected = all_tensors(Pair(*(plainly(paths[kind], kind) for kind in ("gpt2", "llama"))))
+    module = Pair(*(deferred(paths[kind], kind) for kind in ("gpt2", "llama")))
+    with pytest.raises(RuntimeError, match="not read yet"):
+        module.one(input_ids=torch.ones(1, 2, dtype=torch.long))
+    equal = True
+    for each in (copy.deepcopy(module), module):
+        engine = ZeroEngine(each, {"stage": 3, "units": {"min_numel": 0}})
+        values = {**all_tensors(each), **engine.full_state_dict()}
+        each.one(input_ids=torch.ones(1, 2, dtype=torch.long))
+        equal = equal and all(torch.equal(value, values[name]) for name, value in expected.items())
+    return equal
+
+
+def test_several_in_one_module_and_copies(ranks: Launcher, tmp_path: Path) -> None:
+    assert all(ranks(2)(in_a_loop_of_ones_own, {kind: saved(tmp_path, kind) for kind in ("gpt2", "llama")}))
+
+
+def in_a_script(path: str) -> bool:
+    model = deferred(path, "gpt2")
+    config = {"stage": 3, "units": {"min_numel": 0}, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    engine, *_ = zero_strategy.initialize(model=model, config=config)
+    found = engine.zero.full_state_dict()
+    return all(torch.equal(value, found[name]) for name, value in plainly(path, "gpt2").state_dict().items())
+
+
+def test_a_script_of_deepspeed_s(ranks: Launcher, tmp_path: Path) -> None:
+    assert all(ranks(2)(in_a_script, saved(tmp_path, "gpt2")))
+
+
+def saved_adapter(path: str, adapter: str) -> dict[str, Tensor]:
+    with fresh_state():
+        model = PeftModel.from_pretrained(deferred(path, "llama"), adapter)
+        accelerator: Any = make(3)
+        accelerator.prepare(model)
+        return dict(accelerator.engine(model).full_state_dict())
+
+
+def test_an_adapter_that_was_saved(ranks: Launcher, tmp_path: Path) -> None:
+    model = adapted("llama", modules_to_save=["lm_head"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    model.save_pretrained(tmp_path / "adapter")
+    found = ranks(2)(saved_adapter, saved(tmp_path, "llama"), str(tmp_path / "adapter"))[0]
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+def trained_experts(path: str, folder: str) -> None:
+    with fresh_state():
+        options: dict[str, Any] = {"make": lambda kind: from_pretrained(AutoModelForCausalLM, path), "max_steps": 2}
+        trainer = trainer_of(3, "mixtral", Path(folder), save_strategy="steps", save_steps=2, **options)
+        trainer.train()
+        trainer.save_model(f"{folder}/model")
+
+
+def test_what_was_converted_is_saved_as_it_can_be_read(ranks: Launcher, tmp_path: Path) -> None:
+    path, model_class = fused_experts(tmp_path)
+    ranks(2, timeout=120)(trained_experts, path, str(tmp_path / "run"))
+    states = []
+    for saved_to in ("checkpoint-2", "model"):
+        again, info = model_class.from_pretrained(tmp_path / "run" / saved_to, output_loading_info=True)
+        assert not any(info.values())
+        states.append(again.state_dict())
+        for wrong in ranks(2)(compare, str(tmp_path / "run" / saved_to), model_class, [3], {}):
+            assert not wrong
+    before = model_class.from_pretrained(path).state_dict()
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+    assert any(not torch.equal(states[0][name], value) for name, value in before.items())

@@ -6,26 +6,37 @@ adapter's own weights are made beside it as beside a real one. Where the values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_strategy.checkpoint import StateReader, TensorSpec
 from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.plan import FileKind
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.checkpoint.state_reader import Wanted, check_out
-from zero_strategy.integrations.adapters import copies
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SLOT = "_zero_strategy_deferred"
 
 
+class _Shared:
+    """A place stays the same for a copy of the module."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 @dataclass(frozen=True, eq=False)
-class Stored:
+class Stored(_Shared):
     """Values that lie in a file as they are.
 
     Attributes:
@@ -38,7 +49,7 @@ class Stored:
 
 
 @dataclass(frozen=True, eq=False)
-class Conversion:
+class Conversion(_Shared):
     """Tensors that are computed from those of files, together.
 
     Attributes:
@@ -49,7 +60,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, eq=False)
-class Converted:
+class Converted(_Shared):
     """Values that are one result of a conversion."""
 
     conversion: Conversion
@@ -65,12 +76,16 @@ class DeferredWeights:
     Args:
         directory: What it was read from, for messages.
         parameters: Each with its source; on the meta device.
+
+    Attributes:
+        shapes: Of each parameter, by its id.
     """
 
     def __init__(self, directory: str, parameters: Sequence[tuple[nn.Parameter, Source]]) -> None:
         self.directory = directory
         self.parameters = list(parameters)
-        self._shapes = {id(parameter): parameter.shape for parameter, _ in parameters}
+        self._hook: RemovableHandle | None = None
+        self.shapes = {id(parameter): parameter.shape for parameter, _ in parameters}
 
     def attach(self, module: nn.Module) -> None:
         """Keep this with a module, whose parameters become NaNs without memory."""
@@ -78,44 +93,75 @@ class DeferredWeights:
             hollow = torch.full((), float("nan")).to(parameter.dtype).expand(parameter.shape)
             torch.utils.swap_tensors(parameter, nn.Parameter(hollow, parameter.requires_grad))
         vars(module)[_SLOT] = self
+        self._hook = module.register_forward_pre_hook(self._refuse)
 
-    def open(self, module: nn.Module, device: torch.device) -> StateReader:
-        """What is to be read into `module`, by the names of its parameters, which become meta ones.
+    def detach(self) -> None:
+        """Let the module be used."""
+        if self._hook is not None:
+            self._hook.remove()
 
-        Args:
-            module: The one that it was attached to, or one around it.
-            device: Where its other tensors move.
+    def _refuse(self, module: nn.Module, inputs: object) -> None:
+        raise RuntimeError(
+            f"the weights of {type(module).__name__} are not read yet: give it to ZeroTrainer, to "
+            "ZeroAccelerator.prepare or to ZeroEngine first"
+        )
 
-        Raises:
-            ValueError: If a parameter was computed from values that are not there yet; names it.
-        """
-        sources = {id(parameter): source for parameter, source in self.parameters}
-        for copied, original in copies(module):
-            if id(original) in sources:
-                sources[id(copied)] = sources[id(original)]
-        named = dict(module.named_parameters())
-        spoiled = [n for n, p in named.items() if id(p) not in sources and p.is_floating_point() and p.isnan().any()]
-        spoiled += [n for n, p in named.items() if self._shapes.get(id(p), p.shape) != p.shape]
-        if spoiled:
-            raise ValueError(
-                f"parameters {spoiled[:5]} were computed from weights of {self.directory} that are read only now, when "
-                "the model is prepared. Load with transformers' own from_pretrained to resize embeddings or to use "
-                "adapters that start from the weights (DoRA, PiSSA, OLoRA)"
-            )
-        waiting = {name: parameter for name, parameter in named.items() if id(parameter) in sources}
-        places = {name: (sources[id(p)], p.shape, p.dtype) for name, p in waiting.items()}
-        for parameter in waiting.values():
-            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, meta)
-        for owner in module.modules():
-            vars(owner).pop(_SLOT, None)
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether a module, or one inside of it, has weights that are not read yet."""
+    return any(_SLOT in vars(owner) for owner in module.modules())
+
+
+def open_deferred(module: nn.Module, device: torch.device | None = None) -> StateReader | None:
+    """What is to be read into a module, by the names of its parameters, which become meta ones; None if nothing is.
+
+    Args:
+        module: One that has deferred weights, or has such modules inside.
+        device: Where its other tensors move; None leaves them.
+
+    Raises:
+        ValueError: If a parameter was computed from values that are not there yet; names it.
+    """
+    owners = {id(vars(owner)[_SLOT]): owner for owner in module.modules() if _SLOT in vars(owner)}
+    if not owners:
+        return None
+    found = [vars(owner)[_SLOT] for owner in owners.values()]
+    sources = {id(parameter): source for deferred in found for parameter, source in deferred.parameters}
+    for copied, original in _copies(module):
+        if id(original) in sources and bool(copied.isnan().all()):  # else it was given values since
+            sources[id(copied)] = sources[id(original)]
+    named = dict(module.named_parameters())
+    spoiled = [n for n, p in named.items() if id(p) not in sources and p.is_floating_point() and p.isnan().any()]
+    spoiled += [n for n, p in named.items() if any(p.shape != f.shapes.get(id(p), p.shape) for f in found)]
+    directory = ", ".join(dict.fromkeys(deferred.directory for deferred in found))
+    if spoiled:
+        raise ValueError(
+            f"parameters {spoiled[:5]} were computed from weights of {directory} that are read only now, when the "
+            "model is sharded. Load with transformers' own from_pretrained to resize embeddings or to use adapters "
+            "that start from the weights (DoRA, PiSSA, OLoRA)"
+        )
+    waiting = {name: parameter for name, parameter in named.items() if id(parameter) in sources}
+    places = {name: (sources[id(p)], p.shape, p.dtype) for name, p in waiting.items()}
+    for parameter in waiting.values():
+        meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, meta)
+    for owner in owners.values():
+        vars(owner).pop(_SLOT).detach()
+    if device is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-        return DeferredReader(self.directory, places)
+    return DeferredReader(directory, places)
 
 
-def deferred_weights(module: nn.Module) -> DeferredWeights | None:
-    """What was attached to a module or to one inside of it, if it has not been read."""
-    return next((vars(owner)[_SLOT] for owner in module.modules() if _SLOT in vars(owner)), None)
+def _copies(module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Parameters that PEFT copied to train them (`modules_to_save`), each with its original."""
+    for owner in module.modules():
+        copied, original = getattr(owner, "modules_to_save", None), getattr(owner, "original_module", None)
+        if not isinstance(copied, nn.ModuleDict) or not isinstance(original, nn.Module):
+            continue
+        originals = dict(original.named_parameters())
+        for copy in copied.values():
+            for name, parameter in copy.named_parameters():
+                yield parameter, originals[name]
 
 
 class DeferredReader(StateReader):
