@@ -63,7 +63,7 @@ class ZeroTrainerMixin:
     optimizer: Any
 
     def __init__(self, *arguments: Any, zero_config: Any = None, **keywords: Any) -> None:
-        self._zero_config = zero_config
+        self._zero_config, self._weights_later = zero_config, False
         super().__init__(*arguments, **keywords)
         checkpoints = self.accelerator.zero_config.checkpoint
         frozen = dict(checkpoints.settings())["checkpoint.frozen"]
@@ -154,8 +154,9 @@ class ZeroTrainerMixin:
         torch.save(self.args, os.path.join(directory, _ARGUMENTS))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing yet if it is one of ours: once the model is prepared, each rank reads its part."""
-        if not (Path(resume_from_checkpoint) / MANIFEST_NAME).is_file():
+        """Nothing yet if it is ours, or the model has no memory: each rank reads its part once that is prepared."""
+        self._weights_later = is_deferred(self.model) and not is_adapted(self.model)
+        if not (Path(resume_from_checkpoint) / MANIFEST_NAME).is_file() and not self._weights_later:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -164,6 +165,8 @@ class ZeroTrainerMixin:
         if checkpoint is None or engine is None:
             return
         if not (Path(checkpoint) / MANIFEST_NAME).is_file():
+            if self._weights_later:
+                engine.load_weights(checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         reader = engine.load_weights(checkpoint)

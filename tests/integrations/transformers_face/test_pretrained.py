@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -21,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import zero_strategy
 from tests.integrations.accelerate_face.training import fresh_state, make
 from tests.integrations.transformers_face.adapters import adapted
-from tests.integrations.transformers_face.training import KINDS, build, difference, resume, run, trainer_of
+from tests.integrations.transformers_face.training import KINDS, build, difference, resume, rows, run, trainer_of
 from tests.launcher import Launcher
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.transformers import from_pretrained
@@ -230,6 +232,54 @@ def test_resuming_with_weights_that_are_not_read(ranks: Launcher, tmp_path: Path
     assert difference(through[0], gone_on[0]) < 1e-5
     alone = ranks(1, timeout=120)(resume, 3, "llama", str(tmp_path / "cut"), None, num_train_epochs=3, **options)[0]
     assert len(alone[0]) > len(through[0]) and all(bool(value.isfinite().all()) for value in alone[1].values())
+
+
+def test_resuming_what_the_trainer_itself_saved(ranks: Launcher, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    ranks(2, timeout=120)(resume, None, "gpt2", folder, 1)
+    shutil.copytree(folder, tmp_path / "other")
+    plain = ranks(2, timeout=120)(resume, None, "gpt2", folder, None)[0]
+    options = {"make": functools.partial(deferred, saved(tmp_path, "gpt2"))}
+    ours = ranks(2, timeout=120)(resume, 3, "gpt2", str(tmp_path / "other"), None, **options)[0]
+    assert difference(plain[0], ours[0]) < 1e-5
+
+
+def by_accelerate(path: str, stage: int | None) -> list[float]:
+    with fresh_state():
+        accelerator: Any = make(stage)
+        model = plainly(path, "llama") if stage is None else deferred(path, "llama")
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        for step in range(4):
+            batch = torch.stack([row["input_ids"] for row in rows(16)])[2 * step + dist.get_rank() :: 8]
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_under_accelerate(ranks: Launcher, tmp_path: Path, stage: int) -> None:
+    path = saved(tmp_path, "llama")
+    plain, ours = (ranks(2, timeout=120)(by_accelerate, path, each)[0] for each in (None, stage))
+    assert plain[0] != plain[-1] and max(abs(a - b) for a, b in zip(plain, ours, strict=True)) < 1e-6
+
+
+def with_own_seed(path: str) -> dict[str, Tensor]:
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(dist.get_rank())
+    model = from_pretrained(transformers.BertForSequenceClassification, path)
+    return ZeroEngine(model, {"stage": 3}).full_state_dict()
+
+
+def test_ranks_agree_on_what_is_initialised(ranks: Launcher, tmp_path: Path) -> None:
+    path = saved(tmp_path, "bert")
+    torch.manual_seed(0)
+    expected = transformers.BertForSequenceClassification.from_pretrained(path).state_dict()
+    for found in ranks(2)(with_own_seed, path):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("head", [False, True])

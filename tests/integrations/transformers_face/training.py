@@ -119,7 +119,7 @@ def run(stage: int | None, kind: str, folder: str, **arguments: Any) -> Trained:
         return history(trainer), whole(trainer)
 
 
-def resume(stage: int, kind: str, folder: str, first_epochs: int | None, **arguments: Any) -> Trained:
+def resume(stage: int | None, kind: str, folder: str, first_epochs: int | None, **arguments: Any) -> Trained:
     """Two epochs: saved after the first and stopped there, or (None) gone on from that checkpoint."""
     with fresh_state():
         trainer = trainer_of(stage, kind, Path(folder), save_strategy="epoch", **arguments)
