@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from lightning.pytorch import LightningModule
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import zero_strategy
+from tests.integrations import trainers
 from tests.integrations.accelerate_face.training import fresh_state, make
 from tests.integrations.transformers_face.adapters import adapted
 from tests.integrations.transformers_face.training import KINDS, build, difference, resume, rows, run, trainer_of
@@ -356,6 +358,35 @@ def in_a_loop_of_ones_own(paths: dict[str, str]) -> bool:
 
 def test_several_in_one_module_and_copies(ranks: Launcher, tmp_path: Path) -> None:
     assert all(ranks(2)(in_a_loop_of_ones_own, {kind: saved(tmp_path, kind) for kind in ("gpt2", "llama")}))
+
+
+class Language(LightningModule):
+    """A pretrained model under Lightning."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net.train()
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss: Tensor = self.net(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def under_lightning(path: str, load: Any, precision: Any) -> dict[str, Tensor]:
+    module = Language(load(path, "llama"))
+    lightning = trainers.trainer(trainers.zero(3), precision=precision)
+    lightning.fit(module, torch.utils.data.DataLoader(rows(8), batch_size=2))
+    return trainers.weights(module)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_under_lightning(ranks: Launcher, tmp_path: Path, precision: str) -> None:
+    path = saved(tmp_path, "llama")
+    plain, ours = (ranks(2)(under_lightning, path, load, precision)[0] for load in (plainly, deferred))
+    assert plain.keys() == ours.keys() and all(torch.equal(plain[name], value) for name, value in ours.items())
 
 
 def in_a_script(path: str) -> bool:
