@@ -120,7 +120,7 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         device: Where its other tensors move; None leaves them.
 
     Raises:
-        ValueError: If a parameter was computed from values that are not there yet; names it.
+        ValueError: If a parameter was computed from values that are not there yet, or nothing gives it any; names it.
     """
     owners = {id(vars(owner)[_SLOT]): owner for owner in module.modules() if _SLOT in vars(owner)}
     if not owners:
@@ -131,9 +131,15 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         if id(original) in sources and bool(copied.isnan().all()):  # else it was given values since
             sources[id(copied)] = sources[id(original)]
     named = dict(module.named_parameters())
+    directory = ", ".join(dict.fromkeys(deferred.directory for deferred in found))
+    empty = [name for name, parameter in named.items() if parameter.is_meta]
+    if empty:
+        raise ValueError(
+            f"parameters {empty[:5]} are on the meta device beside weights of {directory} that are read only now; make "
+            "them with memory (outside of sharding.Init(), without low_cpu_mem_usage)"
+        )
     spoiled = [n for n, p in named.items() if id(p) not in sources and p.is_floating_point() and p.isnan().any()]
     spoiled += [n for n, p in named.items() if any(p.shape != f.shapes.get(id(p), p.shape) for f in found)]
-    directory = ", ".join(dict.fromkeys(deferred.directory for deferred in found))
     if spoiled:
         raise ValueError(
             f"parameters {spoiled[:5]} were computed from weights of {directory} that are read only now, when the "

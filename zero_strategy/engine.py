@@ -94,8 +94,8 @@ class ZeroEngine:
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
         )
-        if weights is None:
-            weights = open_deferred(module, device)
+        deferred = open_deferred(module, device)
+        weights = deferred if weights is None else weights
         partly, fresh = isinstance(weights, StateReader), weights is None
         self.model = ShardedModel(
             module, self.mesh, zero, compute_dtype, device=device, initialise=fresh, partly=partly

@@ -29,6 +29,7 @@ from tests.integrations.transformers_face.training import KINDS, build, differen
 from tests.launcher import Launcher
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.transformers import from_pretrained
+from zero_strategy.sharding import Init
 
 
 def saved(folder: Path, kind: str, **options: Any) -> str:
@@ -387,6 +388,26 @@ def test_under_lightning(ranks: Launcher, tmp_path: Path, precision: str) -> Non
     path = saved(tmp_path, "llama")
     plain, ours = (ranks(2)(under_lightning, path, load, precision)[0] for load in (plainly, deferred))
     assert plain.keys() == ours.keys() and all(torch.equal(plain[name], value) for name, value in ours.items())
+
+
+def other_weights(path: str, other: str) -> bool:
+    """What the engine is told to read counts; what has no memory and no source is refused."""
+    model = deferred(path, "llama")
+    engine = ZeroEngine(model, {"stage": 3}, weights=other)
+    found = engine.full_state_dict()
+    with Init():
+        head = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"other\.weight.*meta device"):
+        ZeroEngine(Pair(deferred(path, "llama"), head), {"stage": 3})
+    return all(torch.equal(found[name], value) for name, value in plainly(other, "llama").state_dict().items())
+
+
+def test_other_weights_and_none(ranks: Launcher, tmp_path: Path) -> None:
+    path = saved(tmp_path, "llama")
+    shutil.copytree(path, tmp_path / "other")
+    state = {name: value + 1 for name, value in load_file(f"{path}/model.safetensors").items()}
+    save_file(state, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    assert all(ranks(2)(other_weights, path, str(tmp_path / "other")))
 
 
 def in_a_script(path: str) -> bool:
