@@ -31,6 +31,8 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.transformers import from_pretrained
 from zero_strategy.sharding import Init
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+
 
 def saved(folder: Path, kind: str, **options: Any) -> str:
     model = build(kind)
