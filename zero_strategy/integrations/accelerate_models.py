@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, resolve
+from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
@@ -70,7 +71,8 @@ class ShardingAccelerator(Accelerator):
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:
-            placed = device_placement if self.zero_config.stage < 3 else False  # the whole model may not fit
+            whole = self.zero_config.stage < 3 and not is_deferred(model)  # else it may not fit
+            placed = device_placement if whole else False
             prepared = super().prepare_model(model, placed, evaluation_mode=True)  # without DistributedDataParallel
         finally:
             plugin.backend = backend

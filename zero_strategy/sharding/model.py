@@ -37,6 +37,7 @@ class ShardedModel:
         compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
         device: Where meta parameters become real; default: where the module's other tensors are, else the CPU.
         initialise: Give meta parameters their initial values (else they are about to be loaded).
+        partly: Not initialised, and only those that were on the meta device are about to be loaded.
 
     Attributes:
         units: The root first.
@@ -56,6 +57,7 @@ class ShardedModel:
         *,
         device: torch.device | None = None,
         initialise: bool = True,
+        partly: bool = False,
     ) -> None:
         _check_module(module)
         _check_precision(config, compute_dtype)
@@ -70,7 +72,7 @@ class ShardedModel:
         specs = find_units(
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
-        self.units = [self._build_unit(spec, initialise) for spec in specs]
+        self.units = [self._build_unit(spec, initialise, partly) for spec in specs]
         register(module.parameters(), self)
         self._share_buffers()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
@@ -95,7 +97,8 @@ class ShardedModel:
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)
 
-    def _build_unit(self, spec: UnitSpec, initialise: bool) -> Unit:
+    def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
+        real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
         materialize_unit(spec, self._device, initialise=initialise)
         keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in spec.parameters:
@@ -106,8 +109,9 @@ class ShardedModel:
             keys.setdefault(key, []).append((name, parameter))
         master = self.config.precision.master_weights
         buckets = [
-            ParameterBucket(named, self.mesh, self.placement, dtype, master, blank=not initialise)
+            ParameterBucket(named, self.mesh, self.placement, dtype, master, blank=not initialise and not kept)
             for (dtype, *_), named in keys.items()
+            for kept in [any(id(parameter) in real for _, parameter in named)]
         ]
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole
