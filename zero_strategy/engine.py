@@ -54,8 +54,8 @@ class ZeroEngine:
         weights: A checkpoint or Hugging Face directory to take the weights from, each rank its own slices. A model
             built under `sharding.Init()` then needs no `reset_parameters`. An open reader may hold a part of them: all
             that are on the meta device.
-        device: Where parameters that are on the meta device become real; default: where the module's other tensors
-            are, else the CPU.
+        device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
+            else the CPU.
 
     Attributes:
         module: The module.

@@ -16,7 +16,7 @@ from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.guards import ModuleGuards
-from zero_strategy.sharding.materialize import materialize_unit
+from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.placement import PLACEMENTS
 from zero_strategy.sharding.reducer import GradientReducer, Watcher
@@ -35,7 +35,8 @@ class ShardedModel:
         mesh: The data-parallel ranks.
         config: A resolved config (no derived field is None).
         compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
-        device: Where meta parameters become real; default: where the module's other tensors are, else the CPU.
+        device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
+            else the CPU.
         initialise: Give meta parameters their initial values (else they are about to be loaded).
         partly: Not initialised, and only those that were on the meta device are about to be loaded.
 
@@ -61,7 +62,7 @@ class ShardedModel:
     ) -> None:
         _check_module(module)
         _check_precision(config, compute_dtype)
-        self._device = device or _device_of(module)
+        self._device, self._moves = device or _device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = PLACEMENTS[config.stage]
         self.aliases = aliases(module)
@@ -69,6 +70,8 @@ class ShardedModel:
         _check_same_on_all_ranks(module, mesh)
         self.optimizers: list[ShardedOptimizer] = []
         self.norm_groups: list[Communicator] = [mesh.shard_control]
+        if device is not None:
+            move_buffers(module, device)
         specs = find_units(
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
@@ -100,6 +103,8 @@ class ShardedModel:
     def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
         real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
         materialize_unit(spec, self._device, initialise=initialise)
+        if self._moves:
+            move_unit(spec, self._device)
         keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in spec.parameters:
             target = parameter.dtype
