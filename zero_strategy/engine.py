@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from zero_strategy import loading
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
+from zero_strategy.deferred import open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.memory.opening import OffloadStores
@@ -53,9 +54,10 @@ class ZeroEngine:
         compute_dtype: Dtype that floating-point parameters and buffers take (bf16 or fp16 with fp32 master weights),
             or None to keep theirs.
         weights: A checkpoint or Hugging Face directory to take the weights from, each rank its own slices. A model
-            built under `sharding.Init()` then needs no `reset_parameters`.
-        device: Where parameters that are on the meta device become real; default: where the module's other tensors
-            are, else the CPU.
+            built under `sharding.Init()` then needs no `reset_parameters`. An open reader may hold a part of them: all
+            that are on the meta device.
+        device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
+            else the CPU.
 
     Attributes:
         module: The module.
@@ -77,7 +79,7 @@ class ZeroEngine:
         config: Any = None,
         *,
         compute_dtype: torch.dtype | None = None,
-        weights: str | os.PathLike[str] | None = None,
+        weights: str | os.PathLike[str] | StateReader | None = None,
         device: torch.device | None = None,
     ) -> None:
         world = world_size()
@@ -95,6 +97,8 @@ class ZeroEngine:
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
         )
+        deferred = open_deferred(module, device)
+        weights = deferred if weights is None else weights
         self.offloaded = OffloadStores(zero.offload, device or device_of(module))
         self.model = ShardedModel(
             module,
@@ -103,6 +107,7 @@ class ZeroEngine:
             compute_dtype,
             device=device,
             initialise=weights is None,
+            partly=isinstance(weights, StateReader),
             optimizer_store=self.offloaded.optimizer,
             parameter_store=self.offloaded.parameters,
         )
@@ -116,7 +121,7 @@ class ZeroEngine:
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
         if weights is not None:
-            self.load_weights(weights)
+            self.load_weights(weights, strict=not partly)
 
     @property
     def stage(self) -> int:
@@ -318,20 +323,24 @@ class ZeroEngine:
 
     # ---- whole tensors ----
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The module's whole parameters and persistent buffers, copied to the host, on every rank; all ranks call it.
 
         Names and order are `state_dict()`'s, tied names included. One unit at a time is whole on the device.
+
+        Args:
+            names: Those that are wanted, the same on all ranks; default: all.
         """
         self.mesh.rendezvous.meet("full_state_dict()")
-        copies: dict[int, Tensor] = {}
+        entries = {n: t for n, t in state_dict_entries(self.module, tied=True) if names is None or n in names}
+        wanted, copies = {id(tensor) for tensor in entries.values()}, dict[int, Tensor]()
         for unit in self.model.units:
-            with self.model.gathered([p for bucket in unit.buckets for p in bucket.parameters]):
-                for bucket in unit.buckets:
-                    copies.update({id(p): p.detach().to("cpu", copy=True) for p in bucket.parameters})
+            chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
+            with self.model.gathered(chosen):
+                copies.update({id(p): p.detach().to("cpu", copy=True) for p in chosen})
         return {
             name: copies[id(tensor)] if id(tensor) in copies else tensor.detach().to("cpu", copy=True)
-            for name, tensor in state_dict_entries(self.module, tied=True)
+            for name, tensor in entries.items()
         }
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -78,8 +78,9 @@ class ZeroAccelerator(SavingAccelerator):
 
     def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
-        self.zero_config = load_config(configured() if zero_config is None else zero_config)
+        self.zero_config = load_config(configured(zero_config))
         self._engines = {}
+        self._for_training = {}
         self._unattached = []
         self._told_factor = False
         self._followers = None

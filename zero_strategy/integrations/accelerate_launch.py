@@ -89,6 +89,16 @@ def check_processes(count: int, environment: Mapping[str, str]) -> None:
         )
 
 
-def configured() -> str | None:
-    """The config file that the environment names."""
-    return os.environ.get(CONFIG_VARIABLE) or None
+def configured(given: Any = None) -> Any:
+    """The config of a script, or else the file that the environment names; None for neither.
+
+    Raises:
+        ValueError: If there are both; names them.
+    """
+    named = os.environ.get(CONFIG_VARIABLE) or None
+    if given is not None and named is not None:
+        raise ValueError(
+            f"the script has a zero_config, and the variable {CONFIG_VARIABLE} names {named}: two sources of one "
+            f"config; drop zero_config=... so that the file counts, or unset {CONFIG_VARIABLE}"
+        )
+    return named if given is None else given

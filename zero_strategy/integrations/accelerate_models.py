@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, resolve
+from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
@@ -30,6 +31,7 @@ class ShardingAccelerator(Accelerator):
     zero_config: ZeroConfig
     scaler: AgreedGradScaler | None
     _engines: dict[int, ZeroEngine]
+    _for_training: dict[int, bool]
     _unattached: list[Optimizer]
     _told_factor: bool
     _followers: Followers | None
@@ -64,12 +66,13 @@ class ShardingAccelerator(Accelerator):
     ) -> nn.Module:
         """Shard a model in place; also one that is only evaluated, for it may not fit otherwise."""
         if id(model) in self._engines:
-            super().prepare_model(model, device_placement, evaluation_mode=True)  # lists it again
+            self._prepare_again(model, device_placement, evaluation_mode)
             return model
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:
-            placed = device_placement if self.zero_config.stage < 3 else False  # the whole model may not fit
+            whole = self.zero_config.stage < 3 and not is_deferred(model)  # else it may not fit
+            placed = device_placement if whole else False
             prepared = super().prepare_model(model, placed, evaluation_mode=True)  # without DistributedDataParallel
         finally:
             plugin.backend = backend
@@ -77,12 +80,25 @@ class ShardingAccelerator(Accelerator):
         engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         engine.scaler = None if self.scaler is None else self.scaler.rule
         self._engines[id(model)] = engine
+        self._for_training[id(model)] = not evaluation_mode
         if backend != DynamoBackend.NO:
             compile_in_place(model, plugin.to_kwargs(), regions=bool(plugin.use_regional_compilation))
         waiting, self._unattached = self._unattached, []
         for optimizer in waiting:
             self._attach(optimizer)
         return model
+
+    def _prepare_again(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> None:
+        """A model that was evaluated first is then trained; one that `free_memory` let go of is listed again."""
+        listed = any(known is model for known in self._models)
+        if listed and self._for_training[id(model)] and not evaluation_mode:
+            raise ValueError(
+                f"this {type(model).__name__} was prepared by this ZeroAccelerator already, in place: drop it from the "
+                "second accelerator.prepare(...), and give that the other objects alone"
+            )
+        if not listed:
+            super().prepare_model(model, device_placement, evaluation_mode=True)
+        self._for_training[id(model)] = not evaluation_mode or (listed and self._for_training[id(model)])
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> ZeroOptimizer:
         """Let an optimizer update shards; its model may be prepared later."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero_strategy.config import ResolvedConfig
+from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 
 _SLOT = "_zero_strategy_engine"
@@ -81,7 +82,9 @@ def _tell_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def move_to(module: nn.Module, device: torch.device) -> None:
-    """Move a module that is not sharded yet; parameters on the meta device have nothing to move."""
+    """Move a module that is not sharded yet; what is on the meta device, or not read yet, has nothing to move."""
+    if is_deferred(module):  # the engine reads it there
+        return
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.device not in (device, torch.device("meta")) for tensor in tensors):
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

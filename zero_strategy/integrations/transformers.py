@@ -22,11 +22,16 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.save_writer import unlisted
 from zero_strategy.config import Fact, ZeroConfig, batch_fact
+from zero_strategy.config.section import DEFAULT
+from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
+from zero_strategy.integrations.adapters import adapter_files, is_adapted
+from zero_strategy.integrations.pretrained import from_pretrained
+from zero_strategy.integrations.trainer_folder import date_by_step, last_resumable
 from zero_strategy.saving.pretrained import config_files
 
-__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "make_zero_trainer"]
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
 
 _SCHEDULER = "scheduler.pt"
 _ARGUMENTS = "training_args.bin"
@@ -58,8 +63,12 @@ class ZeroTrainerMixin:
     optimizer: Any
 
     def __init__(self, *arguments: Any, zero_config: Any = None, **keywords: Any) -> None:
-        self._zero_config = zero_config
+        self._zero_config, self._weights_later = zero_config, False
         super().__init__(*arguments, **keywords)
+        checkpoints = self.accelerator.zero_config.checkpoint
+        frozen = dict(checkpoints.settings())["checkpoint.frozen"]
+        if is_adapted(self.model) and frozen.origin == DEFAULT:  # the Trainer's checkpoints leave out the base, too
+            checkpoints.record("frozen", "reference", f"{type(self).__name__}: the model is a PEFT adapter's")
         if self.accelerator.zero_config.stage == 3 and isinstance(self.model, PreTrainedModel):
             # transformers' own mark for "forwards are collective": ranks then generate for equally many tokens.
             vars(self.model)["_is_fsdp_managed_module"] = True
@@ -79,6 +88,16 @@ class ZeroTrainerMixin:
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's; a schedule that was given beside one of a DeepSpeed JSON is one too many."""
+        found = self.accelerator.zero_config.deepspeed
+        if self.lr_scheduler is not None and found is not None and found.scheduler is not None:
+            raise ValueError(
+                f"optimizers=(..., {type(self.lr_scheduler).__name__}) and scheduler {found.scheduler.type!r} "
+                f"[{found.scheduler.origin}] are two schedules; drop one of them"
+            )
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+
     @property
     def zero_engine(self) -> ZeroEngine | None:
         """The engine, once the model was prepared by training or evaluation."""
@@ -86,8 +105,15 @@ class ZeroTrainerMixin:
         return engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self.accelerator.zero_config.stage < 3:  # else the whole model may not fit: the engine moves its slices
+        whole = self.accelerator.zero_config.stage < 3 and not is_deferred(model)
+        if whole:  # else it may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """As the Trainer's; `True` passes over a checkpoint that a run was killed in while it wrote it."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
+        return super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
 
     # ---- saving ----
 
@@ -99,21 +125,17 @@ class ZeroTrainerMixin:
             return
         resumable = _internal_call and not self.args.save_only_model and bool(engine.optimizers)
         replaceable = all(engine.mesh.control.gather_objects(_replaceable(directory)))
+        beside = adapter_files(engine) if is_adapted(self.model) else config_files(self.model)
         if not resumable and not (isinstance(self.model, PreTrainedModel) and replaceable):
-            if self.args.should_save:
-                (Path(directory) / MANIFEST_NAME).unlink(missing_ok=True)  # of weights that are written over now
-            self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
-            self.accelerator.wait_for_everyone()
+            self._save_in_place(engine, directory, beside)
             return
         if not replaceable:
             raise ValueError(f"{directory} holds {_foreign(directory)[:5]}, which a checkpoint there would replace")
-        engine.save(directory, extra_files=config_files(self.model), optimizers=resumable, update_latest=False)
-        if not isinstance(self.model, PreTrainedModel) and hasattr(self.model, "save_pretrained"):  # an adapter's files
-            self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
-        elif self.args.should_save:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(directory)
-            torch.save(self.args, os.path.join(directory, _ARGUMENTS))
+        engine.save(directory, extra_files=beside, optimizers=resumable, update_latest=False)
+        if self.args.should_save:
+            self._save_own_files(directory)
+            if _internal_call and self.args.save_total_limit:
+                date_by_step(Path(directory).parent)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
@@ -122,12 +144,39 @@ class ZeroTrainerMixin:
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
+    def _save_in_place(self, engine: ZeroEngine, directory: str, adapter: dict[str, bytes]) -> None:
+        """Weights alone, file by file, beside whatever else is there."""
+        if self.args.should_save:
+            (Path(directory) / MANIFEST_NAME).unlink(missing_ok=True)  # of weights that are written over now
+        if not is_adapted(self.model):
+            self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
+        elif self.args.should_save:
+            for name, content in adapter.items():
+                path = Path(directory) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            self._save_own_files(directory)
+        self.accelerator.wait_for_everyone()
+
+    def _save_own_files(self, directory: str) -> None:
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(directory)
+        torch.save(self.args, os.path.join(directory, _ARGUMENTS))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing yet if it is ours, or the model has no memory: each rank reads its part once that is prepared."""
+        self._weights_later = is_deferred(self.model) and not is_adapted(self.model)
+        if not (Path(resume_from_checkpoint) / MANIFEST_NAME).is_file() and not self._weights_later:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Each rank reads its part, whoever saved it."""
         engine = self.zero_engine
         if checkpoint is None or engine is None:
             return
         if not (Path(checkpoint) / MANIFEST_NAME).is_file():
+            if self._weights_later:
+                engine.load_weights(checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         reader = engine.load_weights(checkpoint)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from zero_strategy.config import resolve
+from zero_strategy.deferred import is_deferred
 from zero_strategy.distributed import world_size
 from zero_strategy.distributed.start import discover, init_distributed, require_group
 from zero_strategy.engine import ZeroEngine
@@ -78,7 +79,8 @@ def initialize(
     settings = settings_of(chosen, world_size())
     _check_sources(settings, optimizer, lr_scheduler)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta ones become real in the engine
+    if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     zero = ZeroEngine(model, resolve(settings.zero, world_size()), compute_dtype=settings.compute_dtype, device=device)
     used = _optimizer(settings, model, optimizer, model_parameters)
     guard = None if used is None else OptimizerGuard(used)

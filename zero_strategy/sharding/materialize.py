@@ -49,6 +49,23 @@ def materialize_unit(spec: UnitSpec, device: torch.device, *, initialise: bool =
             _initialise(module, [parameter for key, parameter in direct.items() if key not in mine])
 
 
+@torch.no_grad()
+def move_unit(spec: UnitSpec, device: torch.device) -> None:
+    """Bring a unit's parameters that have values to `device`, keeping their objects; the whole model may not fit."""
+    for _, parameter in spec.parameters:
+        if not parameter.is_meta and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+
+
+@torch.no_grad()
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring all buffers to `device`."""
+    for owner in module.modules():
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                owner._buffers[key] = buffer.to(device)
+
+
 def _initialise(module: nn.Module, settled: list[nn.Parameter]) -> None:
     """Call `reset_parameters` without a lasting effect on tied parameters that have their values already."""
     values = [parameter.data for parameter in settled]

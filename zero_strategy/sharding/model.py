@@ -17,7 +17,7 @@ from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.guards import ModuleGuards
-from zero_strategy.sharding.materialize import materialize_unit
+from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.placement import PLACEMENTS
 from zero_strategy.sharding.reducer import GradientReducer, Watcher
@@ -36,8 +36,10 @@ class ShardedModel:
         mesh: The data-parallel ranks.
         config: A resolved config (no derived field is None).
         compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
-        device: Where meta parameters become real; default: where the module's other tensors are, else the CPU.
+        device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
+            else the CPU.
         initialise: Give meta parameters their initial values (else they are about to be loaded).
+        partly: Not initialised, and only those that were on the meta device are about to be loaded.
         optimizer_store: Where master weights and optimizer state are kept; None: in memory.
         parameter_store: Where the own slices of sharded parameters are kept; None: in memory.
 
@@ -59,13 +61,14 @@ class ShardedModel:
         *,
         device: torch.device | None = None,
         initialise: bool = True,
+        partly: bool = False,
         optimizer_store: ChunkStore | None = None,
         parameter_store: ChunkStore | None = None,
     ) -> None:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         _check_module(module)
         _check_precision(config, compute_dtype)
-        self._device = device or device_of(module)
+        self._device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = PLACEMENTS[config.stage]
         self.aliases = aliases(module)
@@ -73,10 +76,12 @@ class ShardedModel:
         _check_same_on_all_ranks(module, mesh)
         self.optimizers: list[ShardedOptimizer] = []
         self.norm_groups: list[Communicator] = [mesh.shard_control]
+        if device is not None:
+            move_buffers(module, device)
         specs = find_units(
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
-        self.units = [self._build_unit(spec, initialise) for spec in specs]
+        self.units = [self._build_unit(spec, initialise, partly) for spec in specs]
         register(module.parameters(), self)
         self._share_buffers()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
@@ -101,8 +106,11 @@ class ShardedModel:
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)
 
-    def _build_unit(self, spec: UnitSpec, initialise: bool) -> Unit:
+    def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
+        real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
         materialize_unit(spec, self._device, initialise=initialise)
+        if self._moves:
+            move_unit(spec, self._device)
         keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in spec.parameters:
             target = parameter.dtype
@@ -118,11 +126,12 @@ class ShardedModel:
                 self.placement,
                 dtype,
                 master,
-                blank=not initialise,
+                blank=not initialise and not kept,
                 store=self.optimizer_store,
                 shard_store=self._parameter_store,
             )
             for (dtype, *_), named in keys.items()
+            for kept in [any(id(parameter) in real for _, parameter in named)]
         ]
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole

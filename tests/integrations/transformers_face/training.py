@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,13 @@ def rows(count: int = 30) -> list[dict[str, Tensor]]:
 
 
 def trainer_of(
-    stage: int | None, kind: str, folder: Path, base: type[Trainer] = Trainer, zero: Any = None, **arguments: Any
+    stage: int | None,
+    kind: str,
+    folder: Path,
+    base: type[Trainer] = Trainer,
+    zero: Any = None,
+    make: Callable[[str], Any] = build,
+    **arguments: Any,
 ) -> Any:
     """The Trainer of transformers if stage is None, else ours."""
     transformers.logging.set_verbosity_error()
@@ -74,9 +81,9 @@ def trainer_of(
     settings = Seq2SeqTrainingArguments(str(folder), **{**plain, **arguments})
     data = {"train_dataset": rows(), "eval_dataset": rows(9)}
     if stage is None:
-        return base(build(kind), settings, **data)
+        return base(make(kind), settings, **data)
     ours: Any = ZeroTrainer if base is Trainer else make_zero_trainer(base)
-    return ours(build(kind), settings, zero_config={"stage": stage, "units": {"min_numel": 0}, **(zero or {})}, **data)
+    return ours(make(kind), settings, zero_config={"stage": stage, "units": {"min_numel": 0}, **(zero or {})}, **data)
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
@@ -112,7 +119,7 @@ def run(stage: int | None, kind: str, folder: str, **arguments: Any) -> Trained:
         return history(trainer), whole(trainer)
 
 
-def resume(stage: int, kind: str, folder: str, first_epochs: int | None, **arguments: Any) -> Trained:
+def resume(stage: int | None, kind: str, folder: str, first_epochs: int | None, **arguments: Any) -> Trained:
     """Two epochs: saved after the first and stopped there, or (None) gone on from that checkpoint."""
     with fresh_state():
         trainer = trainer_of(stage, kind, Path(folder), save_strategy="epoch", **arguments)
