@@ -42,7 +42,7 @@ CUDA_FLAGS = (
     f"-DTORCH_TARGET_VERSION={TARGET_ABI}",
     "-DUSE_CUDA",
 )
-IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-D_FILE_OFFSET_BITS=64")
+IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 COMMON_ARCHITECTURES = ("80", "90")
 """What is built where there is no device to ask: A100 and H100/H200."""
 LIBRARIES = ("cpu", "cuda", "io")
