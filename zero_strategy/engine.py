@@ -99,7 +99,9 @@ class ZeroEngine:
         )
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
-        self.offloaded = OffloadStores(zero.offload, device or device_of(module))
+        self.offloaded = OffloadStores(
+            zero.offload, device or device_of(module), self.mesh.rank, self.mesh.rendezvous.prefix
+        )
         self.model = ShardedModel(
             module,
             self.mesh,
@@ -121,7 +123,7 @@ class ZeroEngine:
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
         if weights is not None:
-            self.load_weights(weights, strict=not partly)
+            self.load_weights(weights, strict=not isinstance(weights, StateReader))
 
     @property
     def stage(self) -> int:

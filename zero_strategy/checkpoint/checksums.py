@@ -29,7 +29,7 @@ class Block:
     checksum: str
 
 
-def checksum_of(content: bytes) -> str:
+def checksum_of(content: bytes | memoryview) -> str:
     """The checksum of some bytes."""
     return str(xxhash.xxh3_64_hexdigest(content))
 

@@ -1,57 +1,92 @@
-"""temporary"""
+"""The tier in files on NVMe drives: a `StateFile` for every set of records that is reserved together."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-
-class _Pending:
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
+from zero_strategy.memory.file_queue import FileQueue
+from zero_strategy.memory.open_queue import DEFAULT_DEPTH, open_queue
+from zero_strategy.memory.state_file import StateFile, Transfer
 
 
 class NvmeTier:
-    """temporary"""
+    """Records in files of this rank, which nobody else sees and which are gone with the process.
+
+    Threads may share it: a gather reads in a thread of its own.
+
+    Args:
+        directories: On one or several drives, over which records are striped.
+        rank: Of this process, for the files' names.
+        label: Whose state it is, for the same.
+    """
 
     name = "nvme"
 
-    def __init__(self, directory: str) -> None:
-        self._file, self._path = tempfile.mkstemp(dir=directory)
-        os.unlink(self._path)
-        self._places: dict[str, tuple[int, int]] = {}
-        self._end = 0
-        self._pool = ThreadPoolExecutor(2)
+    def __init__(self, directories: Sequence[str], rank: int = 0, label: str = "state") -> None:
+        self._directories, self._rank, self._label = list(directories), rank, label
+        self._queue: FileQueue = open_queue(depth=DEFAULT_DEPTH * len(self._directories))
+        self._files: dict[str, StateFile] = {}
+        self._lock = threading.RLock()
+        self._finalizer = weakref.finalize(self, _close, self._queue, self._files)
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        for name, nbytes in sizes.items():
-            self._places[name] = (self._end, nbytes)
-            self._end += -(-nbytes // 4096) * 4096
+        """Make a file for these records.
 
-    def resident(self, record: str) -> Tensor | None:
-        return None
+        Raises:
+            OSError: If there is no room, with the bytes needed and the bytes free.
+        """
+        with self._lock:
+            file = StateFile(self._directories, sizes, queue=self._queue, label=self._label, rank=self._rank)
+            self._files.update(dict.fromkeys(sizes, file))
 
-    def read(self, record: str, memory: Tensor) -> _Pending:
-        offset, nbytes = self._places[record]
-        assert nbytes == memory.numel()
-        return _Pending(self._pool.submit(os.preadv, self._file, [memory.numpy()], offset))  # type: ignore[list-item]
+    def resident(self, record: str) -> None:
+        """Nothing: records are in files."""
 
-    def write(self, record: str, memory: Tensor) -> _Pending:
-        offset, nbytes = self._places[record]
-        assert nbytes == memory.numel()
-        return _Pending(self._pool.submit(os.pwritev, self._file, [memory.numpy()], offset))  # type: ignore[list-item]
+    def read(self, record: str, memory: Tensor) -> NvmeTransfer:
+        """Begin to read a record."""
+        with self._lock:
+            return NvmeTransfer(self._files[record].read(record, memory), self._lock)
+
+    def write(self, record: str, memory: Tensor) -> NvmeTransfer:
+        """Begin to write a record."""
+        with self._lock:
+            return NvmeTransfer(self._files[record].write(record, memory), self._lock)
 
     def release(self, records: Iterable[str]) -> None:
-        for record in records:
-            del self._places[record]
+        """Give records up; a file goes with the last of its own."""
+        with self._lock:
+            touched = {id(file): file for file in (self._files.pop(record) for record in records)}
+            kept = {id(file) for file in self._files.values()}
+            for identity, file in touched.items():
+                if identity not in kept:
+                    file.close()
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Wait for what is under way and give all room back."""
+        with self._lock:
+            self._finalizer()
+
+
+class NvmeTransfer:
+    """A read or a write under way."""
+
+    def __init__(self, transfer: Transfer, lock: threading.RLock) -> None:
+        self._transfer, self._lock = transfer, lock
+
+    def wait(self) -> None:
+        """Return when all bytes have moved; see `Transfer.wait`."""
+        with self._lock:
+            self._transfer.wait()
+
+
+def _close(queue: FileQueue, files: dict[str, StateFile]) -> None:
+    try:
+        for file in {id(file): file for file in files.values()}.values():
+            file.close()
+    finally:
+        files.clear()
+        queue.close()

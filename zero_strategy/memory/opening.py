@@ -23,6 +23,8 @@ class OffloadStores:
     Args:
         offload: The settings.
         device: Of the model.
+        rank: This process.
+        label: Tells engines of one process apart.
 
     Attributes:
         optimizer: For master weights and optimizer state; None: on the device.
@@ -32,8 +34,8 @@ class OffloadStores:
         OSError: If a directory cannot be used.
     """
 
-    def __init__(self, offload: OffloadConfig, device: torch.device) -> None:
-        self._offload, self._device = offload, device
+    def __init__(self, offload: OffloadConfig, device: torch.device, rank: int = 0, label: str = "engine") -> None:
+        self._offload, self._device, self._rank, self._label = offload, device, rank, label
         self._made: dict[str, ChunkStore] = {}
         self.optimizer = self._store(offload.optimizer)
         self.parameters = self._store(offload.parameters)
@@ -49,7 +51,7 @@ class OffloadStores:
     def _open(self, tier: str) -> Tier:
         if tier == "cpu":
             return HostTier(pinned=self._device.type == "cuda")
-        return NvmeTier(self._offload.nvme_path[0])
+        return NvmeTier(self._offload.nvme_path, self._rank, self._label)
 
     def in_files(self) -> bool:
         """Whether anything is kept in files."""

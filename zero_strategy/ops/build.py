@@ -1,7 +1,7 @@
 """Compiling the native libraries, by `torch.utils.cpp_extension`.
 
 Where that refuses (CUDA sources beside a torch without CUDA), nvcc is called directly: the kernels include nothing of
-torch but its stable ABI.
+torch but its stable ABI. The library of file I/O includes nothing of torch at all, and is one call of the compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_strategy.ops import cache
 TARGET_ABI = "0x020b000000000000"
 """The oldest torch whose stable ABI the libraries ask for: 2.11."""
 SOURCES = Path(__file__).resolve().parent.parent / "cpp"
-CPU_FLAGS = (
+CPU_FLAGS: tuple[str, ...] = (
     "-O3",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -42,9 +42,11 @@ CUDA_FLAGS = (
     f"-DTORCH_TARGET_VERSION={TARGET_ABI}",
     "-DUSE_CUDA",
 )
+IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 COMMON_ARCHITECTURES = ("80", "90")
 """What is built where there is no device to ask: A100 and H100/H200."""
-LIBRARIES = ("cpu", "cuda")
+LIBRARIES = ("cpu", "cuda", "io")
+_TITLES = {"cpu": "cpu ops", "cuda": "cuda ops", "io": "file I/O"}
 
 
 class BuildError(RuntimeError):
@@ -65,7 +67,7 @@ class Recipe:
     """How one library is made.
 
     Attributes:
-        name: "cpu" or "cuda".
+        name: "cpu", "cuda" or "io".
         sources: Translation units.
         files: These and all headers, whose text is part of the key.
         flags: Compiler flags.
@@ -92,7 +94,7 @@ class Recipe:
 
 
 def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
-    """The recipe of library "cpu" or "cuda".
+    """The recipe of library "cpu", "cuda" or "io".
 
     Args:
         name: The library.
@@ -105,11 +107,13 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
         raise ValueError(f"there is no native library {name!r}; there are {', '.join(LIBRARIES)}")
     folder = SOURCES / name
     pattern = "*.cu" if name == "cuda" else "*.cpp"
-    headers = [*SOURCES.glob("*.h"), *(path for kind in ("h", "cuh", "inl") for path in folder.glob(f"*.{kind}"))]
+    shared = [] if name == "io" else SOURCES.glob("*.h")
+    headers = [*shared, *(path for kind in ("h", "cuh", "inl") for path in folder.glob(f"*.{kind}"))]
     sources = sorted(folder.glob(pattern))
-    if name == "cpu":
+    if name != "cuda":
         compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-        return Recipe(name, tuple(sources), tuple([*sources, *headers]), CPU_FLAGS, compiler, _version_of(compiler))
+        flags = IO_FLAGS if name == "io" else CPU_FLAGS
+        return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, compiler, _version_of(compiler))
     nvcc = _nvcc()
     chosen = tuple(architectures) or _device_architectures()
     flags = (*CUDA_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in chosen))
@@ -142,15 +146,15 @@ def build(made: Recipe, *, anew: bool = False, announce: bool = True) -> Path:
 def _build(made: Recipe, compiler_key: str, announce: bool) -> Path:
     start = time.perf_counter()
     if announce:
-        _say(f"building the native {made.name} ops with {made.compiler}, once for this machine ...")
+        _say(f"building the native {_TITLES[made.name]} with {made.compiler}, once for this machine ...")
     with cache.building() as folder:
-        built = _compile_cuda(made, folder) if made.name == "cuda" else _compile_cpu(made, folder)
+        built = _COMPILE[made.name](made, folder)
         kept = cache.keep(built, made.source_key, compiler_key)
         if kept is None:
             kept = _outlive(built)
             _say(f"the cache {cache.cache_directory()} cannot be written: the library is for this process only")
     if announce:
-        _say(f"built the native {made.name} ops in {time.perf_counter() - start:.1f} s")
+        _say(f"built the native {_TITLES[made.name]} in {time.perf_counter() - start:.1f} s")
     return kept
 
 
@@ -185,6 +189,15 @@ def _compile_cuda(made: Recipe, folder: Path) -> Path:
     link = [str(made.compiler), "-shared", "-cudart=static", *architectures, *map(str, objects), *_torch_libraries()]
     _run([*link, "-o", str(library)])
     return library
+
+
+def _compile_io(made: Recipe, folder: Path) -> Path:
+    library = folder / "zero_strategy_io.so"
+    _run([str(made.compiler), *made.flags, *map(str, made.sources), "-o", str(library)])
+    return library
+
+
+_COMPILE = {"cpu": _compile_cpu, "cuda": _compile_cuda, "io": _compile_io}
 
 
 def _torch_libraries() -> list[str]:

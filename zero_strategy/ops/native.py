@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from zero_strategy.ops import cache, library
-from zero_strategy.ops.build import LIBRARIES, BuildError, build, recipe
+from zero_strategy.ops.build import BuildError, build, recipe
 
 NATIVE_VARIABLE = "ZERO_STRATEGY_NATIVE"
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
@@ -47,7 +47,7 @@ class NativeLibraries:
 
         Without a compiler, or if it fails, one line says so and the references run.
         """
-        name = device_type if device_type in LIBRARIES else "cpu"
+        name = device_type if device_type in _KEYS else "cpu"
         with self._lock:
             if name not in self._status:
                 self._status[name] = self._load(name)
