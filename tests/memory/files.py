@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from zero_strategy.checkpoint.aligned import AlignedArena
+from zero_strategy.memory.backends import BACKENDS, Backend
 from zero_strategy.memory.file_queue import OpenFile
 from zero_strategy.memory.native_queue import load_library
-from zero_strategy.memory.open_queue import BACKENDS, Backend
 from zero_strategy.ops.build import BuildError, recipe
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.memory.files import aligned, every_backend, need, nothing_left, random_bytes
 from zero_strategy.memory import direct_io, part_file
-from zero_strategy.memory.open_queue import Backend, open_queue
+from zero_strategy.memory.backends import Backend, open_queue
 from zero_strategy.memory.record_checksums import CorruptRecordError
 from zero_strategy.memory.state_file import StateFile, TornRecordError
 from zero_strategy.memory.state_layout import StateLayout

@@ -1,1 +1,40 @@
-"""Where state lives that is not on the device: so far the asynchronous file I/O under the NVMe tier."""
+"""Where state lives that is not on the device: so far the asynchronous file I/O under the NVMe tier.
+
+    StagingRing   passes over records: read ahead, change in place, write behind
+      StateFile     records in reserved files of this process
+        FileQueue     blocks between files and memory, by io_uring or threads
+    probe         how fast a directory's drive is
+"""
+
+from __future__ import annotations
+
+from zero_strategy.memory.backends import BACKENDS, IO_VARIABLE, open_queue
+from zero_strategy.memory.drive_speed import DriveSpeed, probe
+from zero_strategy.memory.file_queue import Extent, FileQueue, OpenFile, Request
+from zero_strategy.memory.host_memory import HostMemory
+from zero_strategy.memory.ownership import remove_stale
+from zero_strategy.memory.record_checksums import CorruptRecordError
+from zero_strategy.memory.spans import Span
+from zero_strategy.memory.staging import Part, StagingRing
+from zero_strategy.memory.state_file import StateFile, TornRecordError, Transfer
+
+__all__ = [
+    "StagingRing",
+    "Part",
+    "Span",
+    "StateFile",
+    "Transfer",
+    "TornRecordError",
+    "CorruptRecordError",
+    "remove_stale",
+    "probe",
+    "DriveSpeed",
+    "FileQueue",
+    "Request",
+    "Extent",
+    "OpenFile",
+    "open_queue",
+    "BACKENDS",
+    "IO_VARIABLE",
+    "HostMemory",
+]

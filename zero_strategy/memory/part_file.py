@@ -70,13 +70,18 @@ class PartFile:
         """At what multiples of bytes transfers should begin."""
         return self.rules.offset if self.rules is not None else 1
 
+    def free_bytes(self) -> int:
+        """What this process may still take of the file system."""
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize
+
     def reserve(self, nbytes: int) -> None:
         """Takes the space on the disk, once; it reads as zeros.
 
         Raises:
             OSError: If there is not enough: with the bytes needed, the bytes free, the directory, and what to do.
         """
-        free = _free(self._fd)
+        free = self.free_bytes()
         if nbytes > free:
             raise self._full(errno.ENOSPC, nbytes, free)
         try:
@@ -86,7 +91,7 @@ class PartFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, 0)  # what it has got is others' again
             if error.errno in _NO_ROOM:
-                raise self._full(error.errno, nbytes, _free(self._fd)) from error
+                raise self._full(error.errno, nbytes, self.free_bytes()) from error
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         if nbytes and self.rules is not None and not can_read(self._direct, self.rules):
             self.rules = None
@@ -132,12 +137,6 @@ class PartFile:
             "or several to divide it among (offload.nvme_path), or keep more of it in memory (offload.optimizer_ratio)",
             str(self.path.parent),
         )
-
-
-def _free(fd: int) -> int:
-    """Bytes that this process may take."""
-    status = os.fstatvfs(fd)
-    return status.f_bavail * status.f_frsize
 
 
 def _allocate(fd: int, nbytes: int) -> None:

@@ -25,8 +25,8 @@ from typing_extensions import Self
 
 from zero_strategy.checkpoint.aligned import PAGE
 from zero_strategy.memory import ownership
+from zero_strategy.memory.backends import DEFAULT_DEPTH, open_queue
 from zero_strategy.memory.file_queue import Extent, FileQueue, Kind, Request
-from zero_strategy.memory.open_queue import DEFAULT_DEPTH, open_queue
 from zero_strategy.memory.part_file import PartFile
 from zero_strategy.memory.record_checksums import RecordChecksums
 from zero_strategy.memory.state_layout import StateLayout
