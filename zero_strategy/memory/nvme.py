@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from zero_strategy.memory.file_queue import FileQueue
-from zero_strategy.memory.open_queue import DEFAULT_DEPTH, open_queue
+from zero_strategy.memory.backends import DEFAULT_DEPTH, open_queue
 from zero_strategy.memory.state_file import StateFile, Transfer
 
 
