@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero_strategy.memory.page_memory import page_memory
+from zero_strategy.memory.host_memory import HostMemory
 
 
 class PendingIO(Protocol):
@@ -49,6 +49,12 @@ class Tier(Protocol):
 
     def write(self, record: str, memory: Tensor) -> PendingIO:
         """Begin to write a record; `memory` stays as it is until it is done."""
+
+    def staging(self, nbytes: int) -> Tensor:
+        """Memory of `nbytes` bytes, at a page boundary, that reads and writes are fastest with."""
+
+    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+        """Refuse to read records until they are written anew: they are of two states."""
 
     def release(self, records: Iterable[str]) -> None:
         """Give the room of records back."""
@@ -121,7 +127,8 @@ class OffloadedVector:
             return
         with store.lock:
             store.flush()
-        buffers = [page_memory(min(store.chunk_numel, self.numel) * self.dtype.itemsize) for _ in range(2)]
+        most = max(1, min(store.chunk_numel, self.numel) * self.dtype.itemsize)
+        buffers = [HostMemory(most).bytes for _ in range(2)]
         pending: list[PendingIO | None] = [None, None]
 
         def start(number: int) -> None:
@@ -260,7 +267,8 @@ class ChunkStore:
             while len(self._cache) >= self._limit:
                 self._evict()
             start, stop = vector.chunks[number]
-            memory = page_memory((stop - start) * vector.dtype.itemsize)
+            nbytes = (stop - start) * vector.dtype.itemsize
+            memory = HostMemory(nbytes).bytes[:nbytes]
             chunk = memory.view(vector.dtype)
             if vector.written[number]:
                 self.tier.read(vector.record(number), memory).wait()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
-from zero_strategy.memory.page_memory import page_memory
+from zero_strategy.memory.host_memory import HostMemory
 
 
 class HostTier:
@@ -16,46 +15,57 @@ class HostTier:
 
     Args:
         pinned: Page-lock them for copies from and to a CUDA device. torch's own pinned allocator would round every
-            block up to a power of two, and never give it back.
+            block up to a power of two, and keep what is given back.
     """
 
     name = "host"
 
     def __init__(self, pinned: bool = False) -> None:
-        self._pinned, self._records = pinned, dict[str, Tensor]()
+        self._pinned = pinned
+        self._records: dict[str, tuple[HostMemory, Tensor]] = {}
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Make room; the memory is zeroed and taken when it is first written to."""
+        """Make room; the memory is zeroed, and taken when it is first written to."""
         for name, nbytes in sizes.items():
-            memory = page_memory(nbytes)
-            if self._pinned and nbytes:
-                self._pinned = _register(memory)
-            self._records[name] = memory
+            memory = HostMemory(max(nbytes, 1), pinned=self._pinned)
+            if self._pinned and not memory.pinned:
+                self._pinned = False
+                warnings.warn(
+                    f"offloaded state stays in pageable memory, from which copies are slower: {memory.reason} (see "
+                    "`ulimit -l`)",
+                    stacklevel=2,
+                )
+            self._records[name] = memory, memory.bytes[:nbytes]
 
     def resident(self, record: str) -> Tensor | None:
         """The record itself."""
-        return self._records[record]
+        return self._records[record][1]
 
     def read(self, record: str, memory: Tensor) -> Done:
         """Copy a record."""
-        memory.copy_(self._records[record])
+        memory.copy_(self._records[record][1])
         return Done()
 
     def write(self, record: str, memory: Tensor) -> Done:
         """Replace a record."""
-        self._records[record].copy_(memory)
+        self._records[record][1].copy_(memory)
         return Done()
 
+    def staging(self, nbytes: int) -> Tensor:
+        """Memory for reads and writes; nobody needs it here."""
+        return HostMemory(nbytes).bytes
+
+    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+        """Nothing: a record in memory says nothing of its past, as a tensor does not."""
+
     def release(self, records: Iterable[str]) -> None:
-        """Give memory back."""
+        """Give memory back, once nobody uses it."""
         for record in records:
-            memory = self._records.pop(record)
-            if self._pinned and memory.numel():
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            del self._records[record]
 
     def close(self) -> None:
         """Give all memory back."""
-        self.release(list(self._records))
+        self._records.clear()
 
 
 class Done:
@@ -63,16 +73,3 @@ class Done:
 
     def wait(self) -> None:
         """Nothing to wait for."""
-
-
-def _register(memory: Tensor) -> bool:
-    """Page-lock memory; where that is not permitted it stays pageable, which a warning says once."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(error) == 0:
-        return True
-    warnings.warn(
-        f"{memory.numel()} bytes of offloaded state could not be page-locked (CUDA error {int(error)}; see "
-        "`ulimit -l`): it stays in pageable memory, from which copies are slower",
-        stacklevel=2,
-    )
-    return False

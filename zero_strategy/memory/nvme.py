@@ -6,10 +6,12 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from zero_strategy.memory.file_queue import FileQueue
 from zero_strategy.memory.backends import DEFAULT_DEPTH, open_queue
+from zero_strategy.memory.file_queue import FileQueue
+from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.state_file import StateFile, Transfer
 
 
@@ -30,6 +32,7 @@ class NvmeTier:
         self._directories, self._rank, self._label = list(directories), rank, label
         self._queue: FileQueue = open_queue(depth=DEFAULT_DEPTH * len(self._directories))
         self._files: dict[str, StateFile] = {}
+        self._staging: list[HostMemory] = []
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, _close, self._queue, self._files)
 
@@ -55,6 +58,20 @@ class NvmeTier:
         """Begin to write a record."""
         with self._lock:
             return NvmeTransfer(self._files[record].write(record, memory), self._lock)
+
+    def staging(self, nbytes: int) -> Tensor:
+        """Memory that the queue knows, if that makes anything faster; it is kept as long as the tier."""
+        memory = HostMemory(nbytes, pinned=torch.cuda.is_available())
+        with self._lock:
+            self._staging.append(memory)
+            self._queue.register(memory.bytes)
+        return memory.bytes[:nbytes]
+
+    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+        """Refuse to read records until they are written anew."""
+        with self._lock:
+            for record in records:
+                self._files[record].mark_torn([record], reason)
 
     def release(self, records: Iterable[str]) -> None:
         """Give records up; a file goes with the last of its own."""

@@ -10,6 +10,7 @@ update rule that works element by element gives the same bits as with all of its
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, PendingIO
-from zero_strategy.memory.page_memory import page_memory
 from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -96,23 +96,31 @@ class StreamedStep:
             scale: What gradients are multiplied by first.
 
         Raises:
-            OSError: If the tier fails. Some chunks have then taken the step and others have not.
+            OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
+            refused until a checkpoint is loaded.
         """
         self._store.flush()
         chunks = self._chunks(updates, vectors)
         steps: dict[int, dict[str, Any]] = {}
         reads: dict[int, list[PendingIO]] = {}
         writes: dict[int, list[PendingIO]] = {}
+        begun: list[_Chunk] = []
         try:
             for index, chunk in enumerate(chunks):
                 for ahead in range(index + len(reads), min(index + AHEAD + 1, len(chunks))):
                     _wait(writes.pop(ahead % SLOTS, []))
                     reads[ahead] = self._read(chunks[ahead], ahead % SLOTS)
                 _wait(reads.pop(index))
+                begun.append(chunk)
                 self._update(rule, chunk, index % SLOTS, scale, steps)
                 writes[index % SLOTS] = self._write(chunk, index % SLOTS)
-        finally:
-            _wait([pending for part in [*reads.values(), *writes.values()] for pending in part])
+            _wait([pending for part in writes.values() for pending in part])
+        except BaseException:
+            with contextlib.suppress(Exception):  # what is being raised matters more
+                _wait([pending for part in [*reads.values(), *writes.values()] for pending in part])
+            if begun:
+                _mark_torn(chunks)
+            raise
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
@@ -144,7 +152,8 @@ class StreamedStep:
         nbytes = (chunk.stop - chunk.start) * chunk.vectors[key].dtype.itemsize
         known = self._slots[slot].get(key)
         if known is None or known.numel() < nbytes:
-            self._slots[slot][key] = known = page_memory(self._store.chunk_numel * chunk.vectors[key].dtype.itemsize)
+            vector = chunk.vectors[key]
+            self._slots[slot][key] = known = vector.tier.staging(self._store.chunk_numel * vector.dtype.itemsize)
         return known[:nbytes]
 
     def _read(self, chunk: _Chunk, slot: int) -> list[PendingIO]:
@@ -235,6 +244,12 @@ def _count_only(rule: UpdateRule, update: Update, scale: float) -> dict[str, Any
         key: value.view(update.piece.shape) if isinstance(value, Tensor) and value.numel() == 0 else value
         for key, value in state.items()
     }
+
+
+def _mark_torn(chunks: Sequence[_Chunk]) -> None:
+    for chunk in chunks:
+        for vector in chunk.vectors.values():
+            vector.tier.mark_torn([vector.record(chunk.number)], "an optimizer step stopped half-way")
 
 
 def _wait(pending: Sequence[PendingIO]) -> None:
