@@ -1,6 +1,6 @@
 """The command line.
 
-zero-strategy build [--cuda] [--arch 90]   compile the native ops into the cache
+zero-strategy build [--cuda] [--arch 90]   compile the native ops and the file I/O into the cache
 zero-strategy doctor                       what this installation has: versions, compilers, every op native or why not
 zero-strategy checkpoint inspect PATH      what a checkpoint of any format holds
 zero-strategy checkpoint verify DIR        read a checkpoint and compare every byte with its checksums
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="zero-strategy", description="Tools of zero_strategy.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    build = commands.add_parser("build", help="compile the native ops into the cache")
+    build = commands.add_parser("build", help="compile the native ops and the file I/O into the cache")
     build.add_argument("--cuda", action="store_true", help="the CUDA library too")
     build.add_argument(
         "--arch", action="append", default=[], metavar="90", help="CUDA architecture; default: this machine's devices"
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "build":
-            status = _build(["cpu", "cuda"] if options.cuda else ["cpu"], options)
+            status = _build(["cpu", "io", "cuda"] if options.cuda else ["cpu", "io"], options)
         elif options.command == "checkpoint":
             status = run_checkpoint_command(options)
         elif options.command == "config":
@@ -104,7 +104,18 @@ def _doctor() -> int:
         print(f"{name} library: {status.path or 'not loaded: ' + status.reason}")
         for op, state in ops_report(name):
             print(f"  {op:<28} {state}")
+    print(f"file I/O: {_file_io()}")
     return 0
+
+
+def _file_io() -> str:
+    from zero_strategy.memory import open_queue
+
+    try:
+        with open_queue() as queue:
+            return f"{queue.backend}, since {queue.reason}" if queue.reason else queue.backend
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"not available: {error}"
 
 
 def _version(name: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.ops.native import need_native
 from zero_strategy.cli import main
+from zero_strategy.memory import BACKENDS
 from zero_strategy.ops import libraries
 
 
@@ -21,6 +22,7 @@ def test_doctor_tells_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert "packages: torch 2." in said and "cpu compiler:" in said
     assert str(libraries.ensure("cpu").path) in said
     assert said.count("adam_ ") == 2  # for the CPU and for CUDA
+    assert any(f"file I/O: {backend}" in said for backend in BACKENDS)
 
 
 def test_doctor_says_why_an_op_is_not_native(tmp_path: Path) -> None:
@@ -28,6 +30,7 @@ def test_doctor_says_why_an_op_is_not_native(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zero_strategy.cli", "doctor"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "cpu library: not loaded: ZERO_STRATEGY_NATIVE=0" in done.stdout
+    assert "file I/O: python, since ZERO_STRATEGY_NATIVE=0" in done.stdout
     assert "reference: ZERO_STRATEGY_NATIVE=0" in done.stdout and "native\n" not in done.stdout
 
 
@@ -43,7 +46,9 @@ def test_a_reader_may_leave_early() -> None:
 def test_build_says_where_the_library_is(capsys: pytest.CaptureFixture[str]) -> None:
     need_native()
     assert main(["build"]) == 0
-    assert capsys.readouterr().out.strip() == f"cpu: {libraries.ensure('cpu').path}"
+    cpu, io = capsys.readouterr().out.splitlines()
+    assert cpu == f"cpu: {libraries.ensure('cpu').path}"
+    assert io.startswith("io: ") and Path(io.removeprefix("io: ")).is_file()
 
 
 def test_build_fails_with_the_compilers_words(

@@ -1,0 +1,201 @@
+"""Our file I/O against `fio` at its best, past the page cache, on the same file of the same directory.
+
+    python -m benchmarks.file_io --folder DIR --rounds 8 --out file_io.json
+
+One file is preallocated by `StateFile` and written once; then both take turns as A B B A with all of its bytes. Ours
+goes with the block size and depth that `probe` chooses. fio gets the fastest of libaio, io_uring (with registered
+buffers or without) and psync at several block sizes and depths, for reading and for writing. Its time is what it
+reports, without its start; ours is that of a pass through a staging ring, whose bytes nobody looks at. Figures are
+bytes per second of ours over fio's, medians of rounds with bootstrap intervals: above 1 we are faster.
+
+    sequential   the file as one record, in parts of 16 MiB
+    bucket       the file as buckets of 64 MiB
+    update       each bucket is read and written; against the time in which fio reads and then writes as many bytes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ratios import TURNS, Ratio, bootstrap, round_ratio
+from zero_strategy.memory import Span, StagingRing, StateFile, open_queue, probe
+from zero_strategy.memory.file_queue import Kind
+
+SEQUENTIAL_BYTES, BUCKET_BYTES, BUFFERS = 16 << 20, 64 << 20, 4
+SEARCH_BYTES = 256 << 20
+SUITES = ("sequential read", "sequential write", "bucket read", "bucket write", "update")
+KINDS: tuple[Kind, ...] = ("read", "write")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How fio works.
+
+    Attributes:
+        engine: "libaio", "io_uring", "io_uring fixed" (registered buffers) or "psync".
+        block: Bytes of each call.
+        depth: How many are under way at once.
+    """
+
+    engine: str
+    block: int
+    depth: int
+
+
+def patterns() -> list[Pattern]:
+    engines = ("libaio", "io_uring", "io_uring fixed")
+    blocks, depths = (256 << 10, 1 << 20, 4 << 20), (4, 16, 32)
+    deep = [Pattern(engine, block, depth) for engine in engines for block in blocks for depth in depths]
+    return [*deep, *(Pattern("psync", mib << 20, 1) for mib in (1, 4, 16))]
+
+
+def fio_seconds(path: Path, kind: Kind, nbytes: int, pattern: Pattern) -> float:
+    """For reading or writing the first bytes of an existing file in their order."""
+    options = {
+        "name": "speed",
+        "filename": str(path),
+        "rw": kind,
+        "direct": 1,
+        "ioengine": pattern.engine.split()[0],
+        "bs": pattern.block,
+        "iodepth": pattern.depth,
+        "size": nbytes,
+        "overwrite": 1,
+        "fallocate": "none",
+        "invalidate": 0,
+        "thread": 1,
+        "output-format": "json",
+    }
+    if pattern.engine.endswith("fixed"):
+        options |= {"fixedbufs": 1, "registerfiles": 1}
+    command = ["fio", *(f"--{key}={value}" for key, value in options.items())]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][kind]
+    return float(nbytes / (result["io_bytes"] / max(result["runtime"], 1) * 1e3))
+
+
+def best_pattern(path: Path, kind: Kind, nbytes: int) -> Pattern:
+    """The fastest of the four that were the fastest with a part of the file."""
+    some = min(nbytes, SEARCH_BYTES)
+    once = {pattern: fio_seconds(path, kind, some, pattern) for pattern in patterns()}
+    best = sorted(once, key=once.__getitem__)[:4]
+    return min(best, key=lambda one: statistics.median(fio_seconds(path, kind, nbytes, one) for _ in range(3)))
+
+
+class Ours:
+    """Passes over the file.
+
+    Attributes:
+        path: The file, which fio works on too.
+    """
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.speed = probe(folder)
+        chosen = self.speed.chosen
+        self._queue = open_queue(depth=chosen.depth, block_bytes=chosen.block_bytes)
+        self._state = StateFile(folder, {"all": nbytes}, queue=self._queue, keep_name=True)
+        self.path = self._state.paths[0]
+        steps = {"sequential": SEQUENTIAL_BYTES, "bucket": BUCKET_BYTES}
+        self._rings = {name: StagingRing(BUFFERS, step) for name, step in steps.items()}
+        self._spans = {
+            name: [Span("all", at, min(at + step, nbytes)) for at in range(0, nbytes, step)]
+            for name, step in steps.items()
+        }
+        for ring in self._rings.values():
+            ring.memory.bytes.random_(0, 256)
+        self.seconds("bucket", "write")
+
+    def seconds(self, size: str, what: str) -> float:
+        ring, spans = self._rings[size], self._spans[size]
+        passes = {"read": ring.read, "write": ring.write, "update": ring.update}
+        begin = time.perf_counter()
+        with passes[what](self._state, spans) as parts:
+            for _ in parts:
+                pass
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        self._state.close()
+        self._queue.close()
+
+
+def rounds_of(fio: Callable[[], float], ours: Callable[[], float], rounds: int) -> list[list[float]]:
+    """Seconds of the turns of each round: A is fio, B ours."""
+    return [[fio() if turn == "A" else ours() for turn in TURNS] for _ in range(rounds)]
+
+
+def figure(samples: Sequence[Sequence[float]]) -> Ratio:
+    """Speed of ours over fio's."""
+    return bootstrap([round_ratio([[seconds] for seconds in turns]) for turns in samples])
+
+
+def measure(folder: Path, nbytes: int, rounds: int, suites: Sequence[str]) -> dict[str, Any]:
+    ours = Ours(folder, nbytes)
+    try:
+        best = {kind: best_pattern(ours.path, kind, nbytes) for kind in KINDS}
+        report: dict[str, Any] = {
+            "ours": str(ours.speed),
+            "fio": {kind: asdict(pattern) for kind, pattern in best.items()},
+            "suites": {},
+        }
+
+        def fio(*kinds: Kind) -> float:
+            return sum(fio_seconds(ours.path, kind, nbytes, best[kind]) for kind in kinds)
+
+        for suite in suites:
+            size, what = ("bucket", "update") if suite == "update" else suite.split()
+            kinds = KINDS if suite == "update" else tuple(kind for kind in KINDS if kind == what)
+            samples = rounds_of(lambda k=kinds: fio(*k), lambda s=size, w=what: ours.seconds(s, w), rounds)  # type: ignore[misc]
+            moved = nbytes * len(kinds)
+            report["suites"][suite] = {
+                "ratio": asdict(figure(samples)),
+                "fio": moved / statistics.median(seconds for turns in samples for seconds in (turns[0], turns[3])),
+                "ours": moved / statistics.median(seconds for turns in samples for seconds in turns[1:3]),
+                "samples": samples,
+            }
+            print(show(suite, report["suites"][suite]), flush=True)
+        return report
+    finally:
+        ours.close()
+
+
+def show(suite: str, found: dict[str, Any]) -> str:
+    ratio = found["ratio"]
+    return (
+        f"{suite:<17} ours / fio {ratio['median']:.3f} ({ratio['low']:.3f} - {ratio['high']:.3f})   "
+        f"fio {found['fio'] / 1e9:.2f} GB/s, ours {found['ours'] / 1e9:.2f} GB/s"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description="Our file I/O against fio at its best, on the same file.")
+    parser.add_argument("--folder", type=Path, required=True, help="on the drive to be measured")
+    parser.add_argument("--mib", type=int, default=1024, help="of the file")
+    parser.add_argument("--rounds", type=int, default=8, help="of A B B A")
+    parser.add_argument("--suites", nargs="*", choices=SUITES, default=SUITES)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(arguments)
+    if shutil.which("fio") is None:
+        parser.error("fio is not installed")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    report = measure(options.folder, options.mib << 20, options.rounds, options.suites)
+    report["environment"] = {"cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()}
+    print(f"ours: {report['ours']}\nfio: {report['fio']}")
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1))
+    return report
+
+
+if __name__ == "__main__":
+    main()
