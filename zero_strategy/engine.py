@@ -99,9 +99,7 @@ class ZeroEngine:
         )
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
-        self.offloaded = OffloadStores(
-            zero.offload, device or device_of(module), self.mesh.rank, self.mesh.rendezvous.prefix
-        )
+        self.offloaded = OffloadStores(zero.offload, device or device_of(module), self.mesh)
         self.model = ShardedModel(
             module,
             self.mesh,
@@ -158,6 +156,7 @@ class ZeroEngine:
             self._checks.append(optimizer.register_step_post_hook(self._after_step))  # after groups are back
             self._checks.append(check)
         self._checked = None
+        self.offloaded.tell_step()
 
     def detach(self) -> None:
         """Let go of all optimizers, for example to attach new ones; their states are dropped."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zero_strategy import piece_exchange
 from zero_strategy.checkpoint import StateReader, TensorSpec
 from zero_strategy.checkpoint.state_reader import Wanted
+from zero_strategy.distributed.together import together
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving import references
 from zero_strategy.saving.contents import EXTRA_STATE_FILE, state_dict_entries
@@ -29,15 +30,8 @@ _MOMENT_SETTINGS = {"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "
 
 
 def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
-    """Open a checkpoint on all ranks; what hinders one of them is raised on all.
-
-    Raises:
-        ValueError: Why this rank cannot open it.
-        RuntimeError: Why another rank cannot.
-    """
-    found: list[T] = []
-    _together(engine, lambda: found.append(opened()))
-    return found[0]
+    """Open a checkpoint on all ranks; what hinders one of them is raised on all; see `together`."""
+    return together(engine.mesh.control, opened)
 
 
 def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> None:
@@ -65,12 +59,12 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
                 shape = tuple(buffer.shape)
                 wanted.append(Wanted(sources[name], 0, buffer.numel(), then=_copier(buffer, shape)))
 
-    _together(engine, lambda: _check_small_files(engine, reader))
+    together(engine.mesh.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
         _release(engine)
-        _together(engine, want)
+        together(engine.mesh.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            _together(engine, lambda: reader.read_many(wanted))
+            together(engine.mesh.control, lambda: reader.read_many(wanted))
         load_extra_state(engine.module, reader)
         for bucket in engine.model.buckets:
             if not bucket.placement.shard_parameters:
@@ -109,9 +103,9 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
                     wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
 
     with torch.no_grad():
-        _together(engine, want)
+        together(engine.mesh.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            _together(engine, lambda: reader.read_many(wanted))
+            together(engine.mesh.control, lambda: reader.read_many(wanted))
 
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
@@ -277,19 +271,3 @@ def _check_small_files(engine: ZeroEngine, reader: StateReader) -> None:
     small = sorted(manifest.files.keys() - with_tensors)
     for path in small[engine.mesh.rank :: engine.mesh.world_size]:
         reader.extra(path)
-
-
-def _together(engine: ZeroEngine, action: Any) -> None:
-    """Run `action` on this rank; if it fails on any rank, raise on all."""
-    error: Exception | None = None
-    try:
-        action()
-    except Exception as caught:
-        error = caught
-    report = None if error is None else f"{type(error).__name__}: {error}"
-    reports = engine.mesh.control.gather_objects(report)
-    if error is not None:
-        raise error
-    failed = {rank: text for rank, text in enumerate(reports) if text is not None}
-    if failed:
-        raise RuntimeError(f"failed on other rank(s): {failed}")

@@ -106,8 +106,8 @@ def unequal(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 def tiers(folder: Path) -> dict[str, dict[str, Any]]:
-    files = {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL}
-    host = {"optimizer": "cpu", "staging_bytes": SMALL}
+    files = {"optimizer": "nvme", "nvme_path": [str(folder)], "staging_bytes": SMALL, "probe_seconds": 0}
+    host = {"optimizer": "cpu", "staging_bytes": SMALL, "probe_seconds": 0}
     return {
         "none": {},
         "nvme": files,
@@ -119,11 +119,13 @@ def tiers(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def compare(stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path, tier: str = "nvme") -> list[str]:
+def compare(
+    stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path, tier: str = "nvme", steps: int = 20
+) -> list[str]:
     results = []
     for offload in ({}, tiers(folder)[tier]):
         engine, made = make(stage, optimizer, dtype, offload)
-        losses = train(engine, made, range(20))
+        losses = train(engine, made, range(steps))
         results.append(outcome(engine, made) | {"losses": losses})
         engine.detach()
     return unequal(results[1], results[0])
@@ -141,7 +143,7 @@ def test_files_give_the_bits_of_memory(ranks: Launcher, tmp_path: Path, stage: i
 def test_parameters_off_the_device_too(
     ranks: Launcher, tmp_path: Path, world: int, tier: str, dtype: torch.dtype | None
 ) -> None:
-    for wrong in ranks(world)(compare, 3, "adamw", dtype, tmp_path, tier):
+    for wrong in ranks(world)(compare, 3, "adamw", dtype, tmp_path, tier, steps=7):
         assert wrong == []
 
 
@@ -155,7 +157,7 @@ def test_host_memory_gives_the_same_bits(ranks: Launcher, tmp_path: Path, stage:
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_every_optimizer(ranks: Launcher, tmp_path: Path, optimizer: str) -> None:
     for world, dtype in ((3, None), (1, torch.bfloat16)):
-        for wrong in ranks(world)(compare, 2, optimizer, dtype, tmp_path):
+        for wrong in ranks(world)(compare, 2, optimizer, dtype, tmp_path, steps=7):
             assert wrong == []
 
 

@@ -180,6 +180,10 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
     read and written at once."""
 
+    probe_seconds: float = field(default=1.5, metadata=at_least(0))
+    """Seconds in which the drive is measured at the start, to choose how it is read and written and to say how long a
+    step will take. 0: none."""
+
     def check(self) -> None:
         """Checks the values, and that there is a place for files where one is needed."""
         super().check()

@@ -235,6 +235,12 @@ class ChunkStore:
         self.vectors.update(made)
         return made
 
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> OffloadedVector:
+        """A vector of zeros: one that `add` has made room for, or a new one."""
+        known = self.vectors.get(name)
+        assert known is None or (known.numel, known.dtype) == (numel, dtype)
+        return known or self.add({name: (numel, dtype, 0.0)})[name]
+
     def new_number(self) -> int:
         """Keeps the names of several owners apart."""
         return next(self._numbers)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zero_strategy.memory.backends import DEFAULT_DEPTH, open_queue
+from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, open_queue
 from zero_strategy.memory.file_queue import FileQueue
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.state_file import StateFile, Transfer
@@ -24,13 +24,23 @@ class NvmeTier:
         directories: On one or several drives, over which records are striped.
         rank: Of this process, for the files' names.
         label: Whose state it is, for the same.
+        block_bytes: Most bytes of one read or write of a drive; see `probe`.
+        depth: How many are under way at once, per directory.
     """
 
     name = "nvme"
 
-    def __init__(self, directories: Sequence[str], rank: int = 0, label: str = "state") -> None:
+    def __init__(
+        self,
+        directories: Sequence[str],
+        rank: int = 0,
+        label: str = "state",
+        *,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        depth: int = DEFAULT_DEPTH,
+    ) -> None:
         self._directories, self._rank, self._label = list(directories), rank, label
-        self._queue: FileQueue = open_queue(depth=DEFAULT_DEPTH * len(self._directories))
+        self._queue: FileQueue = open_queue(depth=depth * len(self._directories), block_bytes=block_bytes)
         self._files: dict[str, StateFile] = {}
         self._staging: list[HostMemory] = []
         self._lock = threading.RLock()

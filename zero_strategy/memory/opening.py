@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from zero_strategy.config import OffloadConfig
+from zero_strategy.distributed import Mesh
+from zero_strategy.distributed.together import together
+from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
 from zero_strategy.memory.chunked import ChunkStore, Tier
+from zero_strategy.memory.drive_speed import DriveSpeed, probe
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.nvme import NvmeTier
 
+_logger = logging.getLogger(__name__)
 _SLOTS = 5
 """Chunks of each vector that a step has in memory: the one it updates, two read ahead, two written behind."""
 _BYTES = 16
@@ -18,27 +25,41 @@ _PAGE_NUMEL = 1024
 
 
 class OffloadStores:
-    """Where an engine keeps what is offloaded; vectors of one bucket are cut alike in all of them.
+    """Where an engine keeps what is offloaded; vectors of one bucket are cut alike in all of them. A collective.
 
     Args:
         offload: The settings.
         device: Of the model.
-        rank: This process.
-        label: Tells engines of one process apart.
+        mesh: The ranks.
 
     Attributes:
         optimizer: For master weights and optimizer state; None: on the device.
         parameters: For the slices of parameters; None: on the device.
+        drive: What the drive was measured to do, on rank 0; None: not measured.
 
     Raises:
         OSError: If a directory cannot be used.
+        RuntimeError: If another rank cannot use it.
     """
 
-    def __init__(self, offload: OffloadConfig, device: torch.device, rank: int = 0, label: str = "engine") -> None:
-        self._offload, self._device, self._rank, self._label = offload, device, rank, label
+    def __init__(self, offload: OffloadConfig, device: torch.device, mesh: Mesh) -> None:
+        self._offload, self._device, self._mesh = offload, device, mesh
         self._made: dict[str, ChunkStore] = {}
+        self.drive: DriveSpeed | None = None
+        if "nvme" in (offload.optimizer, offload.parameters) and offload.probe_seconds:
+            self.drive = self._probe()
         self.optimizer = self._store(offload.optimizer)
         self.parameters = self._store(offload.parameters)
+
+    def _probe(self) -> DriveSpeed:
+        """One rank measures for all, for together they would measure each other."""
+        path, seconds = self._offload.nvme_path[0], self._offload.probe_seconds
+        first = self._mesh.rank == 0
+        speed = together(self._mesh.control, lambda: probe(path, seconds=seconds) if first else None)
+        found: DriveSpeed = self._mesh.control.gather_objects(speed)[0]
+        if first:
+            _logger.info("offload.nvme_path %s", found)
+        return found
 
     def _store(self, tier: str) -> ChunkStore | None:
         if tier == "none":
@@ -51,7 +72,26 @@ class OffloadStores:
     def _open(self, tier: str) -> Tier:
         if tier == "cpu":
             return HostTier(pinned=self._device.type == "cuda")
-        return NvmeTier(self._offload.nvme_path, self._rank, self._label)
+        block, depth = DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
+        if self.drive is not None:
+            block, depth = self.drive.chosen.block_bytes, self.drive.chosen.depth
+        label, paths = self._mesh.rendezvous.prefix, self._offload.nvme_path
+        return NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth)
+
+    def tell_step(self) -> None:
+        """Log what a step will read and write, and how long that takes at least."""
+        store = self._made.get("nvme")
+        if self.drive is None or store is None or self._mesh.rank:
+            return
+        nbytes = sum(vector.nbytes for vector in store.vectors.values())
+        ranks = self._mesh.world_size
+        _logger.info(
+            "an optimizer step reads and writes %.2f GB of offloaded state per rank: %.2f s at least if %d rank(s) "
+            "share the drive",
+            nbytes / 1e9,
+            self.drive.seconds(nbytes, nbytes) * ranks,
+            ranks,
+        )
 
     def in_files(self) -> bool:
         """Whether anything is kept in files."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector
 from zero_strategy.optim.streamed import StreamedStep, Update
 from zero_strategy.optim.update_rules import UpdateRule
@@ -29,6 +30,7 @@ class OffloadedStates:
     Raises:
         ValueError: If its steps cannot be taken chunk by chunk; names the way out.
         OSError: If the tier has no room.
+        RuntimeError: If it has none on another rank.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class OffloadedStates:
         self._number = store.new_number()
         self._rule = self._check(rule)
         self._step = StreamedStep(store)
-        self.reserve((bucket, group) for bucket, group in self._groups() if bucket.trainable)
+        self.reserve()
 
     def _check(self, rule: UpdateRule | None) -> UpdateRule:
         name = type(self._optimizer).__name__
@@ -49,24 +51,25 @@ class OffloadedStates:
         )
         if rule is None or any(rule.vectors(group) is None for group in self._optimizer.param_groups):
             raise ValueError(f"offload.optimizer takes steps on the host, chunk by chunk, which {name} cannot: {ways}")
-        for bucket, _ in self._groups():
-            if bucket.trainable and bucket.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        for bucket, _ in self._trained():
+            if bucket.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(f"offload.optimizer takes no {bucket.dtype} parameters ({bucket.names[0]!r})")
-            if bucket.trainable and bucket.dtype != torch.float32 and not self._model.config.precision.master_weights:
+            if bucket.dtype != torch.float32 and not self._model.config.precision.master_weights:
                 raise ValueError(
                     "offload.optimizer needs precision.master_weights=True for parameters of low precision"
                 )
         return rule
 
-    def _groups(self) -> Iterable[tuple[ParameterBucket, dict[str, Any]]]:
+    def _trained(self) -> Iterable[tuple[ParameterBucket, dict[str, Any]]]:
+        """Bucket and group of every parameter that may have a gradient; the same on all ranks."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 place = self._model.place(parameter)
-                if place is not None:
+                if place is not None and parameter.requires_grad:
                     yield place[0], group
 
-    def reserve(self, held: Iterable[tuple[ParameterBucket, dict[str, Any]]]) -> None:
-        """Make the vectors that the param groups of buckets need and have not yet, all together or none.
+    def reserve(self) -> None:
+        """Make the vectors that param groups need and have not yet, all together or none. A collective if there are.
 
         Raises:
             ValueError: If param groups want different states in one bucket.
@@ -74,7 +77,7 @@ class OffloadedStates:
         """
         wanted: dict[str, tuple[int, torch.dtype, float]] = {}
         places: dict[str, tuple[int, str]] = {}
-        for bucket, group in held:
+        for bucket, group in self._trained():
             known = self._vectors.get(id(bucket), {})
             for key, (dtype, fill) in (self._rule.vectors(group) or {}).items():
                 name = f"{self._number}/{bucket.names[0]}/{key}"
@@ -89,20 +92,18 @@ class OffloadedStates:
                     )
                 if made is None:
                     wanted[name], places[name] = kind, (id(bucket), key)
-        for name, vector in (self._store.add(wanted) if wanted else {}).items():
+        made_now = together(self._model.mesh.control, lambda: self._store.add(wanted)) if wanted else {}
+        for name, vector in made_now.items():
             identity, key = places[name]
             self._vectors.setdefault(identity, {})[key] = vector
 
     def place(self, bucket: ParameterBucket, cut: Piece, key: str, shape: torch.Size) -> OffloadedPart | None:
         """Where a state of one piece lies; None if it is not kept in the tier."""
-        if bucket.trainable and id(bucket) not in self._vectors:
-            self.reserve((held, group) for held, group in self._groups() if held is bucket)
         vector = self._vectors.get(id(bucket), {}).get(key)
         return None if vector is None else vector.part(cut.offset if cut.numel else 0, shape)
 
     def step(self, updates: Sequence[Update], scale: float) -> None:
         """Take one step; see `StreamedStep.run`."""
-        self.reserve((update.bucket, update.group) for update in updates)
         for update in updates:
             for key, value in update.state.items():
                 if is_per_element(value, update.piece.shape) and isinstance(value, Tensor):  # it was frozen until now

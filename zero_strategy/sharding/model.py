@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from zero_strategy.config import ZeroConfig
 from zero_strategy.distributed import Communicator, Mesh
+from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.guards import ModuleGuards
+from zero_strategy.sharding.layout import build_layout
 from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
-from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.parameters import LOW_PRECISION, ParameterBucket, master_name, weights_name
 from zero_strategy.sharding.placement import PLACEMENTS
 from zero_strategy.sharding.reducer import GradientReducer, Watcher
 from zero_strategy.sharding.registry import check_unsharded, register
@@ -81,6 +83,7 @@ class ShardedModel:
         specs = find_units(
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
+        self._reserve(specs)
         self.units = [self._build_unit(spec, initialise, partly) for spec in specs]
         register(module.parameters(), self)
         self._share_buffers()
@@ -106,18 +109,48 @@ class ShardedModel:
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)
 
-    def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
-        real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
-        materialize_unit(spec, self._device, initialise=initialise)
-        if self._moves:
-            move_unit(spec, self._device)
+    def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, list[tuple[str, nn.Parameter]]]]:
+        """Which parameters of a unit share a bucket, and in what dtype."""
         keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in spec.parameters:
             target = parameter.dtype
             if self.compute_dtype is not None and parameter.is_floating_point():
                 target = self.compute_dtype
-            key = (target, parameter.dtype, parameter.device, parameter.requires_grad)
-            keys.setdefault(key, []).append((name, parameter))
+            device = self._device if parameter.is_meta or self._moves else parameter.device
+            keys.setdefault((target, parameter.dtype, device, parameter.requires_grad), []).append((name, parameter))
+        return [(dtype, named) for (dtype, *_), named in keys.items()]
+
+    def _reserve(self, specs: Sequence[UnitSpec]) -> None:
+        """Make room in tiers for all weights and master weights, before anything is built.
+
+        Raises:
+            OSError: If there is none, with bytes needed and bytes free.
+            RuntimeError: If another rank has none.
+        """
+        wanted: dict[ChunkStore, dict[str, tuple[int, torch.dtype, float]]] = {}
+        replicas = self.mesh.world_size // self.mesh.shard_size
+        for dtype, named in (bucket for spec in specs for bucket in self._buckets_of(spec)):
+            shapes = [(name, tuple(parameter.shape)) for name, parameter in named]
+            layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas)
+            first, trainable = named[0][0], named[0][1].requires_grad
+            if self._parameter_store is not None:
+                wanted.setdefault(self._parameter_store, {})[weights_name(first)] = (layout.slice_numel, dtype, 0.0)
+            if self.optimizer_store is not None and trainable and dtype in LOW_PRECISION:
+                owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
+                wanted.setdefault(self.optimizer_store, {})[master_name(first)] = (owned, torch.float32, 0.0)
+
+        def reserve() -> None:
+            for store, vectors in wanted.items():
+                store.add(vectors)
+
+        if self._parameter_store is not None or self.optimizer_store is not None:
+            together(self.mesh.control, reserve)
+
+    def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
+        real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
+        materialize_unit(spec, self._device, initialise=initialise)
+        if self._moves:
+            move_unit(spec, self._device)
         master = self.config.precision.master_weights
         buckets = [
             ParameterBucket(
@@ -130,7 +163,7 @@ class ShardedModel:
                 store=self.optimizer_store,
                 shard_store=self._parameter_store,
             )
-            for (dtype, *_), named in keys.items()
+            for dtype, named in self._buckets_of(spec)
             for kept in [any(id(parameter) in real for _, parameter in named)]
         ]
         unit = Unit(spec.name, spec.module, buckets)

@@ -22,6 +22,9 @@ from zero_strategy.memory.chunked import ChunkStore, OffloadedVector
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
 from zero_strategy.sharding.placement import Placement
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""What master weights are kept for."""
+
 
 class ParameterBucket:
     """Parameters of one unit with the same dtype and trainability, in one flat buffer.
@@ -68,7 +71,7 @@ class ParameterBucket:
         self.mesh, self.placement, self.dtype = mesh, placement, dtype
         self.device = self.parameters[0].device
         self.trainable = self.parameters[0].requires_grad
-        self._keep_master = master_weights and dtype in (torch.bfloat16, torch.float16)
+        self._keep_master = master_weights and dtype in LOW_PRECISION
         self._store, self._shard_store = store, shard_store
         self.shard_vector: OffloadedVector | None = None
         self.shard: Tensor
@@ -133,8 +136,7 @@ class ParameterBucket:
             own = self.flat[self.slice]
             self.shard = torch.zeros_like(own) if values is None else values.clone()
             return
-        name = f"{self.names[0]}/weights"
-        self.shard_vector = self._shard_store.add({name: (numel, self.dtype, 0.0)})[name]
+        self.shard_vector = self._shard_store.take(weights_name(self.names[0]), numel, self.dtype)
         self.shard = torch.empty(0, dtype=self.dtype)
         if values is not None:
             for start, stop in self.shard_vector.chunks:
@@ -191,8 +193,7 @@ class ParameterBucket:
         if self._store is None:
             self.master = source.to(torch.float32, copy=True)
             return
-        name = f"{self.names[0]}/master"
-        self.master_vector = self._store.add({name: (source.numel(), torch.float32, 0.0)})[name]
+        self.master_vector = self._store.take(master_name(self.names[0]), source.numel(), torch.float32)
         self.master = torch.empty(0)
         for start, stop in self.master_vector.chunks:
             self.master_vector.write(start, source[start:stop])
@@ -368,6 +369,16 @@ class ParameterBucket:
     def _point_at_flat(self) -> None:
         for index, parameter in enumerate(self.parameters):
             parameter.data = self.segment_view(index)
+
+
+def weights_name(first: str) -> str:
+    """The vector of a bucket's slice, by the name of its first parameter."""
+    return f"{first}/weights"
+
+
+def master_name(first: str) -> str:
+    """The vector of a bucket's master weights, by the name of its first parameter."""
+    return f"{first}/master"
 
 
 def _poison_value(dtype: torch.dtype) -> float | int | bool:
