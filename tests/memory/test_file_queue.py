@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -355,3 +356,24 @@ def test_memory_is_registered_where_that_is_allowed(tmp_path: Path) -> None:
         memory.zero_()
         queue.submit("read", [Extent(file, memory, 0)]).wait()
         assert torch.equal(found, memory)
+
+
+def test_memory_that_may_not_be_registered_is_used_all_the_same(tmp_path: Path) -> None:
+    need("io_uring")
+    if os.getuid() != 0:
+        pytest.skip("only root can give its rights up")
+    content = random_bytes(1 << 20)
+    with opened(tmp_path / "a") as file:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
+                os.setresuid(65534, 65534, 65534)
+                with open_queue("io_uring") as queue:
+                    code = 2 if queue.register(content) else 0
+                    queue.submit("write", [Extent(file, content, 0)]).wait()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "a").read_bytes() == as_bytes(content)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -133,6 +134,7 @@ class StateFile:
         self._torn: dict[str, str] = {}
         self._mended: dict[str, int] = {}
         self._under_way: dict[str, list[Transfer]] = {}
+        self._requests: set[Request] = set()
         self._checksums = RecordChecksums() if checksums else None
         self._closed = False
         self.removed: list[Path] = []
@@ -150,6 +152,9 @@ class StateFile:
             self.queue = queue or open_queue(depth=DEFAULT_DEPTH * len(places))
             self._owns_queue = queue is None
             undo.pop_all()
+        # It holds parts and queue, but not this object: what is under way ends before descriptors are closed, always.
+        own = self.queue if queue is None else None
+        self._finalizer = weakref.finalize(self, _let_go, own, self._requests, self._parts, os.getpid())
         self.paths = [part.path for part in self._parts]
         self.direct = [part.rules is not None for part in self._parts]
         self.nbytes, self.disk_nbytes = sum(records.values()), self._layout.sizes
@@ -245,6 +250,7 @@ class StateFile:
         if self._closed:
             return
         self._closed = True
+        self._finalizer.detach()
         with contextlib.ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.close)
@@ -262,7 +268,9 @@ class StateFile:
         for place in self._layout.places(name, start, start + flat.numel()):
             part = flat[place.begin - start : place.end - start]
             extents += self._parts[place.directory].extents(part, place.offset)
-        transfer = Transfer(self, self.queue.submit(kind, extents), name, start, flat)
+        request = self.queue.submit(kind, extents)
+        self._requests.add(request)
+        transfer = Transfer(self, request, name, start, flat)
         self._under_way.setdefault(name, []).append(transfer)
         return transfer
 
@@ -296,6 +304,7 @@ class StateFile:
     def _settle(self, transfer: Transfer, error: Exception | None) -> None:
         """Takes note that a transfer is over; raises CorruptRecordError."""
         name = transfer.name
+        self._requests.discard(transfer._request)
         self._under_way[name].remove(transfer)
         if not self._under_way[name]:
             del self._under_way[name]
@@ -328,6 +337,25 @@ class StateFile:
         else:
             with contextlib.suppress(OSError):  # what is being raised already matters more
                 self._close(cancel=True)
+
+
+def _let_go(queue: FileQueue | None, requests: set[Request], parts: list[PartFile], process: int) -> None:
+    """Of a file that nobody has closed."""
+    if os.getpid() != process:
+        return
+    try:
+        if queue is not None:
+            queue.close(cancel=True)
+        for request in requests if queue is None else ():
+            with contextlib.suppress(OSError):
+                request.wait()
+                continue
+            if not request.done():  # a silent drive: the descriptors stay in use
+                return
+    except TimeoutError:
+        return
+    for part in parts:
+        part.close()
 
 
 def _outcome_of(transfer: Transfer) -> Exception | None:
