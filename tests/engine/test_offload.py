@@ -21,6 +21,7 @@ from zero_strategy.optim.full_state import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from zero_strategy.optim.streamed import StreamedStep
 from zero_strategy.sharding import GatheredParameters
 
 SMALL = 1 << 16
@@ -215,6 +216,26 @@ def edits(folder: Path, stage: int, tier: str) -> list[str]:
 @pytest.mark.parametrize("stage, tier", [(2, "nvme"), (3, "all")])
 def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path, stage: int, tier: str) -> None:
     for wrong in ranks(2)(edits, tmp_path, stage, tier):
+        assert wrong == []
+
+
+def as_on_a_device(folder: Path) -> list[str]:
+    """Gradients and weights go through copies, as they do where the host cannot use the device's memory."""
+    results = []
+    for dtype in (None, torch.bfloat16):
+        for tier in ("none", "cpu"):
+            engine, optimizer = make(2, "adamw", dtype, tiers(folder)[tier])
+            states = engine.optimizers[0]._offloaded
+            if states is not None:
+                assert engine.offloaded.optimizer is not None
+                states._step = StreamedStep(engine.offloaded.optimizer, copies=True)
+            train(engine, optimizer, range(5))
+            results.append(outcome(engine, optimizer))
+    return unequal(results[1], results[0]) + unequal(results[3], results[2])
+
+
+def test_weights_that_are_copied_back(ranks: Launcher, tmp_path: Path) -> None:
+    for wrong in ranks(2)(as_on_a_device, tmp_path):
         assert wrong == []
 
 

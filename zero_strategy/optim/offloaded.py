@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_strategy import ops
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector
 from zero_strategy.optim.streamed import StreamedStep, Update
@@ -41,6 +42,7 @@ class OffloadedStates:
         self._number = store.new_number()
         self._rule = self._check(rule)
         self._step = StreamedStep(store)
+        ops.ensure("cpu")  # wherever the model is
         self.reserve()
 
     def _check(self, rule: UpdateRule | None) -> UpdateRule:

@@ -224,7 +224,8 @@ class ParameterBucket:
 
     def _follow(self, start: int, stop: int) -> None:
         """Let a master weight whose parameter has changed take its value; others stay as fine as they are."""
-        values, master = self.read_owned(start, stop), self.read_master(start, stop)
+        values = self.read_owned(start, stop)
+        master = self.read_master(start, stop).to(values.device)  # in a tier it is the host's
         self.write_master(start, torch.where(values == master.to(self.dtype), master, values.float()))
 
     # ---- gather and release (sharded parameters) ----
