@@ -1,4 +1,4 @@
-"""Offloading from one CUDA device: what is trained with state on the host is what is trained with state on the device."""
+"""Offloading from one CUDA device: trained with state on the host is as trained with state on the device."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from zero_strategy.memory import ownership
@@ -100,7 +101,7 @@ def probe(directory: str | Path, *, seconds: float = 1.5, backend: Backend | Non
         nbytes = min(_FILE_BYTES, part.free_bytes() // 2 // _MIB * _MIB)
         part.reserve(max(nbytes, _MIB))
         window = HostMemory(_WINDOW_BYTES).bytes
-        window.random_(0, 256)  # some drives are faster with zeros
+        window.random_(0, 256, generator=torch.Generator())  # some drives are faster with zeros
         slice_seconds = seconds / (2 * len(BLOCKS) * len(DEPTHS) + 6)
         with open_queue(backend, depth=DEPTHS[-1]) as queue:
             ground = _Ground(part, window, max(nbytes, _MIB))

@@ -48,8 +48,8 @@ class OffloadedStates:
     def _check(self, rule: UpdateRule | None) -> UpdateRule:
         name = type(self._optimizer).__name__
         ways = (
-            "torch.optim.Adam, AdamW, SGD and Adagrad (without foreach or fused) and FusedLion can; with others use "
-            "offload.optimizer: none"
+            "torch.optim.Adam, AdamW, SGD and Adagrad (without amsgrad or differentiable) and FusedLion can; with "
+            "others use offload.optimizer: none"
         )
         if rule is None or any(rule.vectors(group) is None for group in self._optimizer.param_groups):
             raise ValueError(f"offload.optimizer takes steps on the host, chunk by chunk, which {name} cannot: {ways}")

@@ -171,6 +171,8 @@ class ShardedOptimizer:
     @staticmethod
     def _rule(optimizer: Optimizer, model: ShardedModel) -> UpdateRule | None:
         """What takes the steps in place of the optimizer's own code."""
+        if model.optimizer_store is not None:
+            return rule_for(optimizer, any_implementation=True)  # torch's take all of a parameter at once
         return rule_for(optimizer) if model.config.fused_optimizers or isinstance(optimizer, FusedOptimizer) else None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -297,15 +297,16 @@ _RULES: dict[type[Optimizer], UpdateRule] = {
 """Classes of `torch.optim` whose algorithm a rule has."""
 
 
-def rule_for(optimizer: Optimizer) -> UpdateRule | None:
+def rule_for(optimizer: Optimizer, *, any_implementation: bool = False) -> UpdateRule | None:
     """The rule that may take the optimizer's steps, or None.
 
-    A group with `foreach` or `fused` set has chosen an implementation; it is left to it.
+    A group with `foreach` or `fused` set has chosen an implementation; it is left to it unless `any_implementation`.
     """
     rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
     if not isinstance(rule, UpdateRule):
         return None
     for group in optimizer.param_groups:
-        if rule.refuses(group) or group.get("foreach") is not None or group.get("fused") is not None:
+        chosen = group.get("foreach") is not None or group.get("fused") is not None
+        if rule.refuses(group) or (chosen and not any_implementation):
             return None
     return rule

@@ -165,6 +165,18 @@ def test_a_deepspeed_json_of_the_documentation(ranks: Launcher, tmp_path: Path) 
     assert "gradient_clipping is 2.0" in message and "max_grad_norm=0.5" in message
 
 
+@pytest.mark.filterwarnings("ignore:keys without effect")
+@pytest.mark.parametrize("name", ["hf_zero2_offload", "hf_zero3_offload", "hf_zero3_nvme"])
+def test_the_documentations_files_that_offload(ranks: Launcher, tmp_path: Path, name: str) -> None:
+    text = (Path(__file__).parents[2] / "config" / "data" / f"{name}.json").read_text()
+    path = tmp_path / "ds.json"
+    path.write_text(text.replace("/local_nvme", str(tmp_path / "drive")))
+    schedule = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+    logged, stage = ranks(2, timeout=120)(by_json, str(path), str(tmp_path), **schedule)[0]
+    plain, _ = ranks(2, timeout=120)(run_plain, str(tmp_path), **schedule)[0]
+    assert stage == int(name[7]) and difference(plain, logged) < 1e-5
+
+
 def run_plain(folder: str, **arguments: Any) -> Any:
     with fresh_state():
         trainer = trainer_of(None, "gpt2", Path(folder), **arguments)
