@@ -27,6 +27,8 @@ from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
+from zero_strategy.memory.held import ledger_of
+from zero_strategy.memory.ledger import Ledger
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
@@ -507,6 +509,13 @@ class ZeroEngine:
             "optimizer": sum(bucket.master_bytes() for bucket in buckets)
             + sum(sharded.state_bytes() for sharded in self.optimizers),
         }
+
+    def ledger(self) -> Ledger:
+        """Every long-lived buffer of this rank with category, owner, tier, bytes asked and taken; see `memory.ledger`.
+
+        `memory.reconcile` holds it against the allocator and the process.
+        """
+        return ledger_of(self)
 
     def reset(self) -> None:
         """Return to the resting state after an exception was caught in a forward or a backward."""

@@ -15,6 +15,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.sharding.grouping import gradient_dtypes, group_parameters
 from zero_strategy.sharding.guards import ModuleGuards
 from zero_strategy.sharding.materialize import materialize_unit
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -45,6 +46,7 @@ class ShardedModel:
         optimizers: Those that update it; the engine's list.
         norm_groups: Groups over which gradients are spread; a model-parallel face adds its own.
         aliases: Further names of tied parameters: {alias: first name}.
+        device: Where the module computes.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class ShardedModel:
     ) -> None:
         _check_module(module)
         _check_precision(config, compute_dtype)
-        self._device = device or _device_of(module)
+        self.device = device or _device_of(module)
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = PLACEMENTS[config.stage]
         self.aliases = aliases(module)
@@ -96,18 +98,11 @@ class ShardedModel:
         return any(sharded.torn for sharded in self.optimizers)
 
     def _build_unit(self, spec: UnitSpec, initialise: bool) -> Unit:
-        materialize_unit(spec, self._device, initialise=initialise)
-        keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in spec.parameters:
-            target = parameter.dtype
-            if self.compute_dtype is not None and parameter.is_floating_point():
-                target = self.compute_dtype
-            key = (target, parameter.dtype, parameter.device, parameter.requires_grad)
-            keys.setdefault(key, []).append((name, parameter))
+        materialize_unit(spec, self.device, initialise=initialise)
         master = self.config.precision.master_weights
         buckets = [
             ParameterBucket(named, self.mesh, self.placement, dtype, master, blank=not initialise)
-            for (dtype, *_), named in keys.items()
+            for dtype, named in group_parameters(spec.parameters, self.compute_dtype)
         ]
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole
@@ -126,11 +121,7 @@ class ShardedModel:
                 buffer.copy_(values)
 
     def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool) -> GradientBucket:
-        precision = self.config.precision
-        wide = torch.float32 if bucket.dtype in (torch.float16, torch.bfloat16) else bucket.dtype
-        dtype = wide if precision.gradient_dtype == "float32" else bucket.dtype
-        reduce_dtype = wide if precision.reduce_dtype == "float32" else dtype
-        return GradientBucket(bucket, dtype, reduce_dtype, per_step)
+        return GradientBucket(bucket, *gradient_dtypes(bucket.dtype, self.config.precision), per_step)
 
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""

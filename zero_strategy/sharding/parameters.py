@@ -10,7 +10,7 @@ refills the same storage object; nothing that autograd holds goes stale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -252,6 +252,17 @@ class ParameterBucket:
                     f"parameter {name!r} was moved or cast after it was sharded "
                     f"({self.dtype} on {self.device} -> {parameter.dtype} on {parameter.device}); do it before."
                 )
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with memory of its own, with its category in the ledger; `flat` may be without memory."""
+        if self.placement.shard_parameters:
+            yield "parameters", self.shard
+            yield "gather buffers", self.flat
+        else:
+            yield "parameters", self.flat
+        if self.has_master:
+            yield "master weights", self.master
+        yield "handles", self._poison
 
     def persistent_bytes(self) -> int:
         """Bytes of parameters that stay for the whole step, master copy left out."""
