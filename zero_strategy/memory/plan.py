@@ -29,8 +29,9 @@ from zero_strategy.sharding.layout import Piece, round_up
 
 DeviceType = Literal["cpu", "cuda"]
 _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}
-_CANDIDATES = 16
-"""Ranks that are looked at for the fullest; ranks differ by counters of a few bytes and by one buffer of a slice."""
+_CANDIDATES = 3
+"""Ranks that are looked at for the fullest: rank 0 saves buffers, from rank 2 on there is one exchange buffer more.
+Otherwise ranks differ by the counters of their pieces."""
 
 
 @dataclass(frozen=True)
@@ -161,20 +162,27 @@ class MemoryPlan:
             yield of("parameters", "host", [round_up(size, BLOCK) for size in sizes])
 
     def _snapshot(self, units: Units, rank: int) -> Entry:
-        """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
+        """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own.
+
+        What lies on a drive is written from there.
+        """
         asked = pieces = 0
         for bucket in (bucket for unit in units for bucket in unit):
             found = bucket.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
             elements = sum(piece.numel for piece in found)
-            tensors = 1 + (bucket.master + self.optimizer.moments if bucket.trainable else 0)
-            extra = 4 * bucket.master + self.optimizer.moment_bytes(bucket.updated_dtype) if bucket.trainable else 0
-            asked += elements * (bucket.dtype.itemsize + extra)
+            tensors, itemsizes = 0, 0
+            if self.offload.parameters != "nvme":
+                tensors, itemsizes = 1, bucket.dtype.itemsize
+            if bucket.trainable and self.offload.optimizer != "nvme":
+                tensors += bucket.master + self.optimizer.moments
+                itemsizes += 4 * bucket.master + self.optimizer.moment_bytes(bucket.updated_dtype)
+            asked += elements * itemsizes
             pieces += len(found) * tensors
         if rank == 0:
             for elements, dtype in self.model.buffers.values():
                 asked, pieces = asked + elements * self._buffer_dtype(dtype).itemsize, pieces + 1
         taken = asked + PAGE * pieces
-        if self.device_type == "cuda":
+        if self.device_type == "cuda" and taken:
             taken = 1 << (taken - 1).bit_length()  # torch's pinned memory comes in powers of two
         return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
 
