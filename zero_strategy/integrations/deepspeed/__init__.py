@@ -9,6 +9,7 @@
 | `comm.init_distributed`, `comm.get_rank` and all of torch.distributed | `deepspeed.comm` |
 | `utils.safe_get_full_fp32_param` and its family, `utils.RepeatingLoader` | `deepspeed.utils` |
 | `config`, `ops.adam`, `runtime.config`, `runtime.dataloader`, `runtime.engine`, `runtime.lr_schedules` | the same |
+| `runtime.zero.stage_1_and_2.estimate_zero2_...`, `runtime.zero.stage3.estimate_zero3_...` | the same |
 | `DeepSpeedCheckpoint`, `ZeROCheckpoint`, `model_3d_desc`, `reshape_meg_2d_parallel`, ... | `deepspeed.checkpoint` |
 | `SDLoaderFactory`, `MegatronSDLoader` | `deepspeed.runtime.state_dict_factory` |
 | `DataParallelWriterFactory`, ... | `deepspeed.runtime.model_checkpointing` |
