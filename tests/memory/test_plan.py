@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +186,27 @@ def test_table_of_states_is_what_torch_keeps(build: Any, moments: int) -> None:
 def test_an_unknown_optimizer_is_named() -> None:
     with pytest.raises(ValueError, match=r"'Shampoo' is not known.*adamw.*OptimizerState"):
         optimizer_state("Shampoo")
+
+
+def saved(stage: int, dtype: torch.dtype | None, directory: str) -> tuple[list[Entry], list[Entry]]:
+    case = Case(stage, dtype)
+    engine, optimizer = trained(case)
+    engine.save(directory, asynchronous=True).wait()
+    with torch.device("meta"):
+        model = Odd()
+    plan = load_config(stage=stage, units={"min_numel": 0}).plan(
+        model, world_size=dist.get_world_size(), compute_dtype=dtype, optimizer=optimizer, device="cpu"
+    )
+    return engine.ledger().merged(), plan.ledger(dist.get_rank()).held().merged()
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, None), (3, torch.bfloat16)])
+def test_snapshot_of_a_save_in_the_background(
+    ranks: Launcher, tmp_path: Path, stage: int, dtype: torch.dtype | None
+) -> None:
+    for held, foreseen in ranks(2)(saved, stage, dtype, str(tmp_path / "saved")):
+        snapshots = [
+            [(entry.tier, entry.taken) for entry in entries if entry.category == "snapshot"]
+            for entries in (held, foreseen)
+        ]
+        assert snapshots[0] == snapshots[1] and snapshots[0][0][1] > 0

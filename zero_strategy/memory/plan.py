@@ -24,7 +24,7 @@ from zero_strategy.memory.ledger import Category, Entry, Ledger, Owner, Tier, al
 from zero_strategy.memory.offload import BLOCK, Offload
 from zero_strategy.memory.optimizer_states import OptimizerState, optimizer_state, state_of
 from zero_strategy.memory.peaks import peaks_of
-from zero_strategy.memory.shapes import ModelShape
+from zero_strategy.memory.shapes import BufferShape, ModelShape
 from zero_strategy.sharding.layout import Piece, round_up
 
 DeviceType = Literal["cpu", "cuda"]
@@ -105,8 +105,8 @@ class MemoryPlan:
             for bucket in unit:
                 for entry in _BucketEntries(self, bucket, rank % shard).entries():
                     ledger.add(entry)
-        for name, (elements, dtype) in self.model.buffers.items():
-            nbytes = elements * self._buffer_dtype(dtype).itemsize
+        for name, buffer in self.model.buffers.items():
+            nbytes = self._buffer_bytes(buffer)
             ledger.add(Entry("buffers", "device", Owner(name), nbytes, self._allocated(nbytes)))
         for entry in (*self._exchange_buffers(units, rank), *self._staging(units)):
             ledger.add(entry)
@@ -117,8 +117,9 @@ class MemoryPlan:
         ledger.add(Entry("activations", "device", Owner("reserved"), self.activations, self.activations, peak=True))
         return ledger
 
-    def _buffer_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.compute_dtype if self.compute_dtype is not None and dtype.is_floating_point else dtype
+    def _buffer_bytes(self, buffer: BufferShape) -> int:
+        follows = self.compute_dtype is not None and buffer.dtype.is_floating_point
+        return buffer.numel * ((self.compute_dtype if follows else None) or buffer.dtype).itemsize
 
     def _allocated(self, nbytes: int) -> int:
         return allocated(nbytes, self.device_type)
@@ -179,8 +180,9 @@ class MemoryPlan:
             asked += elements * itemsizes
             pieces += len(found) * tensors
         if rank == 0:
-            for elements, dtype in self.model.buffers.values():
-                asked, pieces = asked + elements * self._buffer_dtype(dtype).itemsize, pieces + 1
+            persistent = [buffer for buffer in self.model.buffers.values() if buffer.persistent]
+            asked += sum(self._buffer_bytes(buffer) for buffer in persistent)
+            pieces += len(persistent)
         taken = asked + PAGE * pieces
         if self.device_type == "cuda" and taken:
             taken = 1 << (taken - 1).bit_length()  # torch's pinned memory comes in powers of two

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +41,17 @@ class ParameterShape:
         return math.prod(self.shape)
 
 
+class BufferShape(NamedTuple):
+    """A buffer of a module."""
+
+    numel: int
+    """Elements."""
+    dtype: torch.dtype
+    """As it is built."""
+    persistent: bool = True
+    """Whether checkpoints hold it."""
+
+
 NamedShapes = tuple[tuple[str, ParameterShape], ...]
 
 
@@ -62,12 +74,12 @@ class ModelShape:
 
     Attributes:
         units: The units.
-        buffers: Module buffers: {name: (elements, dtype)}.
+        buffers: Module buffers by name.
         title: What the model is called in reports.
     """
 
     units: tuple[UnitShape, ...]
-    buffers: Mapping[str, tuple[int, torch.dtype]] = field(default_factory=dict)
+    buffers: Mapping[str, BufferShape] = field(default_factory=dict)
     title: str = "model"
 
     @property
@@ -95,13 +107,25 @@ class ModelShape:
             module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel
         )
         made = tuple(UnitShape(spec.name, tuple((n, _shape_of(p)) for n, p in spec.parameters)) for spec in found)
-        buffers = {name: (buffer.numel(), buffer.dtype) for name, buffer in module.named_buffers()}
-        return cls(made, buffers, title or type(module).__name__)
+        return cls(made, _buffers_of(module), title or type(module).__name__)
 
 
 def _shape_of(parameter: nn.Parameter) -> ParameterShape:
     device = _ANYWHERE if parameter.is_meta else parameter.device  # as the engine will make it
     return ParameterShape(tuple(parameter.shape), parameter.dtype, parameter.requires_grad, device)
+
+
+def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:
+    fleeting = {
+        id(buffer)
+        for child in module.modules()
+        for key, buffer in child.named_buffers(recurse=False)
+        if key in child._non_persistent_buffers_set
+    }
+    return {
+        name: BufferShape(buffer.numel(), buffer.dtype, id(buffer) not in fleeting)
+        for name, buffer in module.named_buffers()
+    }
 
 
 def gpt_shape(
