@@ -122,8 +122,9 @@ def _run(options: argparse.Namespace) -> int:
     if not 0 <= options.margin < 1:
         raise ValueError(f"--margin is {options.margin}; accepted: 0 or more, below 1")
     known = Budget.of(machine)
-    if options.gpu_mem is not None:
-        known = replace(known, gpus=0)  # another machine's
+    if options.gpu_mem is not None or options.host_mem is not None:  # the plan is for another machine
+        known = replace(known, gpus=0)
+        machine = Machine(disk_free=machine.disk_free, disk_path=machine.disk_path)
     budget = replace(known, margin=options.margin, **{key: value for key, value in given.items() if value is not None})
     plan = _plan(options)
     if options.largest:
@@ -132,6 +133,8 @@ def _run(options: argparse.Namespace) -> int:
         from zero_strategy.planning.picture import draw
 
         draw(plan, budget, options.png)
+    if options.disk is not None:
+        machine = replace(machine, disk_free=options.disk, disk_path=machine.disk_path or "--disk")
     found = report(plan, budget, machine, options.rank)
     keys: Any = ("tier", "unit", "category") if options.by_unit else ()
     print(json.dumps(found, indent=1) if options.json else report_text(plan, found, machine, keys))
