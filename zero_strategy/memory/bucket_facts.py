@@ -27,6 +27,8 @@ class BucketFacts:
         gradient_dtype: In what gradients are accumulated.
         reduce_dtype: In what they are summed over ranks.
         master: Whether there is an fp32 copy for the optimizer.
+        handed: Bytes of the largest gradient that autograd hands over; of a tied one, two and their
+            sum, all at once.
     """
 
     owner: Owner
@@ -36,6 +38,7 @@ class BucketFacts:
     gradient_dtype: torch.dtype
     reduce_dtype: torch.dtype
     master: bool
+    handed: int
 
     @property
     def updated_dtype(self) -> torch.dtype:
@@ -85,7 +88,8 @@ def _facts(
     layout = build_layout([(name, shape.shape) for name, shape in named], dtype.itemsize, resolved.shard, replicas)
     owner = Owner(unit, tuple(name for name, _ in named))
     master = trainable and wants_master(dtype, precision)
-    return BucketFacts(owner, dtype, trainable, layout, *gradient_dtypes(dtype, precision), master)
+    handed = max((3 if shape.tied else 1) * shape.numel * dtype.itemsize for _, shape in named) if trainable else 0
+    return BucketFacts(owner, dtype, trainable, layout, *gradient_dtypes(dtype, precision), master, handed)
 
 
 def placement_of(resolved: ResolvedConfig) -> Placement:

@@ -28,14 +28,7 @@ def peaks_of(units: Units, config: ZeroConfig, device_type: str) -> Iterator[Ent
     if PLACEMENTS[config.stage].shard_parameters:
         yield _gathered(units, config, device_type)
     yield from _in_flight(units, config, device_type)
-    handed = [
-        segment.numel * bucket.dtype.itemsize
-        for unit in units
-        for bucket in unit
-        if bucket.trainable
-        for segment in bucket.layout.segments
-    ]
-    largest = max(handed, default=0)  # autograd's own tensor, until it is added to the bucket
+    largest = max((bucket.handed for unit in units for bucket in unit), default=0)  # until it is added to the bucket
     yield Entry("gradient buckets", "device", Owner("autograd"), largest, allocated(largest, device_type), peak=True)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zero_strategy.config import UnitsConfig
-from zero_strategy.sharding.units import find_units
+from zero_strategy.sharding.units import aliases, find_units
 
 _ANYWHERE = torch.device("cpu")
 
@@ -28,12 +28,14 @@ class ParameterShape:
         dtype: The dtype that it is built in.
         requires_grad: Whether it is trained.
         device: Where it is; parameters of different devices share no bucket.
+        tied: It has several names, so that autograd adds up several gradients of it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = True
     device: torch.device = _ANYWHERE
+    tied: bool = False
 
     @property
     def numel(self) -> int:
@@ -106,13 +108,17 @@ class ModelShape:
         found = find_units(
             module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel
         )
-        made = tuple(UnitShape(spec.name, tuple((n, _shape_of(p)) for n, p in spec.parameters)) for spec in found)
+        ties = set(aliases(module).values())
+        made = tuple(
+            UnitShape(spec.name, tuple((name, _shape_of(p, name in ties)) for name, p in spec.parameters))
+            for spec in found
+        )
         return cls(made, _buffers_of(module), title or type(module).__name__)
 
 
-def _shape_of(parameter: nn.Parameter) -> ParameterShape:
+def _shape_of(parameter: nn.Parameter, tied: bool) -> ParameterShape:
     device = _ANYWHERE if parameter.is_meta else parameter.device  # as the engine will make it
-    return ParameterShape(tuple(parameter.shape), parameter.dtype, parameter.requires_grad, device)
+    return ParameterShape(tuple(parameter.shape), parameter.dtype, parameter.requires_grad, device, tied)
 
 
 def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:
@@ -151,11 +157,10 @@ def gpt_shape(
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; a GPT needs 1 or more")
-    root: list[tuple[str, tuple[int, ...]]] = [("embedding.weight", (vocabulary, hidden))]
-    if positions:
-        root.append(("positions.weight", (positions, hidden)))
+    root: list[tuple[str, tuple[int, ...]]] = [("positions.weight", (positions, hidden))] if positions else []
     root += _norm("norm", hidden)
-    units = [UnitShape("", _named("", root))]
+    embedding = ("embedding.weight", ParameterShape((vocabulary, hidden), tied=True))
+    units = [UnitShape("", (embedding, *_named("", root)))]
     block = [
         *_norm("norm1", hidden),
         *_linear("attention.qkv", hidden, 3 * hidden),
