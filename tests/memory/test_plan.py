@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,47 @@ STAGES = [0, 1, 2, 3]
 def test_plan_is_the_ledger_to_the_byte(ranks: Launcher, world: int) -> None:
     cases = [Case(stage, dtype) for stage in STAGES for dtype in (None, torch.bfloat16)]
     check(ranks(world)(compared, cases), cases)
+
+
+def random_runs(seeds: list[int]) -> list[tuple[list[Entry], list[Entry]]]:
+    """Sizes, frozen parameters, units, stages, reductions and precisions by chance, alike on all ranks."""
+    found = []
+    for seed in seeds:
+        chance = random.Random(seed)
+        sizes = [chance.randint(1, 70) for _ in range(chance.randint(3, 7))]
+        frozen = [chance.random() < 0.25 for _ in sizes]
+        stage, dtype = chance.randint(0, 3), chance.choice([None, torch.bfloat16])
+        config = load_config(
+            stage=stage,
+            gradient_reduction=chance.choice([None, "per_step", "per_micro_batch"]),
+            units={"min_numel": chance.choice([0, 500, 10**6])},
+            precision={"gradient_dtype": chance.choice(["float32", "parameter"]), "master_weights": seed % 2 == 0},
+        )
+
+        def build(sizes: list[int] = sizes, frozen: list[bool] = frozen) -> nn.Module:
+            layers = [nn.Linear(a, b, bias=b % 2 == 0) for a, b in itertools.pairwise(sizes)]
+            for layer, fixed in zip(layers[1:], frozen):
+                layer.requires_grad_(not fixed)
+            return nn.Sequential(*layers)
+
+        model = build()
+        engine = ZeroEngine(model, config, compute_dtype=dtype)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+        engine.attach(optimizer)
+        model(torch.ones(2, sizes[0], dtype=dtype)).float().sum().backward()
+        optimizer.step()
+        with torch.device("meta"):
+            shape = build()
+        options = {"world_size": dist.get_world_size(), "compute_dtype": dtype, "optimizer": optimizer}
+        plan = config.plan(shape, device="cpu", snapshots=False, **options)
+        found.append((engine.ledger().merged(), plan.ledger(dist.get_rank()).held().merged()))
+    return found
+
+
+def test_random_models(ranks: Launcher) -> None:
+    for results in ranks(3)(random_runs, list(range(12))):
+        for seed, (held, foreseen) in enumerate(results):
+            assert held == foreseen, seed
 
 
 @pytest.mark.parametrize("stage", STAGES)

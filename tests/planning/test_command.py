@@ -49,6 +49,8 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert "It does not fit.\nIt fits with" in out and "too large" in out and "offload.optimizer: cpu" in out
     assert "activations come on top" in out and "gradient buckets  inside a step" in out
+    status, out, _ = run(capsys, "--params", "1e9", "--gpu-mem", "40GB", "--micro-batch", "4", "--sequence", "1024")
+    assert status == 0 and "activations       inside a step" in out and "come on top" not in out
     options = ("--by-unit", "--rank", "0", "--activations", "1MB")
     status, out, _ = run(capsys, f"{MODELS}:Stack", "--device", "cpu", *options)
     assert status == 0 and "layers.2" in out and "(root)" not in out and "activations come on top" not in out
@@ -117,7 +119,9 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
     budget = ("--gpu-mem", "2GB", "--host-mem", "8GB", "--vocabulary", "1000")
     status, out, _ = run(capsys, "--largest", "--dtype", "bf16", *budget)
-    assert status == 0 and len(out.splitlines()) == 1 + 4 * 2 + 1 and "nvme" not in out.splitlines()[1]
+    head, _, table = out.partition("\n\n")
+    assert status == 0 and "on 1 rank(s), 1 per host" in head and "5% stays free" in head
+    assert len(table.splitlines()) == 1 + 4 * 2 + 1 and "optimizer nvme" not in table
     status, found = as_json(capsys, "--largest", "--dtype", "bf16", *budget, "--disk", "1TB")
     assert {(entry["stage"], entry["offload"]["optimizer"]) for entry in found} >= {(0, "none"), (3, "nvme")}
     assert all(entry["parameters"] > 1e6 for entry in found)
@@ -148,6 +152,8 @@ def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
         (("--params", "1e8", "--stage", "2", "--offload-parameters", "cpu"), "needs stage 3"),
         (("--params", "1e8", "--optimizer-ratio", "2"), "offload.optimizer_ratio is 2.0"),
         (("--params", "1e8", "--margin", "1"), "--margin is 1.0"),
+        (("--params", "1e8", "--micro-batch", "0"), "--micro-batch is 0"),
+        ((f"{MODELS}:Stack", "--micro-batch", "1"), "plain numbers only"),
         (("--params", "1e8", "--ranks-per-host", "3"), "ranks_per_host is 3"),
         (("--largest", "--params", "1e8"), "leave out the model"),
         (("--params", "1e8", "--config", "no_such.yaml"), "no_such.yaml"),

@@ -90,6 +90,18 @@ def test_snapshots_are_given_up_first() -> None:
     assert what(plan(stage=3, world=1, snapshots=True), budget)[0] == ("checkpoint.asynchronous: false",)
 
 
+def test_a_mesh_that_was_set_does_not_stand_in_the_way_of_more_ranks() -> None:
+    now = load_config(stage=3, mesh={"shard": 2, "replicate": 2}).plan(
+        gpt_shape(1536, 32, 32000), world_size=4, device="cuda", compute_dtype=torch.bfloat16, snapshots=False
+    )
+    assert what(now, Budget(device=8 * GB, host=100 * GB, gpus=4))[-1] == ("ranks: 8 (4 per host)",)
+
+
+def test_on_the_cpu_offload_to_the_host_is_no_change() -> None:
+    found = what(plan(stage=0, world=1, device="cpu"), Budget(host=12 * GB, disk=100 * GB))
+    assert found and not any("cpu" in part for change in found for part in change)
+
+
 def test_nothing_helps_a_unit_that_is_too_large() -> None:
     assert what(plan(stage=3), Budget(device=GB // 10, host=100 * GB, disk=1000 * GB)) == []
 

@@ -239,7 +239,8 @@ class ZeroConfig(Section):
             **options: Of `zero_strategy.memory.plan.plan_model`: `compute_dtype` (torch.bfloat16, ...), `optimizer`
                 (a class name, an `OptimizerState`, a torch optimizer; default "AdamW"), `offload` (an `Offload`),
                 `device` ("cpu" or "cuda"; default: what is here), `ranks_per_host` (default: all), `snapshots`
-                (default: `checkpoint.asynchronous`), `activations` (bytes to keep free on the device).
+                (default: `checkpoint.asynchronous`), `activations` (bytes to keep free on the device), `tokens` and
+                `recompute` (of a micro-batch, for shapes of plain numbers, whose activations are known).
 
         Raises:
             ValueError: If the mesh does not fit the ranks, or an option is not accepted; names it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OPTIMIZER_TIERS = ("none", "cpu", "nvme")
+TIER_ORDER = ("none", "cpu", "nvme")
+"""From the fastest to the largest; "none" is the device."""
 BLOCK = 4096
 """Bytes that records on a drive are rounded up to."""
 
@@ -31,7 +32,7 @@ class Offload:
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters"):
-            if getattr(self, name) not in OPTIMIZER_TIERS:
+            if getattr(self, name) not in TIER_ORDER:
                 raise ValueError(f"offload.{name} is {getattr(self, name)!r}; accepted: none, cpu, nvme")
         if self.gradients not in (None, "none", "cpu"):
             raise ValueError(f"offload.gradients is {self.gradients!r}; accepted: none, cpu, None")

@@ -48,6 +48,8 @@ class MemoryPlan:
         ranks_per_host: Ranks that share a host's memory and drives.
         snapshots: Checkpoints are written in the background, from a copy in host memory.
         activations: Bytes per rank to be kept free on the device for activations.
+        tokens: Of a micro-batch, where activations shall be computed (models of plain numbers).
+        recompute: Blocks are run again in backward, so that less is kept.
     """
 
     model: ModelShape
@@ -59,8 +61,15 @@ class MemoryPlan:
     ranks_per_host: int = 1
     snapshots: bool = False
     activations: int = 0
+    tokens: int = 0
+    recompute: bool = False
 
     def __post_init__(self) -> None:
+        if self.tokens and self.model.costs is None:
+            raise ValueError(
+                "activations are computed for models of plain numbers only (--params ...); for others reserve bytes: "
+                "activations=..., on the command line --activations 4GB"
+            )
         self.offload.check_stage(self.resolved.config.stage)
         if not 1 <= self.ranks_per_host <= self.resolved.world_size:
             raise ValueError(
@@ -72,13 +81,14 @@ class MemoryPlan:
     ) -> MemoryPlan:
         """The plan with other values: of its own attributes, of the config, of the number of ranks.
 
-        A derived setting (mesh.shard, gradient_reduction) is derived anew, one that was set stays. More ranks than
-        before fill further hosts.
+        A derived setting (mesh.shard, gradient_reduction) is derived anew, one that was set stays; mesh.shard is
+        derived for another number of ranks in any case.
         """
         config = replace(self.resolved.config)
         config.mesh = replace(config.mesh)
         for key, part in (("mesh.shard", config.mesh), ("gradient_reduction", config)):
-            if self.resolved.config.origin_of(key).startswith("derived"):
+            other_ranks = key == "mesh.shard" and world_size is not None
+            if other_ranks or self.resolved.config.origin_of(key).startswith("derived"):
                 setattr(part, key.rpartition(".")[2], None)
         for key, value in (settings or {}).items():
             setattr(config, key, value)
@@ -114,8 +124,15 @@ class MemoryPlan:
             ledger.add(self._snapshot(units, rank))
         for entry in peaks_of(units, self.resolved.config, self.device_type):
             ledger.add(entry)
-        ledger.add(Entry("activations", "device", Owner("reserved"), self.activations, self.activations, peak=True))
+        for owner, nbytes in (("reserved", self.activations), ("micro-batch", self._activation_bytes())):
+            ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
         return ledger
+
+    def _activation_bytes(self) -> int:
+        if self.model.costs is None:
+            return 0
+        itemsize = (self.compute_dtype or torch.float32).itemsize
+        return self.model.costs.nbytes(self.tokens, itemsize, recompute=self.recompute)
 
     def _buffer_bytes(self, buffer: BufferShape) -> int:
         follows = self.compute_dtype is not None and buffer.dtype.is_floating_point
@@ -293,6 +310,8 @@ def plan_model(
     ranks_per_host: int | None = None,
     snapshots: bool | None = None,
     activations: int = 0,
+    tokens: int = 0,
+    recompute: bool = False,
 ) -> MemoryPlan:
     """Plan a run. See `ZeroConfig.plan`."""
     resolved = config if isinstance(config, ResolvedConfig) else resolve(config, world_size)
@@ -312,4 +331,6 @@ def plan_model(
         resolved.world_size if ranks_per_host is None else ranks_per_host,
         settings.checkpoint.asynchronous if snapshots is None else snapshots,
         activations,
+        tokens,
+        recompute,
     )

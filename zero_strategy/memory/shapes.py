@@ -54,6 +54,27 @@ class BufferShape(NamedTuple):
     """Whether checkpoints hold it."""
 
 
+class TokenCosts(NamedTuple):
+    """What a forward of a transformer keeps for backward, in elements per token; no matrix of attention scores."""
+
+    layers: int
+    """Blocks."""
+    per_layer: int
+    """Inside a block."""
+    boundary: int
+    """Between blocks: all that stays of a block which is recomputed."""
+    logits: int
+    """At the end; kept in the parameters' dtype, and in float32 as probabilities and as their gradient."""
+
+    def nbytes(self, tokens: int, itemsize: int, *, recompute: bool = False) -> int:
+        """Bytes for a micro-batch of `tokens`; `recompute`: every block is run again in backward."""
+        blocks = self.layers * self.per_layer
+        if recompute:
+            blocks = self.layers * self.boundary + self.per_layer
+        last_norm = 2 * self.boundary
+        return tokens * (itemsize * (blocks + last_norm + self.logits) + 2 * 4 * self.logits)
+
+
 NamedShapes = tuple[tuple[str, ParameterShape], ...]
 
 
@@ -78,11 +99,13 @@ class ModelShape:
         units: The units.
         buffers: Module buffers by name.
         title: What the model is called in reports.
+        costs: Of activations, where they are known.
     """
 
     units: tuple[UnitShape, ...]
     buffers: Mapping[str, BufferShape] = field(default_factory=dict)
     title: str = "model"
+    costs: TokenCosts | None = None
 
     @property
     def parameters(self) -> int:
@@ -170,7 +193,9 @@ def gpt_shape(
         *_linear("mlp.down", inner, hidden),
     ]
     units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
-    return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}")
+    # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
+    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary)
+    return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
 
 
 def _linear(name: str, inputs: int, outputs: int) -> list[tuple[str, tuple[int, ...]]]:

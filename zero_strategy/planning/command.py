@@ -20,7 +20,8 @@ smallest change after which it does.
 Categories: parameters, gradients, master weights (fp32 copies of low-precision parameters), optimizer state, buffers
 (of modules), gather buffers (units that are whole under stage 3), gradient buckets (local gradients on their way),
 staging (between tiers), snapshot (a checkpoint written in the background), communication (gloo's exchanges), handles.
-What lives "inside a step" is counted at its largest. Activations are not computed: reserve them with --activations.
+What lives "inside a step" is counted at its largest. Activations are computed for plain numbers, with --micro-batch (no
+matrix of attention scores is kept); for other models reserve them with --activations.
 
 Exit status: 0 if it fits, as far as the machine's memory is known; 1 if it does not fit; 2 if it cannot be planned."""
 
@@ -90,6 +91,9 @@ def _add_run(run: Any) -> None:
     run.add_argument("--momentum", action="store_true", help="SGD or RMSprop with momentum")
     run.add_argument("--optimizer-bytes", type=int, metavar="N", help="state of an optimizer of yours, per element")
     run.add_argument("--activations", type=parse_size, default=0, metavar="4GB", help="device bytes reserved, per rank")
+    run.add_argument("--micro-batch", type=int, metavar="N", help="rows: computes activations, for plain numbers")
+    run.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens of a row (default: %(default)s)")
+    run.add_argument("--recompute", action="store_true", help="blocks are run again in backward")
     run.add_argument("--no-snapshots", action="store_true", help="checkpoints are not written in the background")
 
 
@@ -169,7 +173,17 @@ def _plan(options: argparse.Namespace) -> Any:
         ranks_per_host=per_host,
         snapshots=False if options.no_snapshots or options.largest else None,
         activations=options.activations,
+        tokens=_tokens(options),
+        recompute=options.recompute,
     )
+
+
+def _tokens(options: argparse.Namespace) -> int:
+    for name in ("micro_batch", "sequence"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; accepted: 1 or more")
+    return 0 if options.micro_batch is None else int(options.micro_batch * options.sequence)
 
 
 def _model(options: argparse.Namespace, config: Any) -> Any:
@@ -205,5 +219,10 @@ def _largest(plan: Any, budget: Any, options: argparse.Namespace) -> int:
     models = list(
         largest_models(plan, budget, lambda step: family_shape(step, vocabulary, options.hidden_per_layer))
     )
-    print(json.dumps(largest_json(models), indent=1) if options.json else largest_table(models))
+    if options.json:
+        print(json.dumps(largest_json(models), indent=1))
+    else:
+        ranks, per_host = plan.resolved.world_size, plan.ranks_per_host
+        print(f"largest GPT, hidden = {options.hidden_per_layer} x layers, on {ranks} rank(s), {per_host} per host")
+        print(f"(bytes per rank, peaks included; {budget.margin:.0%} stays free)\n\n{largest_table(models)}")
     return int(all(entry.plan is None for entry in models))

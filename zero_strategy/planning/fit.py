@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from zero_strategy.checkpoint_commands.show import size
 from zero_strategy.memory.ledger import TIERS, Ledger
 from zero_strategy.memory.machine import Machine
-from zero_strategy.memory.offload import Offload
+from zero_strategy.memory.offload import TIER_ORDER, Offload
 from zero_strategy.memory.plan import MemoryPlan
 
 _MOST_RANKS = 4096
@@ -169,27 +169,25 @@ def _with_ranks(plan: MemoryPlan, counts: list[tuple[int, int]]) -> Iterator[Cha
 
 
 def _to_host(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
-    yield from _offloads(plan, ("cpu",))
+    if plan.device_type != "cpu":  # else it is the same memory
+        yield from _offloads(plan, "cpu")
 
 
 def _to_drives(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
     if budget.disk is not None:
-        yield from _offloads(plan, ("nvme",))
+        yield from _offloads(plan, "nvme")
 
 
-def _offloads(plan: MemoryPlan, tiers: tuple[str, ...]) -> Iterator[Change]:
+def _offloads(plan: MemoryPlan, tier: str) -> Iterator[Change]:
     """The optimizer off the device, then the parameters as well, each with the present stage and those above it."""
-    order = ("none", "cpu", "nvme")
-    for tier in tiers:
-        for parts in (("optimizer",), ("optimizer", "parameters")):
-            wanted = {part: tier for part in parts if order.index(tier) > order.index(getattr(plan.offload, part))}
-            if not wanted:
-                continue
-            offload = _offloaded(plan.offload, **wanted)
-            for stage in range(plan.resolved.config.stage, 4):
-                if offload.parameters != "none" and stage != 3:
-                    continue
-                settings: dict[str, object] = {} if stage == plan.resolved.config.stage else {"stage": stage}
+    now = plan.resolved.config.stage
+    for parts in (("optimizer",), ("optimizer", "parameters")):
+        now_at = {part: TIER_ORDER.index(getattr(plan.offload, part)) for part in parts}
+        wanted = {part: tier for part in parts if TIER_ORDER.index(tier) > now_at[part]}
+        offload = _offloaded(plan.offload, **wanted)
+        for stage in range(now, 4):
+            if wanted and (offload.parameters == "none" or stage == 3):
+                settings: dict[str, object] = {} if stage == now else {"stage": stage}
                 what = [f"offload.{part}: {where}" for part, where in wanted.items()]
                 yield _change(settings, plan.changed(settings=settings, offload=offload), *what)
 

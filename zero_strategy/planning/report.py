@@ -94,7 +94,7 @@ def _verdict(found: dict[str, Any]) -> str:
     lines = [table(rows, ("memory", "needed", "there", ""), right=(1, 2))]
     reserved = any(row["category"] == "activations" for row in found["ledger"]["sums"])
     free = f"{found['margin']:.0%} of what there is stays free"
-    lines.append(free if reserved else f"{free}; activations come on top (--activations reserves for them)")
+    lines.append(free if reserved else f"{free}; activations come on top (see --activations, --micro-batch)")
     return "\n".join(lines)
 
 
