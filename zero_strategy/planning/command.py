@@ -35,6 +35,7 @@ examples:
   zero-strategy plan --largest --dtype bf16 --gpu-mem 24GB --host-mem 64GB --disk 1TB
 """
 
+_RANKS_PER_HOST = 8
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -83,7 +84,7 @@ def _add_run(run: Any) -> None:
     run.add_argument("--config", metavar="FILE", help="our YAML or DeepSpeed's JSON, as for training")
     run.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="default: the config's, 3")
     run.add_argument("--world", type=int, default=1, metavar="RANKS", help="number of ranks (default: 1)")
-    run.add_argument("--ranks-per-host", type=int, metavar="N", help="default: all, but at most 8")
+    run.add_argument("--ranks-per-host", type=int, metavar="N", help="default: all, but at most this host's GPUs, or 8")
     run.add_argument("--replicate", type=int, metavar="N", help="mesh.replicate: copies of the sharded state")
     run.add_argument("--gradient-reduction", choices=("per_step", "per_micro_batch"), help="default: by stage")
     run.add_argument("--dtype", choices=tuple(_DTYPES), help="of the parameters in computation; default: as built")
@@ -160,7 +161,10 @@ def _plan(options: argparse.Namespace) -> Any:
         state = OptimizerState(f"{options.optimizer_bytes} bytes per element", options.optimizer_bytes, 1, torch.uint8)
     else:
         state = optimizer_state(options.optimizer or settings.optimizer or "AdamW", momentum=options.momentum)
-    per_host = min(options.world, 8) if options.ranks_per_host is None else options.ranks_per_host
+    present = torch.cuda.device_count() if options.gpu_mem is None else 0
+    per_host = options.ranks_per_host
+    if per_host is None:
+        per_host = min(options.world, present or _RANKS_PER_HOST)
     device = options.device or ("cuda" if options.gpu_mem is not None or torch.cuda.is_available() else "cpu")
     name = _DTYPES[options.dtype] if options.dtype else settings.dtype
     return settings.config.plan(
