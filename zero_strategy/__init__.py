@@ -35,6 +35,7 @@ _ROOMS = (
     "distributed",
     "engine",
     "integrations",
+    "memory",
     "ops",
     "optim",
     "registration",

@@ -8,6 +8,7 @@ zero-strategy checkpoint diff A B          what differs between two checkpoints
 zero-strategy checkpoint convert IN OUT    from any format to any other
 zero-strategy checkpoint prune DIR         remove old checkpoints
 zero-strategy checkpoint merge DIR ...     make an ordinary checkpoint of the pieces that ranks wrote
+zero-strategy plan MODEL                   what every rank of a run will hold, and whether it fits
 zero-strategy config explain FILE          every setting a config leads to, and what becomes of DeepSpeed's keys
 zero-strategy config convert FILE          write DeepSpeed's JSON as a YAML file of ours
 """
@@ -23,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from zero_strategy.checkpoint_commands import add_checkpoint_commands, run_checkpoint_command
 from zero_strategy.config_commands import add_config_commands, run_config_command
+from zero_strategy.planning import add_plan_command, run_plan_command
 
 _PACKAGES = (
     "torch",
@@ -50,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="versions, compilers, and for every op whether it is native, or why not")
     add_checkpoint_commands(commands)
     add_config_commands(commands)
+    add_plan_command(commands)
     options = parser.parse_args(arguments)
     try:
         if options.command == "build":
@@ -58,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = run_checkpoint_command(options)
         elif options.command == "config":
             status = run_config_command(options)
+        elif options.command == "plan":
+            status = run_plan_command(options)
         else:
             status = _doctor()
         sys.stdout.flush()

@@ -28,6 +28,8 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_
 from zero_strategy.deferred import open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
+from zero_strategy.memory.held import ledger_of
+from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
@@ -532,6 +534,13 @@ class ZeroEngine:
             "optimizer": sum(bucket.master_bytes() for bucket in buckets)
             + sum(sharded.state_bytes() for sharded in self.optimizers),
         }
+
+    def ledger(self) -> Ledger:
+        """Every long-lived buffer of this rank with category, owner, tier, bytes asked and taken; see `memory.ledger`.
+
+        `memory.reconcile` holds it against the allocator and the process.
+        """
+        return ledger_of(self)
 
     def reset(self) -> None:
         """Return to the resting state after an exception was caught in a forward or a backward."""

@@ -177,7 +177,7 @@ def test_a_disk_that_is_too_small_is_an_error_at_the_start(tmp_path: Path) -> No
     with nothing_left(), pytest.raises(OSError, match=r"No space left on device: the state needs 1,125,8") as caught:
         StateFile([tmp_path / "a", tmp_path / "b"], {"r": 1 << 51}, queue=None)
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path / "a")
-    for part in ("bytes here, and", "are free", "offload.nvme_path", "offload.optimizer_ratio"):
+    for part in ("bytes here, and", "are free", "offload.nvme_path", "offload.optimizer"):
         assert part in str(caught.value)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .rules import at_least, between, non_empty, one_of
 from .section import Section, table
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from zero_strategy.memory.plan import MemoryPlan
+    from zero_strategy.memory.shapes import ModelShape
+
     from .deepspeed_json import DeepSpeedSettings
 
 
@@ -278,6 +283,25 @@ class ZeroConfig(Section):
             KeyError: If there is no such setting.
         """
         return dict(self.settings())[key].origin
+
+    def plan(self, model: nn.Module | ModelShape, *, world_size: int = 1, **options: Any) -> MemoryPlan:
+        """What every rank of a run would hold, computed before anything is allocated.
+
+        Args:
+            model: A module, best built under `torch.device("meta")`; or shapes, see `memory.shapes`.
+            world_size: Number of ranks.
+            **options: Of `zero_strategy.memory.plan.plan_model`: `compute_dtype` (torch.bfloat16, ...), `optimizer`
+                (a class name, an `OptimizerState`, a torch optimizer; default "AdamW"), `offload` (an `Offload`),
+                `device` ("cpu" or "cuda"; default: what is here), `ranks_per_host` (default: all), `snapshots`
+                (default: `checkpoint.asynchronous`), `activations` (bytes to keep free on the device), `tokens` and
+                `recompute` (of a micro-batch, for shapes of plain numbers, whose activations are known).
+
+        Raises:
+            ValueError: If the mesh does not fit the ranks, or an option is not accepted; names it.
+        """
+        from zero_strategy.memory.plan import plan_model
+
+        return plan_model(model, self, world_size=world_size, **options)
 
     def explain(self) -> str:
         """A table of all settings: key, value, origin."""

@@ -57,6 +57,11 @@ class Communicator:
         self._worker = BackgroundWorker()
         self._buffers: dict[int, Tensor] = {}
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that are kept from one exchange to the next."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
     def all_gather(self, flat: Tensor, first: Callable[[], None] | None = None) -> PendingWork:
         """Fill `flat` (size x n elements) in place from every rank's own n-element slice.
 

@@ -1,4 +1,4 @@
-"""Where state lives that is not on the device: so far the asynchronous file I/O under the NVMe tier.
+"""Where model state lives: tiers off the device, the ledger of what is held, the same computed ahead.
 
     StagingRing   passes over records: read ahead, change in place, write behind
       StateFile     records in reserved files of this process

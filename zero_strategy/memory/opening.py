@@ -16,12 +16,17 @@ from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.nvme import NvmeTier
 
 _logger = logging.getLogger(__name__)
-_SLOTS = 5
+SLOTS = 5
 """Chunks of each vector that a step has in memory: the one it updates, two read ahead, two written behind."""
 _BYTES = 16
 """Of one element in all vectors of a bucket, at most: weights, master weights, two moments."""
-_PAGE_NUMEL = 1024
-"""Elements of four bytes in a page."""
+_PAGE_NUMEL = 2048
+"""Elements of two bytes in a page."""
+
+
+def chunk_numel(staging_bytes: int) -> int:
+    """Elements of a chunk such that a step stays within these bytes of memory: whole pages in every dtype."""
+    return max(1, staging_bytes // (SLOTS * _BYTES * _PAGE_NUMEL)) * _PAGE_NUMEL
 
 
 class OffloadStores:
@@ -65,8 +70,7 @@ class OffloadStores:
         if tier == "none":
             return None
         if tier not in self._made:
-            pages = max(1, self._offload.staging_bytes // (_SLOTS * _BYTES * _PAGE_NUMEL))
-            self._made[tier] = ChunkStore(self._open(tier), pages * _PAGE_NUMEL)
+            self._made[tier] = ChunkStore(self._open(tier), chunk_numel(self._offload.staging_bytes))
         return self._made[tier]
 
     def _open(self, tier: str) -> Tier:

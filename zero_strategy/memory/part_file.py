@@ -134,7 +134,7 @@ class PartFile:
         return OSError(
             code or errno.ENOSPC,
             f"{why}: the state needs {needed:,} bytes here, and {free:,} are free; make room, name another directory "
-            "or several to divide it among (offload.nvme_path), or keep more of it in memory (offload.optimizer_ratio)",
+            "or several to divide it among (offload.nvme_path), or keep it in memory (offload.optimizer: cpu)",
             str(self.path.parent),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,12 @@ class OffloadedStates:
                     place.write(value)
                     update.state[key] = place
         self._step.run(self._rule, updates, self._vectors, scale)
+
+    def vectors(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
+        """All vectors, and whose they are."""
+        for bucket in self._model.buckets:
+            for vector in self._vectors.get(id(bucket), {}).values():
+                yield bucket, vector
 
     def nbytes(self) -> int:
         """Bytes of all vectors."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import ops
-from zero_strategy.memory.chunked import OffloadedPart
+from zero_strategy.memory.chunked import OffloadedPart, OffloadedVector
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import GradientNorm, global_norm
@@ -63,6 +63,7 @@ class ShardedOptimizer:
         self.skip_next = self._fused = False
         self._pieces: dict[int, tuple[nn.Parameter, Piece | None]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
+        self._nothing: dict[torch.dtype, Tensor] = {}
         self.state: dict[Tensor, Any] = {}
         self._check_groups()
         self._offloaded: OffloadedStates | None = None
@@ -106,7 +107,8 @@ class ShardedOptimizer:
         if bucket.master_vector is not None or bucket.shard_vector is not None:
             if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master_dtype:
                 # Values are elsewhere: an object of the right shape, to which the state belongs.
-                stand_in = torch.full((1,), float("nan"), dtype=bucket.master_dtype).expand(found.numel)
+                nothing = torch.full((1,), float("nan"), dtype=bucket.master_dtype)
+                stand_in = self._nothing.setdefault(bucket.master_dtype, nothing).expand(found.numel)
                 if not bucket.placement.shard_optimizer and parameter.dim():
                     stand_in = stand_in.view(parameter.shape) if found.numel else torch.empty(parameter.shape)
                 self._pieces[id(parameter)] = known = (nn.Parameter(stand_in), found)
@@ -358,6 +360,22 @@ class ShardedOptimizer:
         piece = self.piece(parameter)
         if piece is not None:
             self.state[piece] = values
+
+    def offloaded(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
+        """The vectors of its state in a tier, and whose they are."""
+        if self._offloaded is not None:
+            yield from self._offloaded.vectors()
+
+    def tensors_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        """This rank's optimizer state of `parameter` that is in memory."""
+        piece = self.piece(parameter)
+        values = () if piece is None else self.state.get(piece, {}).values()
+        return [value for value in values if isinstance(value, Tensor)]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that steps on state in files have taken."""
+        return 0 if self._offloaded is None else self._offloaded.staging_bytes
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank in whatever tier, master weights left out."""

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, PendingIO
+from zero_strategy.memory.opening import SLOTS
 from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
 
-AHEAD = 2
+AHEAD = SLOTS // 2
 """Chunks that are read ahead, and written behind."""
-SLOTS = 2 * AHEAD + 1
 MASTER, WEIGHTS = "master weights", "weights"
 """Keys of a chunk's vectors beside those of the optimizer's state."""
 

@@ -16,6 +16,7 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -370,6 +371,22 @@ class GradientBucket:
             for piece in self.bucket.pieces
             if piece.index in self.live
         }
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with memory of its own, with its category in the ledger."""
+        if self.local is not None:
+            yield "gradients" if self.per_step else "gradient buckets", self.local
+            if self._work is not None and self._sent is not self.local:
+                yield "gradient buckets", self._sent
+        if self.reduced is not None and not self.per_step:
+            yield "gradients", self.reduced
+        if self._earlier is not None:
+            yield "gradient buckets", self._earlier
+        for late in self.late.values():
+            yield "gradient buckets", late
+        for index, poison in self._poisons.items():
+            if index in self._versions:  # else the handle is the gradient itself
+                yield "handles", poison
 
     def persistent_bytes(self) -> int:
         """Bytes of gradients that stay between backwards."""

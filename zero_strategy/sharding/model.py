@@ -17,10 +17,11 @@ from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.sharding.grouping import LOW_PRECISION, gradient_dtypes, group_parameters
 from zero_strategy.sharding.guards import ModuleGuards
 from zero_strategy.sharding.layout import build_layout
 from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
-from zero_strategy.sharding.parameters import LOW_PRECISION, ParameterBucket, master_name, weights_name
+from zero_strategy.sharding.parameters import ParameterBucket, master_name, weights_name
 from zero_strategy.sharding.placement import PLACEMENTS
 from zero_strategy.sharding.reducer import GradientReducer, Watcher
 from zero_strategy.sharding.registry import check_unsharded, register
@@ -52,6 +53,7 @@ class ShardedModel:
         optimizers: Those that update it; the engine's list.
         norm_groups: Groups over which gradients are spread; a model-parallel face adds its own.
         aliases: Further names of tied parameters: {alias: first name}.
+        device: Where the module computes.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class ShardedModel:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         _check_module(module)
         _check_precision(config, compute_dtype)
-        self._device, self._moves = device or device_of(module), device is not None
+        self.device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = PLACEMENTS[config.stage]
         self.aliases = aliases(module)
@@ -109,16 +111,9 @@ class ShardedModel:
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)
 
-    def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, list[tuple[str, nn.Parameter]]]]:
+    def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, Sequence[tuple[str, nn.Parameter]]]]:
         """Which parameters of a unit share a bucket, and in what dtype."""
-        keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in spec.parameters:
-            target = parameter.dtype
-            if self.compute_dtype is not None and parameter.is_floating_point():
-                target = self.compute_dtype
-            device = self._device if parameter.is_meta or self._moves else parameter.device
-            keys.setdefault((target, parameter.dtype, device, parameter.requires_grad), []).append((name, parameter))
-        return [(dtype, named) for (dtype, *_), named in keys.items()]
+        return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves)
 
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Make room in tiers for all weights and master weights, before anything is built.
@@ -148,9 +143,9 @@ class ShardedModel:
 
     def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
         real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
-        materialize_unit(spec, self._device, initialise=initialise)
+        materialize_unit(spec, self.device, initialise=initialise)
         if self._moves:
-            move_unit(spec, self._device)
+            move_unit(spec, self.device)
         master = self.config.precision.master_weights
         buckets = [
             ParameterBucket(
@@ -183,11 +178,7 @@ class ShardedModel:
                 buffer.copy_(values)
 
     def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool) -> GradientBucket:
-        precision = self.config.precision
-        wide = torch.float32 if bucket.dtype in (torch.float16, torch.bfloat16) else bucket.dtype
-        dtype = wide if precision.gradient_dtype == "float32" else bucket.dtype
-        reduce_dtype = wide if precision.reduce_dtype == "float32" else dtype
-        return GradientBucket(bucket, dtype, reduce_dtype, per_step)
+        return GradientBucket(bucket, *gradient_dtypes(bucket.dtype, self.config.precision), per_step)
 
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""

@@ -10,7 +10,7 @@ refills the same storage object; nothing that autograd holds goes stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from zero_strategy.distributed import Mesh, PendingWork
 from zero_strategy.memory.chunked import ChunkStore, OffloadedVector
+from zero_strategy.sharding.grouping import LOW_PRECISION
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
 from zero_strategy.sharding.placement import Placement
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""What master weights are kept for."""
 
 
 class ParameterBucket:
@@ -355,6 +353,28 @@ class ParameterBucket:
                     f"parameter {name!r} was moved or cast after it was sharded "
                     f"({self.dtype} on {self.device} -> {parameter.dtype} on {parameter.device}); do it before."
                 )
+
+    def offloaded(self) -> Iterator[tuple[str, OffloadedVector]]:
+        """What is in a tier, with its category in the ledger."""
+        if self.shard_vector is not None:
+            yield "parameters", self.shard_vector
+        if self.master_vector is not None:
+            yield "master weights", self.master_vector
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with memory of its own, with its category in the ledger; `flat` may be without memory.
+
+        What is in a tier is in `offloaded`.
+        """
+        if self.placement.shard_parameters:
+            if self.shard_vector is None:
+                yield "parameters", self.shard
+            yield "gather buffers", self.flat
+        else:
+            yield "parameters", self.flat
+        if self.has_master and self.master_vector is None:
+            yield "master weights", self.master
+        yield "handles", self._poison
 
     def persistent_bytes(self) -> int:
         """Bytes of parameters that stay for the whole step in whatever tier, master copy left out."""

@@ -29,7 +29,7 @@ from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.plan import ReductionPlan
 
-_MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 """Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
 
 
@@ -227,7 +227,7 @@ class GradientReducer:
             bucket.begin()
         self._seen[number] |= bucket.local_live
         self._left[number] = None
-        if not self.per_step and len(self._in_flight) >= _MAX_IN_FLIGHT:
+        if not self.per_step and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._complete(self._in_flight.popleft())
         bucket.launch()
         self._in_flight.append(bucket)

@@ -21,6 +21,8 @@ TREE = {
     "": ("initialize", "init_distributed", "add_config_arguments", "DeepSpeedEngine", "zero", "comm", "utils", "ops"),
     ".zero": ("Init", "GatheredParameters", "register_external_parameter", "unregister_external_parameter"),
     ".runtime.zero": ("Init", "GatheredParameters"),
+    ".runtime.zero.stage_1_and_2": ("estimate_zero2_model_states_mem_needs_all_live",),
+    ".runtime.zero.stage3": ("estimate_zero3_model_states_mem_needs_all_live",),
     ".runtime.lr_schedules": ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     ".runtime.dataloader": ("RepeatingLoader",),
     ".runtime.config": ("TrainingConfig",),

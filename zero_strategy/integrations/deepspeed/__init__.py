@@ -9,6 +9,7 @@
 | `comm.init_distributed`, `comm.get_rank` and all of torch.distributed | the same |
 | `utils.safe_get_full_fp32_param` and its family, `utils.RepeatingLoader` | the same |
 | `config`, `ops.adam`, `runtime.config`, `runtime.dataloader`, `runtime.engine`, `runtime.lr_schedules` | the same |
+| `runtime.zero.stage_1_and_2.estimate_zero2_...`, `runtime.zero.stage3.estimate_zero3_...` | the same |
 | `checkpoint`: `DeepSpeedCheckpoint`, `ZeROCheckpoint`, `model_3d_desc`, `reshape_meg_2d_parallel`, ... | the same |
 | `checkpoint.ds_to_universal.main` | the same |
 | `runtime.state_dict_factory`: `SDLoaderFactory`, `MegatronSDLoader` | the same |

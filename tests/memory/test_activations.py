@@ -1,0 +1,80 @@
+"""Activations of plain numbers are what autograd keeps of such a GPT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gpt import GPT, GPTSize, loss_fn
+from zero_strategy.config import load_config
+from zero_strategy.memory.shapes import ModelShape, gpt_shape
+
+SIZE = GPTSize(width=64, depth=3, heads=2, vocabulary=512)
+ROWS, LENGTH = 2, 32
+
+
+class Recomputing(nn.Module):
+    """A block that is run again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def kept(model: nn.Module) -> int:
+    """Bytes of all storages that a forward saves for backward, parameters left out."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_fn(model(tokens), tokens)
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def test_a_forward_keeps_what_is_planned() -> None:
+    shape = gpt_shape(SIZE.width, SIZE.depth, SIZE.vocabulary)
+    assert shape.costs is not None
+    planned = shape.costs.nbytes(ROWS * LENGTH, 4)
+    transient = ROWS * LENGTH * 2 * 4 * SIZE.vocabulary  # logits and their gradient, around the beginning of backward
+    assert kept(GPT(SIZE, LENGTH)) == pytest.approx(planned - transient, rel=0.02)
+
+
+def test_recomputed_blocks_keep_their_inputs() -> None:
+    """Beside what one block keeps while it is run again, which a forward alone does not show."""
+    shape = gpt_shape(SIZE.width, SIZE.depth, SIZE.vocabulary)
+    assert shape.costs is not None
+    model = GPT(SIZE, LENGTH)
+    model.blocks = nn.ModuleList(Recomputing(block) for block in model.blocks)
+    beside = ROWS * LENGTH * 4 * (2 * SIZE.vocabulary + shape.costs.per_layer)
+    planned = shape.costs.nbytes(ROWS * LENGTH, 4, recompute=True) - beside
+    assert kept(model) == pytest.approx(planned, rel=0.02)
+
+
+def test_the_plan_counts_them() -> None:
+    shape = gpt_shape(256, 4, 1000)
+    assert shape.costs is not None
+    config = load_config(stage=3)
+    without = config.plan(shape, device="cpu", compute_dtype=torch.bfloat16).ledger().total.taken
+    for recompute in (False, True):
+        plan = config.plan(shape, device="cpu", compute_dtype=torch.bfloat16, tokens=4096, recompute=recompute)
+        due = shape.costs.nbytes(4096, 2, recompute=recompute)
+        assert plan.ledger().only(category="activations").total.taken == due == plan.ledger().total.taken - without
+
+
+def test_other_models_reserve() -> None:
+    with pytest.raises(ValueError, match=r"plain numbers only.*--activations 4GB"):
+        load_config().plan(ModelShape.of(nn.Linear(2, 2)), tokens=7)

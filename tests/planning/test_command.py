@@ -1,0 +1,182 @@
+"""`zero-strategy plan` in one process: models of every kind, output of every kind, errors that name the way out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.planning.models import Stack, gpt
+from zero_strategy.cli import main
+from zero_strategy.config import load_config
+from zero_strategy.memory.shapes import ModelShape, gpt_shape
+from zero_strategy.planning.sources import shape_of_numbers
+
+MODELS = "tests.planning.models"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status, out, _ = run(capsys, *arguments, "--json")
+    return status, json.loads(out)
+
+
+def test_a_factory_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--args", '{"width": 256, "depth": 5}', "--world", "4", "--stage", "2", "--dtype", "bf16")
+    options += ("--device", "cpu", "--no-snapshots", "--host-mem", "1GB")
+    status, found = as_json(capsys, f"{MODELS}:Stack", *options)
+    assert status == 0 and found["fits"] and found["changes"] == []
+    assert found["parameters"] == 5 * (256 * 256 + 256) and found["units"] == 6
+    with torch.device("meta"):
+        model = Stack(256, 5)
+    plan = load_config(stage=2).plan(
+        model, world_size=4, compute_dtype=torch.bfloat16, device="cpu", snapshots=False, ranks_per_host=4
+    )
+    assert found["ledger"] == json.loads(json.dumps(plan.ledger().to_json()))
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--params", "1e9", "--world", "2", "--gpu-mem", "6GB", "--host-mem", "256GB")
+    assert status == 1
+    assert "It does not fit.\nIt fits with" in out and "too large" in out and "offload.optimizer: cpu" in out
+    assert "activations come on top" in out and "gradient buckets  inside a step" in out
+    status, out, _ = run(capsys, "--params", "1e9", "--gpu-mem", "40GB", "--micro-batch", "4", "--sequence", "1024")
+    assert status == 0 and "activations       inside a step" in out and "come on top" not in out
+    options = ("--by-unit", "--rank", "0", "--activations", "1MB")
+    status, out, _ = run(capsys, f"{MODELS}:Stack", "--device", "cpu", *options)
+    assert status == 0 and "layers.2" in out and "(root)" not in out and "activations come on top" not in out
+
+
+@pytest.mark.parametrize("model", ["ready", "LooksAtValues"])
+def test_modules_that_are_there_and_those_that_look_at_values(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    status, found = as_json(capsys, f"{MODELS}:{model}", "--device", "cpu")
+    assert status == 0 and found["parameters"] in (3 * (128 * 128 + 128), 2 * (100 * 100 + 100) + 101 * 100 + 100)
+
+
+def test_a_hugging_face_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=100,
+        tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    real = transformers.LlamaForCausalLM(config)
+    for path in (tmp_path, tmp_path / "config.json"):
+        _, found = as_json(capsys, str(path), "--device", "cpu", "--world", "2")
+        assert found["parameters"] == sum(p.numel() for p in real.parameters())
+        assert found["model"].startswith("LlamaForCausalLM") and found["units"] == 4
+
+
+def test_plain_numbers_are_a_gpt() -> None:
+    with torch.device("meta"):
+        module = gpt(64, 3, 100)
+    shape, real = gpt_shape(64, 3, 100), ModelShape.of(module)
+    assert shape.parameters == sum(p.numel() for p in module.parameters())
+    assert [(unit.name, dict(unit.parameters)) for unit in shape.units] == [
+        (unit.name, dict(unit.parameters)) for unit in real.units
+    ]
+
+
+@pytest.mark.parametrize("numbers", [(7e9, 32, 4096, None), (7e9, 32, 4096, 32000), (1.3e9, 24, 2048, 50304)])
+def test_plain_numbers_make_up_the_number(numbers: Any) -> None:
+    shape = shape_of_numbers(*numbers)
+    assert abs(shape.parameters / numbers[0] - 1) < 1e-4
+    assert len(shape.units) == numbers[1] + 1
+    assert abs(shape_of_numbers(7e9, None, None, None).parameters / 7e9 - 1) < 0.05
+
+
+def test_deepspeeds_json_brings_stage_precision_and_offload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    file.write_text(json.dumps({"train_batch_size": 4, "bf16": {"enabled": True}, "zero_optimization": zero}))
+    _, found = as_json(capsys, f"{MODELS}:Stack", "--config", str(file), "--world", "2")
+    settings = found["settings"]
+    assert (settings["stage"], settings["compute_dtype"], settings["offload"]) == (2, "bfloat16", "optimizer cpu")
+    _, found = as_json(capsys, f"{MODELS}:Stack", "--config", str(file), "--stage", "3", "--offload-optimizer", "none")
+    assert (found["settings"]["stage"], found["settings"]["offload"]) == (3, "none")
+
+
+def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "plan.png"
+    options = ("--gpu-mem", "16GB", "--host-mem", "64GB", "--offload-optimizer", "nvme", "--disk", "1TB")
+    status, _, err = run(capsys, "--params", "1e8", "--png", str(target), *options)
+    assert status == 0, err
+    assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and target.stat().st_size > 10_000
+    status, _, err = run(capsys, "--params", "1e8", "--png", str(tmp_path / "plan.pdf"))
+    assert status == 2 and "must end in .png" in err
+
+
+def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = ("--gpu-mem", "2GB", "--host-mem", "8GB", "--vocabulary", "1000")
+    status, out, _ = run(capsys, "--largest", "--dtype", "bf16", *budget)
+    head, _, table = out.partition("\n\n")
+    assert status == 0 and "on 1 rank(s), 1 per host" in head and "5% stays free" in head
+    assert len(table.splitlines()) == 1 + 4 * 2 + 1 and "optimizer nvme" not in table
+    status, found = as_json(capsys, "--largest", "--dtype", "bf16", *budget, "--disk", "1TB")
+    assert {(entry["stage"], entry["offload"]["optimizer"]) for entry in found} >= {(0, "none"), (3, "nvme")}
+    assert all(entry["parameters"] > 1e6 for entry in found)
+    status, out, _ = run(capsys, "--largest", "--gpu-mem", "1KB", "--host-mem", "1KB")
+    assert status == 1 and "none fits" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give --params, or --layers and --hidden"),
+        (("no_such_file.json",), "neither a file or directory nor 'module:factory'"),
+        (("no_such_module:build",), "module 'no_such_module' cannot be imported"),
+        ((f"{MODELS}:missing",), "has no 'missing'"),
+        ((f"{MODELS}:number",), "is a int; name a module class or a function"),
+        ((f"{MODELS}:returns_nothing",), "returned a NoneType, not a torch module"),
+        ((f"{MODELS}:gpt",), "--args"),
+        ((f"{MODELS}:Stack", "--args", "[1]"), "give a JSON object"),
+        ((f"{MODELS}:Stack", "--args", "{"), "is no JSON"),
+        ((f"{MODELS}:Stack", "--params", "7e9"), "one is given already"),
+        (("--params", "7e9", "--layers", "32"), "both of --layers and --hidden"),
+        (("--params", "1e9", "--layers", "32", "--hidden", "4096"), r"more than --params 1e\+09; give --vocabulary"),
+        (("--params", "0.5"), "--params is 0.5"),
+        (("--params", "1e8", "--optimizer", "Muon"), "'Muon' is not known.*--optimizer-bytes"),
+        (("--params", "1e8", "--optimizer", "SGD", "--optimizer-bytes", "4"), "give one of them"),
+        (("--params", "1e8", "--world", "4", "--replicate", "3"), "mesh.replicate is 3"),
+        (("--params", "1e8", "--world", "4", "--rank", "4"), "rank 4 is not one of 4 ranks"),
+        (("--params", "1e8", "--stage", "2", "--offload-optimizer", "cpu", "--offload-parameters", "cpu"), "needs stage 3"),
+        (("--params", "1e8", "--margin", "1"), "--margin is 1.0"),
+        (("--params", "1e8", "--micro-batch", "0"), "--micro-batch is 0"),
+        ((f"{MODELS}:Stack", "--micro-batch", "1"), "plain numbers only"),
+        (("--params", "1e8", "--ranks-per-host", "3"), "ranks_per_host is 3"),
+        (("--largest", "--params", "1e8"), "leave out the model"),
+        (("--params", "1e8", "--config", "no_such.yaml"), "no_such.yaml"),
+    ],
+)
+def test_mistakes_are_named_with_the_way_out(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    status, out, err = run(capsys, *arguments)
+    assert status == 2 and out == "" and re.search(said, err), err
+
+
+def test_a_bad_hugging_face_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    unknown = '{"model_type": "nope"}'
+    for text, said in (("{", "cannot be read"), ("{}", "has no 'model_type'"), (unknown, "not know it")):
+        file.write_text(text)
+        status, _, err = run(capsys, str(file))
+        assert status == 2 and said in err
+
+
+def test_help_lists_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = capsys.readouterr().out
+    for needed in ("examples:", "--largest", "module:factory", "Exit status", "--activations", "--gpu-mem"):
+        assert needed in out

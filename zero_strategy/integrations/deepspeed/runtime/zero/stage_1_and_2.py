@@ -1,0 +1,13 @@
+"""`deepspeed.runtime.zero.stage_1_and_2`: its estimators of memory."""
+
+from zero_strategy.integrations.deepspeed.estimates import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
+
+__all__ = [
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+]

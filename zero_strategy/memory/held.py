@@ -1,0 +1,102 @@
+"""The ledger of what an engine holds at this moment, read from its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from zero_strategy.memory.ledger import Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.memory.offload import BLOCK
+from zero_strategy.sharding.layout import round_up
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.memory.chunked import OffloadedVector
+    from zero_strategy.sharding.parameters import ParameterBucket
+
+EXCHANGES = ("gather", "reduce", "replicate")
+"""The groups of a mesh that carry whole buckets."""
+
+
+def ledger_of(engine: ZeroEngine) -> Ledger:
+    """Every long-lived buffer of this rank; between steps none of them is a peak.
+
+    Memory of others (activations, what a framework keeps, NCCL's own buffers) is not in it; see `memory.reconcile`.
+    """
+    device = engine.model.device
+    ledger = Ledger(device_type=device.type)
+    owners: dict[int, Owner] = {}
+    for unit in engine.model.units:
+        for bucket in unit.buckets:
+            owner = owners[id(bucket)] = Owner(unit.name, tuple(bucket.names))
+            for category, tensor in _tensors(engine, bucket):
+                category, elements = cast("Category", category), _elements(bucket, tensor)
+                asked = tensor.untyped_storage().nbytes() if category == "handles" else elements * tensor.itemsize
+                ledger.add_tensor(category, tier_of(tensor, device), owner, tensor, asked)
+            for category, vector in bucket.offloaded():
+                where = bucket.slice if category == "parameters" else bucket.owned
+                ledger.add(_in_a_tier(cast("Category", category), bucket, owner, vector, (where.start, where.stop)))
+    _add_optimizer_state(ledger, engine, owners)
+    staging = sum(sharded.staging_bytes for sharded in engine.optimizers)
+    if staging:
+        ledger.add(Entry("staging", "host", Owner("optimizer step"), staging, staging))
+    for name, buffer in engine.module.named_buffers():
+        nbytes = buffer.numel() * buffer.itemsize
+        taken = allocated(nbytes, buffer.device.type)
+        ledger.add(Entry("buffers", tier_of(buffer, device), Owner(name), nbytes, taken))
+    for name in EXCHANGES:
+        kept = getattr(engine.mesh, name).buffer_bytes
+        ledger.add(Entry("communication", tier_on_host(device), Owner(name), kept, kept))
+    snapshot = engine.saver.snapshot_bytes
+    ledger.add(Entry("snapshot", "host", Owner("checkpoint"), snapshot, snapshot))
+    return ledger
+
+
+def tier_of(tensor: Tensor, device: torch.device) -> Tier:
+    """The tier of a tensor of a module that computes on `device`."""
+    return "device" if tensor.device.type == device.type else "host"
+
+
+def tier_on_host(device: torch.device) -> Tier:
+    """The tier of a CPU tensor that takes part in the computation."""
+    return "device" if device.type == "cpu" else "host"
+
+
+def _tensors(engine: ZeroEngine, bucket: ParameterBucket) -> Iterator[tuple[str, Tensor]]:
+    yield from bucket.held()
+    yield from engine.model.gradient_of(bucket).held()
+
+
+def _elements(bucket: ParameterBucket, tensor: Tensor) -> int:
+    """Elements of parameters in a buffer of the bucket: a whole one, the owned part, one parameter."""
+    if tensor.numel() == bucket.layout.numel:
+        return sum(segment.numel for segment in bucket.layout.segments)
+    if tensor.numel() == bucket.layout.slice_numel:
+        return sum(piece.numel for piece in bucket.slice_pieces)
+    return tensor.numel()
+
+
+def _in_a_tier(
+    category: Category, bucket: ParameterBucket, owner: Owner, vector: OffloadedVector, where: tuple[int, int]
+) -> Entry:
+    """The entry of a vector for bucket elements [start, stop)."""
+    tier: Tier = "nvme" if vector.tier.name == "nvme" else "host"
+    elements = sum(piece.numel for piece in bucket.layout.pieces(*where))
+    return Entry(category, tier, owner, elements * vector.dtype.itemsize, round_up(vector.nbytes, BLOCK))
+
+
+def _add_optimizer_state(ledger: Ledger, engine: ZeroEngine, owners: dict[int, Owner]) -> None:
+    for sharded in engine.optimizers:
+        for bucket, vector in sharded.offloaded():
+            owned = (bucket.owned.start, bucket.owned.stop)
+            ledger.add(_in_a_tier("optimizer state", bucket, owners[id(bucket)], vector, owned))
+        for parameter in sharded.parameters():
+            place = engine.model.place(parameter)
+            assert place is not None
+            for value in sharded.tensors_of(parameter):
+                tier, nbytes = tier_of(value, engine.model.device), value.numel() * value.itemsize
+                ledger.add_tensor("optimizer state", tier, owners[id(place[0])], value, nbytes)

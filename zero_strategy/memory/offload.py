@@ -1,0 +1,67 @@
+"""What a plan puts outside of the device, in the config's own terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_strategy.config import OffloadConfig
+from zero_strategy.memory.opening import chunk_numel
+
+TIER_ORDER = ("none", "cpu", "nvme")
+"""From the fastest to the largest; "none" is the device."""
+BLOCK = 4096
+"""Bytes that host memory and records on a drive are rounded up to."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Tiers of the parts of model state, by the names of the config's settings.
+
+    Attributes:
+        optimizer: Of optimizer state and master weights: "none" (the device), "cpu", "nvme".
+        parameters: Of the owned slices of parameters, under stage 3.
+        staging_bytes: Host memory through which state in files passes.
+    """
+
+    optimizer: str = "none"
+    parameters: str = "none"
+    staging_bytes: int = OffloadConfig().staging_bytes
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "parameters"):
+            if getattr(self, name) not in TIER_ORDER:
+                raise ValueError(f"offload.{name} is {getattr(self, name)!r}; accepted: none, cpu, nvme")
+        if self.parameters != "none" and self.optimizer == "none":
+            raise ValueError(
+                f"offload.parameters is {self.parameters!r} and offload.optimizer is 'none': what is not on the device "
+                "is updated on the host; offload the optimizer too"
+            )
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> Offload:
+        """What a config says."""
+        return cls(config.optimizer, config.parameters, config.staging_bytes)
+
+    def check_stage(self, stage: int) -> None:
+        """Raise if parameters are offloaded below stage 3, where every rank computes with whole ones.
+
+        Raises:
+            ValueError: Saying so.
+        """
+        if self.parameters != "none" and stage != 3:
+            raise ValueError(f"offload.parameters is {self.parameters!r} at stage {stage}; it needs stage 3")
+
+    @property
+    def in_files(self) -> bool:
+        """Whether anything is kept in files."""
+        return "nvme" in (self.optimizer, self.parameters)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of the chunks that a step takes."""
+        return chunk_numel(self.staging_bytes)
+
+    def describe(self) -> str:
+        """Such as "optimizer cpu, parameters nvme"; "none"."""
+        parts = [f"{name} {tier}" for name in ("optimizer", "parameters") if (tier := getattr(self, name)) != "none"]
+        return ", ".join(parts) or "none"

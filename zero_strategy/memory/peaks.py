@@ -1,0 +1,77 @@
+"""What lives inside a step only, at its largest: units that are whole, gradients on their way, the largest hand-over.
+
+Each is a bound that a step reaches when units are used one after the other, in the order of registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from zero_strategy.config import ZeroConfig
+from zero_strategy.memory.bucket_facts import BucketFacts, Units
+from zero_strategy.memory.ledger import Entry, Owner, allocated
+from zero_strategy.sharding.placement import PLACEMENTS
+from zero_strategy.sharding.reducer import MAX_IN_FLIGHT
+
+T = TypeVar("T")
+
+
+def peaks_of(units: Units, config: ZeroConfig, device_type: str) -> Iterator[Entry]:
+    """The peaks of a training step on the device, activations left out.
+
+    Args:
+        units: Buckets by unit, the root first.
+        config: A resolved config.
+        device_type: "cpu" or "cuda".
+    """
+    if PLACEMENTS[config.stage].shard_parameters:
+        yield _gathered(units, config, device_type)
+    yield from _in_flight(units, config, device_type)
+    largest = max((bucket.handed for unit in units for bucket in unit), default=0)  # until it is added to the bucket
+    yield Entry("gradient buckets", "device", Owner("autograd"), largest, allocated(largest, device_type), peak=True)
+
+
+def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
+    """The root, and the unit in use with those fetched ahead of it; all, if they stay until backward."""
+
+    def asked(buckets: Sequence[BucketFacts]) -> int:
+        return sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
+
+    def taken(buckets: Sequence[BucketFacts]) -> int:
+        return sum(allocated(bucket.layout.numel * bucket.dtype.itemsize, device_type) for bucket in buckets)
+
+    width = 1 + config.prefetch if config.release_after_forward else len(units)
+    window = max(windows(units[1:], width), key=lambda found: sum(map(taken, found)), default=[])
+    together = [bucket for unit in (units[0], *window) for bucket in unit]
+    return Entry("gather buffers", "device", Owner("units"), asked(together), taken(together), peak=True)
+
+
+def _in_flight(units: Units, config: ZeroConfig, device_type: str) -> Iterator[Entry]:
+    """Buffers of local gradients that live as long as their reduction, and copies in the dtype of the sum."""
+    trained = [[bucket for bucket in unit if bucket.trainable] for unit in units]
+    root, others = trained[0], [bucket for unit in trained[1:] for bucket in unit]
+    if config.gradient_reduction == "per_step":
+        filling: list[BucketFacts] = []
+        sending = [*root, *others]
+    else:
+        filled = windows(others, MAX_IN_FLIGHT + 1)
+        filling = [*root, *max(filled, key=lambda found: sum(b.gradient_bytes for b in found), default=[])]
+        sent = windows([*root, *others], MAX_IN_FLIGHT)
+        sending = list(max(sent, key=lambda found: sum(map(_copy_bytes, found)), default=[]))
+    asked = sum(bucket.elements * bucket.gradient_dtype.itemsize for bucket in filling)
+    taken = sum(allocated(bucket.gradient_bytes, device_type) for bucket in filling)
+    yield Entry("gradient buckets", "device", Owner("reduction"), asked, taken, peak=True)
+    asked = sum(bucket.elements * bucket.reduce_dtype.itemsize for bucket in sending if _copy_bytes(bucket))
+    taken = sum(allocated(_copy_bytes(bucket), device_type) for bucket in sending)
+    yield Entry("gradient buckets", "device", Owner("reduction copies"), asked, taken, peak=True)
+
+
+def _copy_bytes(bucket: BucketFacts) -> int:
+    same = bucket.reduce_dtype == bucket.gradient_dtype
+    return 0 if same or not bucket.trainable else bucket.layout.numel * bucket.reduce_dtype.itemsize
+
+
+def windows(items: Sequence[T], width: int) -> list[Sequence[T]]:
+    """All runs of `width` neighbours; the whole, if it is shorter."""
+    return [items[start : start + width] for start in range(max(1, len(items) - width + 1))] if items else []

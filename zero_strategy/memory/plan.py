@@ -1,0 +1,304 @@
+"""The plan: the ledger of every rank, computed from shapes before anything is allocated.
+
+    plan = load_config(stage=3).plan(model, world_size=8, compute_dtype=torch.bfloat16)
+    print(plan.ledger().table())
+
+Held entries are those of a run in which every trainable parameter has had a gradient and a step was taken; for the same
+run they equal `ZeroEngine.ledger()` to the byte. Peaks are bounds (`memory.peaks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_strategy.checkpoint.aligned import PAGE
+from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
+from zero_strategy.memory.bucket_facts import BucketFacts, Units, facts_of, placement_of
+from zero_strategy.memory.ledger import Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.memory.offload import BLOCK, Offload
+from zero_strategy.memory.opening import SLOTS
+from zero_strategy.memory.optimizer_states import OptimizerState, optimizer_state, state_of
+from zero_strategy.memory.peaks import peaks_of
+from zero_strategy.memory.shapes import BufferShape, ModelShape
+from zero_strategy.sharding.layout import Piece, round_up
+
+DeviceType = Literal["cpu", "cuda"]
+_TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_CANDIDATES = 3
+"""Ranks that are looked at for the fullest: rank 0 saves buffers, from rank 2 on there is one exchange buffer more.
+Otherwise ranks differ by the counters of their pieces."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each rank of a run will hold.
+
+    Attributes:
+        model: Shapes of the model.
+        resolved: The settings, for a number of ranks.
+        compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
+        optimizer: What the optimizer keeps.
+        offload: What lies outside of the device.
+        device_type: "cpu" where the device tier is the host's memory.
+        ranks_per_host: Ranks that share a host's memory and drives.
+        snapshots: Checkpoints are written in the background, from a copy in host memory.
+        activations: Bytes per rank to be kept free on the device for activations.
+        tokens: Of a micro-batch, where activations shall be computed (models of plain numbers).
+        recompute: Blocks are run again in backward, so that less is kept.
+    """
+
+    model: ModelShape
+    resolved: ResolvedConfig
+    compute_dtype: torch.dtype | None = None
+    optimizer: OptimizerState = field(default_factory=lambda: optimizer_state("AdamW"))
+    offload: Offload = field(default_factory=Offload)
+    device_type: DeviceType = "cpu"
+    ranks_per_host: int = 1
+    snapshots: bool = False
+    activations: int = 0
+    tokens: int = 0
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens and self.model.costs is None:
+            raise ValueError(
+                "activations are computed for models of plain numbers only (--params ...); for others reserve bytes: "
+                "activations=..., on the command line --activations 4GB"
+            )
+        self.offload.check_stage(self.resolved.config.stage)
+        if not 1 <= self.ranks_per_host <= self.resolved.world_size:
+            raise ValueError(
+                f"ranks_per_host is {self.ranks_per_host}; accepted: 1 to the world size {self.resolved.world_size}"
+            )
+
+    def changed(
+        self, *, world_size: int | None = None, settings: dict[str, Any] | None = None, **own: Any
+    ) -> MemoryPlan:
+        """The plan with other values: of its own attributes, of the config, of the number of ranks.
+
+        A derived setting (mesh.shard, gradient_reduction) is derived anew, one that was set stays; mesh.shard is
+        derived for another number of ranks in any case.
+        """
+        config = replace(self.resolved.config)
+        config.mesh = replace(config.mesh)
+        for key, part in (("mesh.shard", config.mesh), ("gradient_reduction", config)):
+            other_ranks = key == "mesh.shard" and world_size is not None
+            if other_ranks or self.resolved.config.origin_of(key).startswith("derived"):
+                setattr(part, key.rpartition(".")[2], None)
+        for key, value in (settings or {}).items():
+            setattr(config, key, value)
+        return replace(self, resolved=resolve(config, world_size or self.resolved.world_size), **own)
+
+    def ledger(self, rank: int | None = None) -> Ledger:
+        """The ledger of a rank; default: of the fullest one."""
+        if rank is None:
+            rank = self.fullest_rank()
+        if not 0 <= rank < self.resolved.world_size:
+            raise ValueError(f"rank {rank} is not one of {self.resolved.world_size} ranks")
+        return self._ledger(facts_of(self.model, self.resolved, self.compute_dtype), rank)
+
+    def fullest_rank(self) -> int:
+        """The rank that takes most memory, of the first ranks."""
+        units = facts_of(self.model, self.resolved, self.compute_dtype)
+        candidates = range(min(self.resolved.world_size, _CANDIDATES))
+        return max(candidates, key=lambda rank: (self._ledger(units, rank).total.taken, -rank))
+
+    def _ledger(self, units: Units, rank: int) -> Ledger:
+        ledger = Ledger(device_type=self.device_type)
+        shard = self.resolved.shard
+        for unit in units:
+            for bucket in unit:
+                for entry in _BucketEntries(self, bucket, rank % shard).entries():
+                    ledger.add(entry)
+        for name, buffer in self.model.buffers.items():
+            nbytes = self._buffer_bytes(buffer)
+            ledger.add(Entry("buffers", "device", Owner(name), nbytes, self._allocated(nbytes)))
+        for entry in (*self._exchange_buffers(units, rank), *self._staging(units, rank)):
+            ledger.add(entry)
+        if self.snapshots and not self.offload.in_files and rank < shard:  # the first replica writes for all
+            ledger.add(self._snapshot(units, rank))
+        for entry in peaks_of(units, self.resolved.config, self.device_type):
+            ledger.add(entry)
+        for owner, nbytes in (("reserved", self.activations), ("micro-batch", self._activation_bytes())):
+            ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
+        return ledger
+
+    def _activation_bytes(self) -> int:
+        if self.model.costs is None:
+            return 0
+        itemsize = (self.compute_dtype or torch.float32).itemsize
+        return self.model.costs.nbytes(self.tokens, itemsize, recompute=self.recompute)
+
+    def _buffer_bytes(self, buffer: BufferShape) -> int:
+        follows = self.compute_dtype is not None and buffer.dtype.is_floating_point
+        return buffer.numel * ((self.compute_dtype if follows else None) or buffer.dtype).itemsize
+
+    def _allocated(self, nbytes: int) -> int:
+        return allocated(nbytes, self.device_type)
+
+    def _exchange_buffers(self, units: Units, rank: int) -> Iterator[Entry]:
+        """On gloo, a buffer for the slice of every other rank, kept from one reduction to the next."""
+        if self.device_type != "cpu":
+            return  # NCCL's own are not known
+        shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
+        trained = [bucket for unit in units for bucket in unit if bucket.trainable]
+        largest = max((bucket.layout.slice_numel * bucket.reduce_dtype.itemsize for bucket in trained), default=0)
+        for name, size, place, nbytes in (
+            ("reduce", shard, rank % shard, largest),
+            ("replicate", replicas, rank // shard, largest // replicas),
+        ):
+            # From rank 2 on a rank sets its own part aside, for its turn in the sum.
+            count = 0 if size == 1 else size - 1 + (place > 1)
+            yield Entry("communication", "device", Owner(name), count * nbytes, count * nbytes)
+
+    def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
+        """What a step on state in files has in memory: for every vector in files, a chunk in each slot that is used."""
+        chunk, slots, number = self.offload.chunk_numel, dict[tuple[int, str], int](), 0
+        placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
+        for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
+            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
+            keys = {f"moment {index}": moment for index in range(self.optimizer.moments) if in_files}
+            if bucket.master and in_files:
+                keys["master weights"] = 4
+            if self.offload.parameters == "nvme":
+                keys["weights"] = bucket.dtype.itemsize
+            pieces = bucket.pieces(start, stop)
+            for begin in range(0, stop - start, chunk):
+                if any(piece.offset < begin + chunk and piece.offset + piece.numel > begin for piece in pieces):
+                    for key, itemsize in keys.items():
+                        place = (number % SLOTS, key)
+                        slots[place] = max(slots.get(place, 0), chunk * itemsize)
+                    number += 1
+        if slots:
+            yield Entry("staging", "host", Owner("optimizer step"), sum(slots.values()), sum(slots.values()))
+
+    def _snapshot(self, units: Units, rank: int) -> Entry:
+        """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
+        asked = pieces = 0
+        for bucket in (bucket for unit in units for bucket in unit):
+            found = bucket.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
+            elements = sum(piece.numel for piece in found)
+            tensors, itemsizes = 1, bucket.dtype.itemsize
+            if bucket.trainable:
+                tensors += bucket.master + self.optimizer.moments
+                itemsizes += 4 * bucket.master + self.optimizer.moment_bytes(bucket.updated_dtype)
+            asked += elements * itemsizes
+            pieces += len(found) * tensors
+        if rank == 0:
+            persistent = [buffer for buffer in self.model.buffers.values() if buffer.persistent]
+            asked += sum(self._buffer_bytes(buffer) for buffer in persistent)
+            pieces += len(persistent)
+        taken = asked + PAGE * pieces
+        if self.device_type == "cuda" and taken:
+            taken = 1 << (taken - 1).bit_length()  # torch's pinned memory comes in powers of two
+        return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
+
+
+class _BucketEntries:
+    """What one rank holds of one bucket from step to step."""
+
+    def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int) -> None:
+        self.plan, self.bucket = plan, bucket
+        self.placement = placement_of(plan.resolved)
+        self.slice = bucket.layout.slice_bounds(shard_rank)
+        self.owned = bucket.owned(self.placement, shard_rank)
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries of the bucket."""
+        bucket, offload = self.bucket, self.plan.offload
+        count = len(bucket.owner.names)
+        yield self._entry("handles", "device", count * bucket.dtype.itemsize)
+        sliced = self.placement.shard_parameters
+        where = self.slice if sliced else (0, bucket.layout.numel)
+        yield self._buffer("parameters", _TIERS[offload.parameters], where, bucket.dtype.itemsize)
+        if not bucket.trainable:
+            return
+        whole = self.owned == (0, bucket.layout.numel)
+        if not (whole and bucket.gradient_dtype == bucket.dtype):  # else p.grad is the gradient itself
+            each = self.plan._allocated(bucket.dtype.itemsize)
+            yield Entry("handles", "device", bucket.owner, count * bucket.dtype.itemsize, count * each)
+        reduced = (0, bucket.layout.numel) if self.plan.resolved.gradient_reduction == "per_step" else self.owned
+        yield self._buffer("gradients", "device", reduced, bucket.gradient_dtype.itemsize)
+        yield from self._optimizer(_TIERS[offload.optimizer])
+
+    def _optimizer(self, tier: Tier) -> Iterator[Entry]:
+        bucket, state = self.bucket, self.plan.optimizer
+        pieces = bucket.pieces(*self.owned)
+        if bucket.master:
+            yield self._buffer("master weights", tier, self.owned, 4)
+        moment = (state.dtype or bucket.updated_dtype).itemsize
+        asked = sum(piece.numel for piece in pieces) * moment * state.moments
+        if tier == "device":
+            taken = sum(self.plan._allocated(piece.numel * moment) for piece in pieces) * state.moments
+            yield Entry("optimizer state", tier, bucket.owner, asked, taken)
+        else:
+            for _ in range(state.moments):
+                yield self._buffer("optimizer state", tier, self.owned, moment)
+        counters = len(pieces) * state.scalar_bytes
+        at: Tier = "device" if self.plan.device_type == "cpu" else "host"
+        yield Entry("optimizer state", at, bucket.owner, counters, counters)
+
+    def _buffer(self, category: Category, tier: Tier, where: tuple[int, int], itemsize: int) -> Entry:
+        """A flat buffer for the elements [start, stop) of the bucket."""
+        pieces: Sequence[Piece] = self.bucket.pieces(*where)
+        asked = sum(piece.numel for piece in pieces) * itemsize
+        nbytes = (where[1] - where[0]) * itemsize
+        taken = self.plan._allocated(nbytes) if tier == "device" else round_up(nbytes, BLOCK)
+        return Entry(category, tier, self.bucket.owner, asked, taken)
+
+    def _entry(self, category: Category, tier: Tier, nbytes: int) -> Entry:
+        return Entry(category, tier, self.bucket.owner, nbytes, self.plan._allocated(nbytes))
+
+
+def _device_type(device: str | torch.device | None) -> DeviceType:
+    kind = device.type if isinstance(device, torch.device) else device
+    if kind is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device is {kind!r}; a plan is for 'cpu' or 'cuda'")
+    return "cuda" if kind == "cuda" else "cpu"
+
+
+def plan_model(
+    model: nn.Module | ModelShape,
+    config: ZeroConfig | ResolvedConfig,
+    *,
+    world_size: int = 1,
+    compute_dtype: torch.dtype | None = None,
+    optimizer: str | OptimizerState | Optimizer = "AdamW",
+    offload: Offload | None = None,
+    device: str | torch.device | None = None,
+    ranks_per_host: int | None = None,
+    snapshots: bool | None = None,
+    activations: int = 0,
+    tokens: int = 0,
+    recompute: bool = False,
+) -> MemoryPlan:
+    """Plan a run. See `ZeroConfig.plan`."""
+    resolved = config if isinstance(config, ResolvedConfig) else resolve(config, world_size)
+    settings = resolved.config
+    shape = model if isinstance(model, ModelShape) else ModelShape.of(model, settings.units)
+    if isinstance(optimizer, Optimizer):
+        optimizer = state_of(optimizer)
+    elif isinstance(optimizer, str):
+        optimizer = optimizer_state(optimizer)
+    return MemoryPlan(
+        shape,
+        resolved,
+        compute_dtype,
+        optimizer,
+        offload or Offload.of(settings.offload),
+        _device_type(device),
+        resolved.world_size if ranks_per_host is None else ranks_per_host,
+        settings.checkpoint.asynchronous if snapshots is None else snapshots,
+        activations,
+        tokens,
+        recompute,
+    )

@@ -1,0 +1,210 @@
+"""What a plan needs to know of a model: its units, the shapes and dtypes of their parameters, its buffers.
+
+Taken from a module on any device, the meta device included, or made of the plain numbers of a GPT.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zero_strategy.config import UnitsConfig
+from zero_strategy.sharding.units import aliases, find_units
+
+_ANYWHERE = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """A parameter without memory.
+
+    Attributes:
+        shape: Its logical shape.
+        dtype: The dtype that it is built in.
+        requires_grad: Whether it is trained.
+        device: Where it is; parameters of different devices share no bucket.
+        tied: It has several names, so that autograd adds up several gradients of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+    device: torch.device = _ANYWHERE
+    tied: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class BufferShape(NamedTuple):
+    """A buffer of a module."""
+
+    numel: int
+    """Elements."""
+    dtype: torch.dtype
+    """As it is built."""
+    persistent: bool = True
+    """Whether checkpoints hold it."""
+
+
+class TokenCosts(NamedTuple):
+    """What a forward of a transformer keeps for backward, in elements per token; no matrix of attention scores."""
+
+    layers: int
+    """Blocks."""
+    per_layer: int
+    """Inside a block."""
+    boundary: int
+    """Between blocks: all that stays of a block which is recomputed."""
+    logits: int
+    """At the end; kept in the parameters' dtype, and in float32 as probabilities and as their gradient."""
+
+    def nbytes(self, tokens: int, itemsize: int, *, recompute: bool = False) -> int:
+        """Bytes for a micro-batch of `tokens`; `recompute`: every block is run again in backward."""
+        blocks = self.layers * self.per_layer
+        if recompute:
+            blocks = self.layers * self.boundary + self.per_layer
+        last_norm = 2 * self.boundary
+        return tokens * (itemsize * (blocks + last_norm + self.logits) + 2 * 4 * self.logits)
+
+
+NamedShapes = tuple[tuple[str, ParameterShape], ...]
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """A unit: what is gathered and reduced together.
+
+    Attributes:
+        name: Module name, "" for the root.
+        parameters: (first name, shape), in registration order.
+    """
+
+    name: str
+    parameters: NamedShapes
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All units of a model, the root first, in the order in which a forward uses them.
+
+    Attributes:
+        units: The units.
+        buffers: Module buffers by name.
+        title: What the model is called in reports.
+        costs: Of activations, where they are known.
+    """
+
+    units: tuple[UnitShape, ...]
+    buffers: Mapping[str, BufferShape] = field(default_factory=dict)
+    title: str = "model"
+    costs: TokenCosts | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters; tied ones count once."""
+        return sum(shape.numel for unit in self.units for _, shape in unit.parameters)
+
+    @property
+    def trainable(self) -> int:
+        """Elements of the parameters that are trained."""
+        return sum(shape.numel for unit in self.units for _, shape in unit.parameters if shape.requires_grad)
+
+    @classmethod
+    def of(cls, module: nn.Module, units: UnitsConfig | None = None, title: str | None = None) -> ModelShape:
+        """The shape of a module, which may be on the meta device; it is not changed.
+
+        Raises:
+            ValueError: If a class or pattern of `units` matches no module, or a parameter has no shape yet; names it.
+        """
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ValueError(f"parameter {name!r} is lazy and has no shape yet: give its module its sizes")
+        chosen = units or UnitsConfig()
+        found = find_units(
+            module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel
+        )
+        ties = set(aliases(module).values())
+        made = tuple(
+            UnitShape(spec.name, tuple((name, _shape_of(p, name in ties)) for name, p in spec.parameters))
+            for spec in found
+        )
+        return cls(made, _buffers_of(module), title or type(module).__name__)
+
+
+def _shape_of(parameter: nn.Parameter, tied: bool) -> ParameterShape:
+    device = _ANYWHERE if parameter.is_meta else parameter.device  # as the engine will make it
+    return ParameterShape(tuple(parameter.shape), parameter.dtype, parameter.requires_grad, device, tied)
+
+
+def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:
+    fleeting = {
+        id(buffer)
+        for child in module.modules()
+        for key, buffer in child.named_buffers(recurse=False)
+        if key in child._non_persistent_buffers_set
+    }
+    return {
+        name: BufferShape(buffer.numel(), buffer.dtype, id(buffer) not in fleeting)
+        for name, buffer in module.named_buffers()
+    }
+
+
+def gpt_shape(
+    hidden: int, layers: int, vocabulary: int, *, positions: int = 0, intermediate: int | None = None
+) -> ModelShape:
+    """A GPT: attention and a two-matrix MLP per layer with biases and norms, embedding tied to the head.
+
+    Args:
+        hidden: Width.
+        layers: Blocks; each is a unit.
+        vocabulary: Rows of the embedding.
+        positions: Rows of the position embedding; 0 for none.
+        intermediate: Width of the MLP; default: 4 x hidden.
+
+    Returns:
+        layers x (4 h^2 + 2 h i + 9 h + i) + (vocabulary + positions) h + 2 h parameters.
+
+    Raises:
+        ValueError: If a size is not positive.
+    """
+    inner = 4 * hidden if intermediate is None else intermediate
+    sizes = {"hidden": hidden, "layers": layers, "vocabulary": vocabulary, "intermediate": inner}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a GPT needs 1 or more")
+    root: list[tuple[str, tuple[int, ...]]] = [("positions.weight", (positions, hidden))] if positions else []
+    root += _norm("norm", hidden)
+    embedding = ("embedding.weight", ParameterShape((vocabulary, hidden), tied=True))
+    units = [UnitShape("", (embedding, *_named("", root)))]
+    block = [
+        *_norm("norm1", hidden),
+        *_linear("attention.qkv", hidden, 3 * hidden),
+        *_linear("attention.out", hidden, hidden),
+        *_norm("norm2", hidden),
+        *_linear("mlp.up", hidden, inner),
+        *_linear("mlp.down", inner, hidden),
+    ]
+    units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
+    # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
+    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary)
+    return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
+
+
+def _norm(name: str, width: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
+
+
+def _named(prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> NamedShapes:
+    return tuple((prefix + name, ParameterShape(shape)) for name, shape in shapes)

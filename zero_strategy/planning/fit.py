@@ -1,0 +1,220 @@
+"""A plan held against memory: whether it fits, and the changes after which it does, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zero_strategy.checkpoint_commands.show import size
+from zero_strategy.memory.ledger import TIERS, Ledger
+from zero_strategy.memory.machine import Machine
+from zero_strategy.memory.offload import TIER_ORDER, Offload
+from zero_strategy.memory.plan import MemoryPlan
+
+_MOST_RANKS = 4096
+_SMALL_SHM = 1 << 30
+_NO_SNAPSHOTS = "checkpoint.asynchronous: false"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that may be taken; None: not known, so that nothing is said of it.
+
+    Attributes:
+        device: Per rank, of a device with memory of its own.
+        host: Per host, for all its ranks together.
+        disk: Per host, on the drives for offload.
+        gpus: Devices that are there; 0: not known.
+        margin: Fraction that stays free: for fragmentation, the CUDA context, NCCL's buffers.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    gpus: int = 0
+    margin: float = 0.05
+
+    @classmethod
+    def of(cls, machine: Machine) -> Budget:
+        """What a machine has now."""
+        return cls(machine.gpu_free, machine.host_free, machine.disk_free, machine.gpus)
+
+
+@dataclass(frozen=True)
+class Need:
+    """One kind of memory.
+
+    Attributes:
+        what: Such as "device memory, per rank".
+        needed: Bytes.
+        there: Bytes that may be taken, the margin left out; None: not known.
+    """
+
+    what: str
+    needed: int
+    there: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is enough, or not known."""
+        return self.there is None or self.needed <= self.there
+
+
+def needs(plan: MemoryPlan, budget: Budget, ledger: Ledger | None = None) -> list[Need]:
+    """What the fullest rank needs of each kind of memory, peaks included, with what there is."""
+    ledger = plan.ledger() if ledger is None else ledger
+    device, host, nvme = (ledger.tier_bytes(tier) for tier in TIERS)
+    ranks, keep = plan.ranks_per_host, 1.0 - budget.margin
+
+    def usable(there: int | None) -> int | None:
+        return None if there is None else int(there * keep)
+
+    found = []
+    on_host = host
+    if plan.device_type == "cuda":
+        found.append(Need("device memory, per rank", device, usable(budget.device)))
+    else:  # the device tier is the host's memory
+        on_host += device
+    found.append(Need(f"host memory, {_ranks(ranks)} per host", on_host * ranks, usable(budget.host)))
+    if nvme:
+        found.append(Need(f"disk, {_ranks(ranks)} per host", nvme * ranks, usable(budget.disk)))
+    return found
+
+
+def fits(plan: MemoryPlan, budget: Budget) -> bool:
+    """Whether everything fits that is known."""
+    return all(need.fits for need in needs(plan, budget))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings.
+
+    Attributes:
+        what: The settings that change, such as "stage: 3" or "offload.optimizer: cpu".
+        plan: The plan with them.
+    """
+
+    what: tuple[str, ...]
+    plan: MemoryPlan
+
+
+def changes_that_fit(plan: MemoryPlan, budget: Budget) -> list[Change]:
+    """The smallest change after which the plan fits, and after it the first that fits of each other kind.
+
+    In order of cost: saves that wait, a higher stage (more is sent), the ranks that are there, offload to the host,
+    then to drives, more ranks than are there. Empty if nothing helps, or it fits as it is.
+    """
+    found = []
+    for group in (_synchronous, _stages, _present_ranks, _to_host, _to_drives, _more_ranks):
+        first = next((change for change in group(plan, budget) if fits(change.plan, budget)), None)
+        if first is None and plan.snapshots and group is not _synchronous:
+            without = group(plan.changed(snapshots=False), budget)
+            first = next((change for change in without if fits(change.plan, budget)), None)
+            first = None if first is None else Change((*first.what, _NO_SNAPSHOTS), first.plan)
+        if first is not None:
+            found.append(first)
+    return found
+
+
+def _synchronous(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    if plan.snapshots:
+        yield Change((_NO_SNAPSHOTS,), plan.changed(snapshots=False))
+
+
+def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """Higher stages, and gradients that are reduced every micro-batch; at last nothing that is fetched ahead."""
+    config, now = plan.resolved.config, plan.resolved.config.stage
+    reduced: dict[str, object] = {"gradient_reduction": "per_micro_batch"}
+    stages: list[dict[str, object]] = [{"stage": stage} for stage in range(now + 1, 4)]
+    tried = [reduced, *stages] if now >= 2 else [*stages, reduced]  # stages 2 and 3 have it by default
+    for settings in (*tried, *(settings | reduced for settings in stages)):
+        yield _change(settings, plan.changed(settings=settings))
+    if now == 3 and (config.prefetch or not config.release_after_forward):
+        lean: dict[str, object] = {"release_after_forward": True, "prefetch": 0}
+        yield _change(lean, plan.changed(settings=lean))
+
+
+def _change(settings: dict[str, object], plan: MemoryPlan, *first: str) -> Change:
+    return Change((*first, *(f"{key}: {str(value).lower()}" for key, value in settings.items())), plan)
+
+
+def _present_ranks(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """All devices of this host."""
+    world = plan.resolved.world_size
+    counts = {world * 2**power for power in range(1, 13)} | {budget.gpus}
+    here = sorted(count for count in counts if world < count <= budget.gpus)
+    alone = plan.ranks_per_host == world
+    yield from _with_ranks(plan, [(count, count if alone else plan.ranks_per_host) for count in here])
+
+
+def _more_ranks(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """Further hosts like this one."""
+    world, per_host = plan.resolved.world_size, max(plan.ranks_per_host, budget.gpus)
+    counts = [world * 2**power for power in range(1, 13)]
+    yield from _with_ranks(
+        plan, [(count, min(per_host, count)) for count in counts if max(world, budget.gpus) < count <= _MOST_RANKS]
+    )
+
+
+def _with_ranks(plan: MemoryPlan, counts: list[tuple[int, int]]) -> Iterator[Change]:
+    """Numbers of ranks and of ranks per host; each with the present stage and with those above it."""
+    now, replicate = plan.resolved.config.stage, plan.resolved.config.mesh.replicate
+    for count, per_host in counts:
+        if count % replicate == 0:
+            for stage in range(now, 4):
+                settings: dict[str, object] = {} if stage == now else {"stage": stage}
+                changed = plan.changed(world_size=count, ranks_per_host=per_host, settings=settings)
+                yield _change(settings, changed, f"ranks: {count} ({per_host} per host)")
+
+
+def _to_host(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    if plan.device_type != "cpu":  # else it is the same memory
+        yield from _offloads(plan, "cpu")
+
+
+def _to_drives(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    if budget.disk is not None:
+        yield from _offloads(plan, "nvme")
+
+
+def _offloads(plan: MemoryPlan, tier: str) -> Iterator[Change]:
+    """The optimizer off the device, then the parameters as well, each with the present stage and those above it."""
+    now = plan.resolved.config.stage
+    for parts in (("optimizer",), ("optimizer", "parameters")):
+        now_at = {part: TIER_ORDER.index(getattr(plan.offload, part)) for part in parts}
+        wanted = {part: tier for part in parts if TIER_ORDER.index(tier) > now_at[part]}
+        offload = _offloaded(plan.offload, **wanted)
+        for stage in range(now, 4):
+            if wanted and (offload.parameters == "none" or stage == 3):
+                settings: dict[str, object] = {} if stage == now else {"stage": stage}
+                what = [f"offload.{part}: {where}" for part, where in wanted.items()]
+                yield _change(settings, plan.changed(settings=settings, offload=offload), *what)
+
+
+def _offloaded(before: Offload, optimizer: str | None = None, parameters: str | None = None) -> Offload:
+    return replace(before, optimizer=optimizer or before.optimizer, parameters=parameters or before.parameters)
+
+
+def notes(plan: MemoryPlan, machine: Machine, ledger: Ledger | None = None) -> list[str]:
+    """What the machine's limits mean for the plan, beside its sizes."""
+    ledger = plan.ledger() if ledger is None else ledger
+    found = []
+    pinned = ledger.tier_bytes("host")
+    if plan.device_type == "cuda" and machine.memlock is not None and pinned > machine.memlock:
+        found.append(
+            f"memlock is {size(machine.memlock)}, and {size(pinned)} of host memory would be pinned: where the system "
+            "refuses that, copies go through pageable memory, which is slower (raise `ulimit -l`)"
+        )
+    if plan.ranks_per_host > 1 and machine.shm_free is not None and machine.shm_free < _SMALL_SHM:
+        found.append(
+            f"/dev/shm has {size(machine.shm_free)} free: NCCL and DataLoader workers share memory there "
+            "(in a container, --shm-size)"
+        )
+    if ledger.only(tier="nvme").total.taken and machine.disk_path is None:
+        found.append("no drive was looked at: give --nvme-path, or --disk with its free bytes")
+    return found
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

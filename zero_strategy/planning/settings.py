@@ -1,0 +1,63 @@
+"""The settings of a plan: a config file of either kind, with the command line on top of it."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from zero_strategy.config import ZeroConfig, load_config
+from zero_strategy.config.deepspeed_json import DeepSpeedSettings, inspect_deepspeed
+from zero_strategy.config.load import config_of, read_layer
+from zero_strategy.memory.offload import Offload
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+class PlannedSettings(NamedTuple):
+    """What a plan takes from files and options."""
+
+    config: ZeroConfig
+    """The config."""
+    offload: Offload
+    """What lies outside of the device."""
+    dtype: str | None = None
+    """Of the computation, as far as the file says it."""
+    optimizer: str | None = None
+    """Its class name, likewise."""
+
+
+def planned_settings(options: argparse.Namespace) -> PlannedSettings:
+    """Read `--config` and put the options on top of it.
+
+    Raises:
+        ValueError: If a key or an option is not accepted; names it.
+        OSError: If the file cannot be read.
+    """
+    config, deepspeed = _config(options.config)
+    changes: dict[str, Any] = {"stage": options.stage, "gradient_reduction": options.gradient_reduction}
+    mesh = {} if options.replicate is None else {"mesh": {"replicate": options.replicate, "shard": None}}
+    changes = {key: value for key, value in changes.items() if value is not None} | mesh
+    if changes:
+        config = load_config(config, **changes)
+    given = {"optimizer": options.offload_optimizer, "parameters": options.offload_parameters}
+    offload = replace(Offload.of(config.offload), **{key: value for key, value in given.items() if value is not None})
+    if deepspeed is None:
+        return PlannedSettings(config, offload)
+    named = deepspeed.optimizer
+    return PlannedSettings(
+        config, offload, _DTYPES.get(deepspeed.precision.value), None if named is None else named.type
+    )
+
+
+def _config(path: str | None) -> tuple[ZeroConfig, DeepSpeedSettings | None]:
+    if path is None:
+        return load_config(), None
+    layer = read_layer(path)
+    if layer.is_deepspeed:
+        found = inspect_deepspeed(layer)
+        return config_of(found), found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_config(path), None

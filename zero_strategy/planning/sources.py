@@ -1,0 +1,161 @@
+"""Where a plan's model comes from: a factory, a Hugging Face config, plain numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_strategy.config import UnitsConfig
+from zero_strategy.memory.shapes import ModelShape, gpt_shape
+from zero_strategy.sharding.context import Init
+
+HIDDEN_PER_LAYER = 128
+"""Of the family of shapes: hidden / layers, that of GPT-3 and of 7B-parameter Llamas."""
+VOCABULARY = 50304
+"""GPT-2's, rounded up to a multiple of 128."""
+
+
+def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig) -> ModelShape:
+    """The shape of a model that is named on the command line.
+
+    Args:
+        name: `module:factory`, or the path of a Hugging Face config.json or of its directory.
+        arguments: Keywords for the factory.
+        units: How units are found.
+
+    Raises:
+        ValueError: If there is no such model, or it cannot be built without memory; says what was tried.
+    """
+    if os.path.exists(name):
+        return _hugging_face(Path(name), units)
+    if ":" in name:
+        return ModelShape.of(_build(name, arguments), units, name)
+    raise ValueError(
+        f"model {name!r} is neither a file or directory nor 'module:factory'; write my_package.models:build, the path "
+        "of a Hugging Face config.json, or numbers: --params 7e9 --layers 32 --hidden 4096"
+    )
+
+
+def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory: Any = import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"model {name!r}: module {module_name!r} cannot be imported: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(factory, part):
+            raise ValueError(f"model {name!r}: {module_name!r} has no {attribute!r}")
+        factory = getattr(factory, part)
+    if isinstance(factory, nn.Module):
+        return factory
+    if not callable(factory):
+        raise ValueError(f"model {name!r} is a {type(factory).__name__}; name a module class or a function")
+    made = _without_memory(lambda: factory(**arguments), name)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"model {name!r} returned a {type(made).__name__}, not a torch module")
+    return made
+
+
+def _without_memory(build: Any, name: str) -> Any:
+    """Build on the meta device; where code looks at values while it builds, let parameters alone be without memory."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError) as first:
+        try:
+            with Init():
+                return build()
+        except Exception as error:
+            raise ValueError(
+                f"model {name!r} can be built neither on the meta device ({first}) nor under sharding.Init() ({error})"
+            ) from error
+    except TypeError as error:
+        raise ValueError(f"model {name!r} cannot be built: {error}; give arguments with --args '{{...}}'") from error
+
+
+def _hugging_face(path: Path, units: UnitsConfig) -> ModelShape:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as a Hugging Face config: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{file} has no 'model_type', so it is no Hugging Face config")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"{file} needs transformers: pip install zero-strategy[transformers]") from error
+    options = {key: value for key, value in values.items() if key != "model_type"}
+    try:
+        config = transformers.AutoConfig.for_model(values["model_type"], **options)
+    except ValueError as error:
+        raise ValueError(f"{file}: transformers {transformers.__version__} does not know it: {error}") from error
+    architectures = [getattr(transformers, name, None) for name in values.get("architectures") or ()]
+    named = next((found for found in architectures if found is not None), None)
+    build = named._from_config if named is not None else transformers.AutoModelForCausalLM.from_config
+    made = _without_memory(lambda: build(config), str(file))
+    return ModelShape.of(made, units, f"{type(made).__name__} of {file}")
+
+
+def shape_of_numbers(
+    parameters: float | None, layers: int | None, hidden: int | None, vocabulary: int | None
+) -> ModelShape:
+    """A GPT of the given numbers.
+
+    With `parameters`, `layers` and `hidden`, what the layers (12 h^2 + 13 h each) leave is the vocabulary; with the
+    vocabulary too, the width of the MLPs makes up the number. `parameters` alone: hidden is 128 x layers.
+
+    Raises:
+        ValueError: If they do not fit together; names them.
+    """
+    if parameters is None:
+        if layers is None or hidden is None:
+            raise ValueError("plain numbers: give --params, or --layers and --hidden")
+        return gpt_shape(hidden, layers, VOCABULARY if vocabulary is None else vocabulary)
+    if parameters < 1:
+        raise ValueError(f"--params is {parameters:g}; a model has 1 or more")
+    if layers is None and hidden is None:
+        return family_shape_near(parameters, VOCABULARY if vocabulary is None else vocabulary)
+    if layers is None or hidden is None:
+        raise ValueError("plain numbers: give both of --layers and --hidden, or neither")
+    total, fixed = round(parameters), 2 * hidden
+    if vocabulary is None:
+        each = 12 * hidden**2 + 13 * hidden
+        rows = (total - fixed - layers * each) // hidden
+        if rows < 1:
+            raise ValueError(
+                f"{layers} layers of hidden {hidden} have {layers * each:.3g} parameters, more than --params "
+                f"{parameters:g}; give --vocabulary too, and the MLPs' width makes up the number"
+            )
+        return gpt_shape(hidden, layers, rows)
+    inner = (total - fixed - vocabulary * hidden - layers * (4 * hidden**2 + 9 * hidden)) // (layers * (2 * hidden + 1))
+    if inner < 1:
+        raise ValueError(
+            f"--params {parameters:g} leaves nothing for the MLPs of {layers} layers of hidden {hidden} beside "
+            f"attention and a vocabulary of {vocabulary}; check the numbers"
+        )
+    return gpt_shape(hidden, layers, vocabulary, intermediate=inner)
+
+
+def family_shape(step: int, vocabulary: int, hidden_per_layer: int = HIDDEN_PER_LAYER, width: int = 64) -> ModelShape:
+    """Member `step` (1, 2, ...) of a family of GPTs: hidden = step x width, layers = hidden / hidden_per_layer."""
+    hidden = step * width
+    return gpt_shape(hidden, max(1, round(hidden / hidden_per_layer)), vocabulary)
+
+
+def family_shape_near(parameters: float, vocabulary: int) -> ModelShape:
+    """The member with least distance to a number of parameters."""
+    step = 1
+    while (shape := family_shape(step, vocabulary)).parameters < parameters:
+        step += 1
+    before = family_shape(max(1, step - 1), vocabulary)
+    return min(before, shape, key=lambda found: abs(found.parameters - parameters))
