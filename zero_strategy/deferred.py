@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SLOT = "_zero_strategy_deferred"
+_OPENED = "_zero_strategy_opened"
 
 
 class _Shared:
@@ -136,9 +137,13 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         module: One that has deferred weights, or has such modules inside.
         device: Where its other tensors move; None leaves them.
 
+    Call `close_deferred` when it was read.
+
     Raises:
         ValueError: If a parameter was computed from values that are not there yet, or nothing gives it any; names it.
+        RuntimeError: If it was opened before, and not read to the end.
     """
+    _check_closed(module)
     owners = {id(vars(owner)[_SLOT]): owner for owner in module.modules() if _SLOT in vars(owner)}
     if not owners:
         return None
@@ -179,9 +184,26 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         torch.utils.swap_tensors(parameter, meta)
     for owner in owners.values():
         vars(owner).pop(_SLOT).detach()
+        vars(owner)[_OPENED] = directory
     if device is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return DeferredReader(directory, places)
+
+
+def close_deferred(module: nn.Module) -> None:
+    """All that `open_deferred` gave was read."""
+    for owner in module.modules():
+        vars(owner).pop(_OPENED, None)
+
+
+def _check_closed(module: nn.Module) -> None:
+    """An engine that failed leaves parameters without values, which the next one would initialise."""
+    torn = [vars(owner)[_OPENED] for owner in module.modules() if _OPENED in vars(owner)]
+    if torn:
+        raise RuntimeError(
+            f"weights of {torn[0]} were not read to the end, for an earlier engine of this module failed: load the "
+            "model with from_pretrained again"
+        )
 
 
 def _touched(parameter: nn.Parameter) -> str:

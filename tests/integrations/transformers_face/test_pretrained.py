@@ -366,6 +366,22 @@ def test_what_is_not_read_is_not_saved(tmp_path: Path) -> None:
         head.save_pretrained(tmp_path / "again")
 
 
+def after_a_failure(path: str) -> str:
+    model = from_pretrained(transformers.BertModel, path)
+    with pytest.raises(ValueError, match="no module is a 'Nothing'"):
+        ZeroEngine(model, {"stage": 3, "units": {"classes": ["Nothing"]}})
+    try:
+        ZeroEngine(model, {"stage": 3})  # every one of its modules can be initialised
+    except RuntimeError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_model_that_an_engine_failed_with_is_not_initialised(ranks: Launcher, tmp_path: Path) -> None:
+    for said in ranks(2)(after_a_failure, saved(tmp_path, "bert")):
+        assert "not read to the end" in said and "from_pretrained again" in said
+
+
 class LoadsOtherwise(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """As a later version of transformers might."""
 
