@@ -2,11 +2,12 @@
 
     python -m benchmarks.file_io --folder DIR --rounds 8 --out file_io.json
 
-One file is preallocated by `StateFile` and written once; then both take turns as A B B A with all of its bytes. Ours
-goes with the block size and depth that `probe` chooses. fio gets the fastest of libaio, io_uring (with registered
-buffers or without) and psync at several block sizes and depths, for reading and for writing. Its time is what it
-reports, without its start; ours is that of a pass through a staging ring, whose bytes nobody looks at. Figures are
-bytes per second of ours over fio's, medians of rounds with bootstrap intervals: above 1 we are faster.
+One file is preallocated by `StateFile` and written once; then both take turns as A B B A, each moving all of its bytes
+again and again for some seconds. Ours goes with the block size and depth that `probe` chooses. fio gets the fastest of
+libaio, io_uring (with registered buffers or without) and psync at several block sizes and depths, for reading and for
+writing. Its time is what it reports, without its start; ours is that of passes through a staging ring, whose bytes
+nobody looks at. Figures are bytes per second of ours over fio's, medians of rounds with bootstrap intervals: above 1 we
+are faster.
 
     sequential   the file as one record, in parts of 16 MiB
     bucket       the file as buckets of 64 MiB
@@ -25,6 +26,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,6 @@ from zero_strategy.memory import Span, StagingRing, StateFile, open_queue, probe
 from zero_strategy.memory.file_queue import Kind
 
 SEQUENTIAL_BYTES, BUCKET_BYTES, BUFFERS = 16 << 20, 64 << 20, 4
-SEARCH_BYTES = 256 << 20
 SUITES = ("sequential read", "sequential write", "bucket read", "bucket write", "update")
 KINDS: tuple[Kind, ...] = ("read", "write")
 
@@ -60,8 +61,12 @@ def patterns() -> list[Pattern]:
     return [*deep, *(Pattern("psync", mib << 20, 1) for mib in (1, 4, 16))]
 
 
-def fio_seconds(path: Path, jobs: Sequence[tuple[Kind, Pattern]], nbytes: int) -> list[float]:
-    """For reading or writing the first bytes of an existing file in their order; one after the other in one fio."""
+def fio_seconds(path: Path, jobs: Sequence[tuple[Kind, Pattern]], nbytes: int, lasting: float) -> list[float]:
+    """What all bytes of an existing file take, in their order, again and again for so many seconds per job.
+
+    The jobs run one after the other in one fio, which leaves out what costs it speed: changing its buffers between
+    writes, and the times of single blocks.
+    """
     command = ["fio", "--output-format=json"]
     for number, (kind, pattern) in enumerate(jobs):
         options = {
@@ -73,6 +78,10 @@ def fio_seconds(path: Path, jobs: Sequence[tuple[Kind, Pattern]], nbytes: int) -
             "bs": pattern.block,
             "iodepth": pattern.depth,
             "size": nbytes,
+            "time_based": 1,
+            "runtime": f"{round(lasting * 1e3)}ms",
+            "scramble_buffers": 0,
+            "gtod_reduce": 1,
             "overwrite": 1,
             "fallocate": "none",
             "invalidate": 0,
@@ -88,12 +97,12 @@ def fio_seconds(path: Path, jobs: Sequence[tuple[Kind, Pattern]], nbytes: int) -
     return [nbytes * max(result["runtime"], 1) / 1e3 / result["io_bytes"] for result in results]
 
 
-def best_pattern(path: Path, kind: Kind, nbytes: int) -> Pattern:
-    """The fastest, by the median of three, of the four that were the fastest with a part of the file."""
+def best_pattern(path: Path, kind: Kind, nbytes: int, lasting: float) -> Pattern:
+    """The fastest, by the median of three, of the four that were the fastest at a first glance."""
     every = patterns()
-    once = fio_seconds(path, [(kind, one) for one in every], min(nbytes, SEARCH_BYTES))
+    once = fio_seconds(path, [(kind, one) for one in every], nbytes, lasting / 5)
     best = sorted(every, key=lambda one: once[every.index(one)])[:4]
-    again = [fio_seconds(path, [(kind, one) for one in best], nbytes) for _ in range(3)]
+    again = [fio_seconds(path, [(kind, one) for one in best], nbytes, lasting / 2) for _ in range(3)]
     medians = [statistics.median(seconds) for seconds in zip(*again, strict=True)]
     return best[medians.index(min(medians))]
 
@@ -119,16 +128,19 @@ class Ours:
         }
         for ring in self._rings.values():
             ring.memory.bytes.random_(0, 256)
-        self.seconds("bucket", "write")
+        self.seconds("bucket", "write", 0.0)
 
-    def seconds(self, size: str, what: str) -> float:
+    def seconds(self, size: str, what: str, lasting: float) -> float:
+        """What a pass takes; passes are made for so many seconds, and at least one."""
         ring, spans = self._rings[size], self._spans[size]
         passes = {"read": ring.read, "write": ring.write, "update": ring.update}
-        begin = time.perf_counter()
-        with passes[what](self._state, spans) as parts:
-            for _ in parts:
-                pass
-        return time.perf_counter() - begin
+        begin, made = time.perf_counter(), 0
+        while not made or time.perf_counter() - begin < lasting:
+            with passes[what](self._state, spans) as parts:
+                for _ in parts:
+                    pass
+            made += 1
+        return (time.perf_counter() - begin) / made
 
     def close(self) -> None:
         self._state.close()
@@ -145,10 +157,10 @@ def figure(samples: Sequence[Sequence[float]]) -> Ratio:
     return bootstrap([round_ratio([[seconds] for seconds in turns]) for turns in samples])
 
 
-def measure(folder: Path, nbytes: int, rounds: int, suites: Sequence[str]) -> dict[str, Any]:
+def measure(folder: Path, nbytes: int, rounds: int, lasting: float, suites: Sequence[str]) -> dict[str, Any]:
     ours = Ours(folder, nbytes)
     try:
-        best = {kind: best_pattern(ours.path, kind, nbytes) for kind in KINDS}
+        best = {kind: best_pattern(ours.path, kind, nbytes, lasting) for kind in KINDS}
         report: dict[str, Any] = {
             "ours": str(ours.speed),
             "fio": {kind: asdict(pattern) for kind, pattern in best.items()},
@@ -156,12 +168,15 @@ def measure(folder: Path, nbytes: int, rounds: int, suites: Sequence[str]) -> di
         }
 
         def fio(*kinds: Kind) -> float:
-            return sum(fio_seconds(ours.path, [(kind, best[kind]) for kind in kinds], nbytes))
+            return sum(fio_seconds(ours.path, [(kind, best[kind]) for kind in kinds], nbytes, lasting))
+
+        def passes(size: str, what: str) -> float:
+            return ours.seconds(size, what, lasting)
 
         for suite in suites:
             size, what = ("bucket", "update") if suite == "update" else suite.split()
             kinds = KINDS if suite == "update" else tuple(kind for kind in KINDS if kind == what)
-            samples = rounds_of(lambda k=kinds: fio(*k), lambda s=size, w=what: ours.seconds(s, w), rounds)  # type: ignore[misc]
+            samples = rounds_of(partial(fio, *kinds), partial(passes, size, what), rounds)
             moved = nbytes * len(kinds)
             report["suites"][suite] = {
                 "ratio": asdict(figure(samples)),
@@ -187,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="Our file I/O against fio at its best, on the same file.")
     parser.add_argument("--folder", type=Path, required=True, help="on the drive to be measured")
     parser.add_argument("--mib", type=int, default=1024, help="of the file")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each turn")
     parser.add_argument("--rounds", type=int, default=8, help="of A B B A")
     parser.add_argument("--suites", nargs="*", choices=SUITES, default=SUITES)
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -194,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if shutil.which("fio") is None:
         parser.error("fio is not installed")
     options.folder.mkdir(parents=True, exist_ok=True)
-    report = measure(options.folder, options.mib << 20, options.rounds, options.suites)
+    report = measure(options.folder, options.mib << 20, options.rounds, options.seconds, options.suites)
     report["environment"] = {"cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()}
     print(f"ours: {report['ours']}\nfio: {report['fio']}")
     if options.out:

@@ -39,6 +39,8 @@ from zero_strategy.engine import ZeroEngine
 
 SUITES = ("step", "deepspeed-cpu", "deepspeed-nvme")
 LAYER = 1024
+LASTING = 2.0
+"""Seconds of each turn of fio, reading and writing."""
 _STATE_BYTES = 12
 """Of an element in files: master weight and two moments."""
 
@@ -74,12 +76,12 @@ def step_alone(folder: Path, layers: int, rounds: int) -> dict[str, Any]:
         target = place / "fio"
         with open(target, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
-        patterns = {kind: best_pattern(target, kind, nbytes) for kind in KINDS}
+        patterns = {kind: best_pattern(target, kind, nbytes, LASTING) for kind in KINDS}
         in_memory = StepAlone(layers, {})
         in_files = StepAlone(layers, {"optimizer": "nvme", "nvme_path": [str(place)]})
 
         def roof() -> float:
-            drive = sum(fio_seconds(target, [(kind, patterns[kind]) for kind in KINDS], nbytes))
+            drive = sum(fio_seconds(target, [(kind, patterns[kind]) for kind in KINDS], nbytes, LASTING))
             return max(drive, in_memory.seconds())
 
         samples = [[roof() if turn == "A" else in_files.seconds() for turn in TURNS] for _ in range(rounds)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SLOT = "_zero_strategy_deferred"
+_OPENED = "_zero_strategy_opened"
 
 
 class _Shared:
@@ -76,16 +78,18 @@ class DeferredWeights:
     Args:
         directory: What it was read from, for messages.
         parameters: Each with its source; on the meta device.
-
-    Attributes:
-        shapes: Of each parameter, by its id.
     """
 
     def __init__(self, directory: str, parameters: Sequence[tuple[nn.Parameter, Source]]) -> None:
         self.directory = directory
         self.parameters = list(parameters)
-        self._hook: RemovableHandle | None = None
-        self.shapes = {id(parameter): parameter.shape for parameter, _ in parameters}
+        self._hooks: list[RemovableHandle] = []
+        self._shapes = [parameter.shape for parameter, _ in parameters]
+
+    @property
+    def shapes(self) -> dict[int, torch.Size]:
+        """Of each parameter as it is stored, by its id; those of a copied module have other ids."""
+        return {id(parameter): shape for (parameter, _), shape in zip(self.parameters, self._shapes, strict=True)}
 
     def attach(self, module: nn.Module) -> None:
         """Keep this with a module, whose parameters become NaNs without memory."""
@@ -93,17 +97,31 @@ class DeferredWeights:
             hollow = torch.full((), float("nan")).to(parameter.dtype).expand(parameter.shape)
             torch.utils.swap_tensors(parameter, nn.Parameter(hollow, parameter.requires_grad))
         vars(module)[_SLOT] = self
-        self._hook = module.register_forward_pre_hook(self._refuse)
+        self._hooks.append(module.register_forward_pre_hook(self._refuse))
+        self._hooks.append(module.register_state_dict_pre_hook(self._refuse_to_save))
+        self._hooks.append(module.register_state_dict_post_hook(partial(self._show_no_values)))
 
     def detach(self) -> None:
         """Let the module be used."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _refuse(self, module: nn.Module, inputs: object) -> None:
+    def _refuse_to_save(self, module: nn.Module, prefix: str, _: bool) -> None:
+        if not prefix:  # else somebody around it asks, who may want the names alone, as PEFT does
+            self._refuse(module)
+
+    def _show_no_values(self, module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+        """A NaN would be saved without a word; what is on the meta device cannot be."""
+        waiting = {id(parameter) for parameter, _ in self.parameters}
+        waiting |= {id(copied) for copied, original in _copies(module) if id(original) in waiting}
+        for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            if id(parameter) in waiting and name in state:
+                state[name] = torch.empty_like(parameter, device="meta")
+
+    def _refuse(self, module: nn.Module, *_: object) -> None:
         raise RuntimeError(
-            f"the weights of {type(module).__name__} are not read yet: give it to ZeroTrainer, to "
-            "ZeroAccelerator.prepare or to ZeroEngine first"
+            f"the weights of {type(module).__name__} are not read yet, so that it cannot run or be saved: give it to "
+            "ZeroTrainer, to ZeroAccelerator.prepare or to ZeroEngine first"
         )
 
 
@@ -119,16 +137,20 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         module: One that has deferred weights, or has such modules inside.
         device: Where its other tensors move; None leaves them.
 
+    Call `close_deferred` when it was read.
+
     Raises:
         ValueError: If a parameter was computed from values that are not there yet, or nothing gives it any; names it.
+        RuntimeError: If it was opened before, and not read to the end.
     """
+    _check_closed(module)
     owners = {id(vars(owner)[_SLOT]): owner for owner in module.modules() if _SLOT in vars(owner)}
     if not owners:
         return None
     found = [vars(owner)[_SLOT] for owner in owners.values()]
     sources = {id(parameter): source for deferred in found for parameter, source in deferred.parameters}
     for copied, original in _copies(module):
-        if id(original) in sources and bool(copied.isnan().all()):  # else it was given values since
+        if id(original) in sources:
             sources[id(copied)] = sources[id(original)]
     named = dict(module.named_parameters())
     directory = ", ".join(dict.fromkeys(deferred.directory for deferred in found))
@@ -138,6 +160,15 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
             f"parameters {empty[:5]} are on the meta device beside weights of {directory} that are read only now; make "
             "them with memory (outside of sharding.Init(), without low_cpu_mem_usage)"
         )
+    touched = {id(p): _touched(p) for p in named.values() if id(p) in sources and p.is_floating_point()}
+    written = [name for name, p in named.items() if touched.get(id(p)) == "in place"]
+    if written:
+        raise ValueError(
+            f"parameters {written[:5]} were written to before the weights of {directory} are there; write to them in "
+            "GatheredParameters when the model is sharded, or assign module.name = nn.Parameter(values) now"
+        )
+    for number in (number for number, how in touched.items() if how == "replaced"):
+        del sources[number]  # the new values count
     spoiled = [n for n, p in named.items() if id(p) not in sources and p.is_floating_point() and p.isnan().any()]
     spoiled += [n for n, p in named.items() if any(p.shape != f.shapes.get(id(p), p.shape) for f in found)]
     if spoiled:
@@ -153,9 +184,35 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         torch.utils.swap_tensors(parameter, meta)
     for owner in owners.values():
         vars(owner).pop(_SLOT).detach()
+        vars(owner)[_OPENED] = directory
     if device is not None:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return DeferredReader(directory, places)
+
+
+def close_deferred(module: nn.Module) -> None:
+    """All that `open_deferred` gave was read."""
+    for owner in module.modules():
+        vars(owner).pop(_OPENED, None)
+
+
+def _check_closed(module: nn.Module) -> None:
+    """An engine that failed leaves parameters without values, which the next one would initialise."""
+    torn = [vars(owner)[_OPENED] for owner in module.modules() if _OPENED in vars(owner)]
+    if torn:
+        raise RuntimeError(
+            f"weights of {torn[0]} were not read to the end, for an earlier engine of this module failed: load the "
+            "model with from_pretrained again"
+        )
+
+
+def _touched(parameter: nn.Parameter) -> str:
+    """What somebody did to a parameter that waits: nothing, "replaced" its values, or wrote into it "in place"."""
+    hollow = not any(parameter.stride())  # every element is the same one
+    nan = (parameter.detach().as_strided((min(parameter.numel(), 1),), (1,)) if hollow else parameter.detach()).isnan()
+    if bool(nan.all()):
+        return ""
+    return "in place" if (hollow and parameter.numel() > 1) or bool(nan.any()) else "replaced"
 
 
 def _copies(module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

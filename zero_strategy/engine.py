@@ -25,7 +25,7 @@ from zero_strategy import loading
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
-from zero_strategy.deferred import open_deferred
+from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.memory.held import ledger_of
@@ -124,6 +124,7 @@ class ZeroEngine:
         self._checks: list[Any] = []
         if weights is not None:
             self.load_weights(weights, strict=not isinstance(weights, StateReader))
+            close_deferred(module)
 
     @property
     def stage(self) -> int:

@@ -86,6 +86,7 @@ class UnevenTraining:
         if not self._some_idle or self._inside:
             yield
             return
+        self._exchange(_Announced("gradients", (name,), [model.reducer.shown() for model in self._models]))
         for model in self._models:
             model.reducer.settle()  # announces by itself what `no_sync` kept back
         self._exchange(_Announced(name, (), arguments))
@@ -147,6 +148,9 @@ class UnevenTraining:
             assert gatherer is not None
             gatherer.units[index].gather()
             gatherer.units[index].release()
+        elif announced.what == "gradients":
+            for model, shown in zip(self._models, announced.value, strict=True):
+                model.reducer.follow_shown(shown)
         elif announced.what != "forward":
             self._models[announced.where[0]].reducer.follow(announced.what, announced.value)
 

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +75,12 @@ def reads(stage: int, reduction: str) -> list[str]:
         pair.plain.zero_grad()
         pair.sharded.zero_grad()
     pair.backward()
+    for model in (pair.plain, pair.sharded):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.data.zero_()
+    found += pair.differing()
+    pair.backward()
     norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
     own = torch.nn.utils.get_total_norm([p.grad for p in pair.sharded.parameters() if p.grad is not None])
     if not torch.allclose(norm, own):
@@ -113,6 +120,11 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "iterate": lambda g: sum(row.sum() for row in g),
     "format": lambda g: float(f"{g.sum():.6f}"),
     "out": lambda g: torch.add(g, 1, out=torch.empty(12, 6)),
+    "T": lambda g: g.T.contiguous(),
+    "mT": lambda g: g.mT @ g,
+    "view and whole": lambda g: g.view(-1) @ (g.view(12, 6) + g).view(-1),
+    "H": lambda g: g.H.reshape(-1),
+    "real": lambda g: g.real + 1,
 }
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "mul_": lambda g: g.mul_(2),
@@ -128,6 +140,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "out": lambda g: torch.add(torch.ones(12, 6), 1, out=g),
     "foreach": lambda g: torch._foreach_mul_([g, g], 2.0),
     "numpy": lambda g: g.numpy().__setitem__(0, 1.0),
+    "out of a view": lambda g: torch.add(g.view(12, 6), 1, out=g),
+    "out to a view": lambda g: torch.add(g, 1, out=g.view(12, 6)),
+    "array": lambda g: np.asarray(g).__setitem__(0, 1.0),
+    "transposed": lambda g: g.T.zero_(),
 }
 
 
@@ -161,7 +177,7 @@ def test_all_kinds_of_uses(ranks: Launcher, stage: int) -> None:
         shown = f"GradientHandle('blocks.0.up.weight', shape=(12, 6), stage {stage})"
         assert facts == [shown, "(12, 6) torch.float32 72 False"]
         assert written.keys() == WRITES.keys() | {"clip"}
-        assert "read-only" in written.pop("numpy")
+        assert "read-only" in written.pop("numpy") and "read-only" in written.pop("array")
         assert "engine.clip_grad_norm_" in written.pop("clip")
         for message in written.values():
             assert f"'blocks.0.up.weight': at stage {stage} no rank holds it whole" in message

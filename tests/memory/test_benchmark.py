@@ -21,7 +21,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("fio is not installed")
     monkeypatch.setattr(file_io, "patterns", lambda: [Pattern("psync", 1 << 20, 1)])
     out = tmp_path / "out.json"
-    main(["--folder", str(tmp_path / "drive"), "--mib", "8", "--rounds", "1", "--out", str(out)])
+    main(["--folder", str(tmp_path / "drive"), "--mib", "8", "--rounds", "1", "--seconds", "0.1", "--out", str(out)])
     report = json.loads(out.read_text())
     assert list(report["suites"]) == list(file_io.SUITES)
     assert all(found["ratio"]["median"] > 0 for found in report["suites"].values())

@@ -149,7 +149,10 @@ def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
         (("--params", "1e8", "--optimizer", "SGD", "--optimizer-bytes", "4"), "give one of them"),
         (("--params", "1e8", "--world", "4", "--replicate", "3"), "mesh.replicate is 3"),
         (("--params", "1e8", "--world", "4", "--rank", "4"), "rank 4 is not one of 4 ranks"),
-        (("--params", "1e8", "--stage", "2", "--offload-optimizer", "cpu", "--offload-parameters", "cpu"), "needs stage 3"),
+        (
+            ("--params", "1e8", "--stage", "2", "--offload-optimizer", "cpu", "--offload-parameters", "cpu"),
+            "needs stage 3",
+        ),
         (("--params", "1e8", "--margin", "1"), "--margin is 1.0"),
         (("--params", "1e8", "--micro-batch", "0"), "--micro-batch is 0"),
         ((f"{MODELS}:Stack", "--micro-batch", "1"), "plain numbers only"),

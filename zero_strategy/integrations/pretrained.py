@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import (
@@ -65,9 +66,15 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], *arguments: 
             "PeftModel.from_pretrained(model, path)"
         )
     kind = _concrete(model_class, path, keywords)
-    places: dict[str, Source] = {}
+    places = _Places()
     with_info = bool(keywords.pop("output_loading_info", False))
     model, info = _noting(kind, places).from_pretrained(path, *arguments, output_loading_info=True, **keywords)
+    if not places.noted:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has loaded {os.fspath(path)} by itself, whole on every rank, and "
+            "not by PreTrainedModel._load_pretrained_model: take a version that does, or load with its own "
+            "from_pretrained"
+        )
     model.__class__ = kind
     _defer(model, os.fspath(path), places)
     return (model, info) if with_info else model
@@ -91,7 +98,13 @@ def _concrete(model_class: Any, path: str | os.PathLike[str], keywords: Mapping[
     return found
 
 
-def _noting(kind: type[PreTrainedModel], places: dict[str, Source]) -> Any:
+class _Places(dict[str, Source]):
+    """By name of the parameter; `noted` says that transformers came to where they are."""
+
+    noted = False
+
+
+def _noting(kind: type[PreTrainedModel], places: _Places) -> Any:
     """A subclass that fills `places` where transformers would load."""
 
     def load(
@@ -106,6 +119,7 @@ def _noting(kind: type[PreTrainedModel], places: dict[str, Source]) -> Any:
                 f"{model.config.name_or_path}: {others or 'no weights'}: only safetensors can be read in parts; load "
                 "the model with transformers once and save it with save_pretrained()"
             )
+        places.noted = True
         return _Noter(model, files, load_config).note(places), None
 
     content = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -16,7 +16,7 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -312,6 +312,34 @@ class GradientBucket:
             view.copy_(gradient.detach().reshape(-1)[piece.start : piece.stop])
         self.live.add(index)
         self.show(index)
+
+    def shown(self) -> list[bool | Tensor | None]:
+        """What the user did to each `p.grad`: nothing (True), zeroed (False), removed (None), or assigned (the tensor).
+
+        For `follow_shown` on a rank where nobody does it.
+        """
+        return [self._shown(index) for index in range(len(self.bucket.parameters))]
+
+    def _shown(self, index: int) -> bool | Tensor | None:
+        gradient = self.bucket.parameters[index].grad
+        if gradient is None:
+            return None
+        if gradient is not self._handles.get(index):
+            return True if isinstance(gradient, GradientHandle) else gradient.detach().cpu()
+        if index in self._versions:
+            return self._poisons[index]._version == self._versions[index]
+        return bool(gradient.any())  # the gradient itself: zeros are zeros, whoever wrote them
+
+    @torch.no_grad()
+    def follow_shown(self, shown: Sequence[bool | Tensor | None]) -> None:
+        """Do to each `p.grad` what another rank's `shown()` says."""
+        for parameter, how in zip(self.bucket.parameters, shown, strict=True):
+            if isinstance(how, Tensor):
+                parameter.grad = how.to(device=parameter.device, dtype=parameter.dtype)
+            elif how is None:
+                parameter.grad = None
+            elif not how and parameter.grad is not None:
+                parameter.grad.zero_()
 
     def local_sum(self, index: int) -> Tensor | None:
         """What `no_sync` keeps back of a gradient on this rank, None if nothing."""

@@ -64,18 +64,17 @@ class GradientHandle(Tensor):
             RuntimeError: For writes.
         """
         call, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        for handle in _instances(GradientHandle, _written(func, args, kwargs, _STANDS_FOR)):
-            raise RuntimeError(unwritable(handle.name, handle.stage, call))
+        _refuse_writes(func, args, kwargs, _STANDS_FOR)
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            func = Tensor.detach  # of the same version counter, so that `p.grad.data.zero_()` is noticed
         if func in _STANDS_FOR or call in ("__get__", "__set__"):
-            handle = next(_instances(GradientHandle, (args, kwargs)))
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            # `p.grad.data` and `p.grad.detach()` are no way around
-            plain = type(result) is Tensor
-            return GradientHandle.of(result, handle.name, handle.stage, handle.fetch) if plain else result
-        fetched: dict[int, FetchedGradient] = {}
-        args, kwargs = _fetch(args, fetched), _fetch(kwargs, fetched)
-        return FetchedGradient.call(func, args, kwargs, list(fetched.values()))
+            if func is Tensor.detach:  # no way around
+                return GradientHandle.of(result, args[0].name, args[0].stage, args[0].fetch)
+            if type(result) is not Tensor:  # else a view by an attribute, such as `p.grad.T`: of the gradient itself
+                return result
+        return FetchedGradient.call(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientHandle({self.name!r}, shape={tuple(self.shape)}, stage {self.stage})"
@@ -115,17 +114,19 @@ class FetchedGradient(Tensor):
             RuntimeError: For writes.
         """
         kwargs = kwargs or {}
-        for sealed in _instances(FetchedGradient, _written(func, args, kwargs, _FLAGS)):
-            raise RuntimeError(unwritable(sealed.name, sealed.stage, getattr(func, "__name__", "")))
-        return cls.call(func, args, kwargs, list(_instances(FetchedGradient, (args, kwargs))))
+        _refuse_writes(func, args, kwargs, _FLAGS)
+        return cls.call(func, args, kwargs)
 
     @staticmethod
-    def call(func: Callable[..., Any], args: Any, kwargs: Any, inputs: list[FetchedGradient]) -> Any:
-        """Call `func`, and seal what shares memory with one of its inputs."""
+    def call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `func` with gradients in the place of handles, and seal what shares memory with one of its inputs."""
+        fetched: dict[int, FetchedGradient] = {}
+        args, kwargs = _fetch(args, fetched), _fetch(kwargs, fetched)
+        inputs = list(_instances(FetchedGradient, (args, kwargs)))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             owners = {value.untyped_storage().data_ptr(): value for value in inputs if value.numel()}
-        if func is Tensor.numpy:
+        if func in (Tensor.numpy, Tensor.__array__):
             result.flags.writeable = False
         return _seal(result, owners)
 
@@ -139,6 +140,12 @@ def unwritable(name: str, stage: int, call: str) -> str:
         "(Lightning: trainer.strategy.engine); write a whole gradient with p.grad = values, or safe_set_full_grad of "
         "zero_strategy.optim.full_state, on all ranks."
     )
+
+
+def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], allowed: set[Any]) -> None:
+    """A call may have handles and views of what was fetched among its arguments, whichever of them it came to first."""
+    for written in _instances((GradientHandle, FetchedGradient), _written(func, args, kwargs, allowed)):
+        raise RuntimeError(unwritable(written.name, written.stage, getattr(func, "__name__", "")))
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], allowed: set[Any]) -> Any:
@@ -174,7 +181,7 @@ def _seal(result: Any, owners: dict[int, FetchedGradient]) -> Any:
     return result if owner is None else FetchedGradient.of(result, owner.name, owner.stage)
 
 
-def _instances(kind: type[Any], value: Any) -> Iterator[Any]:
+def _instances(kind: type[Any] | tuple[type[Any], ...], value: Any) -> Iterator[Any]:
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -181,8 +181,7 @@ class GradientReducer:
         if self.step_torn():
             raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
         if self.announce is not None:
-            held = [[p.grad is not None for p in bucket.bucket.parameters] for bucket in self.buckets]
-            self.announce("backward", held)
+            self.announce("backward", self.shown())
         self._active = True
         self._forget_backward()
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -264,22 +263,32 @@ class GradientReducer:
         else:
             for unit in self._gatherer.unfinished():  # on another rank an input may have shown its end
                 self._launch_unit(unit.buckets)
-        for number, bucket in enumerate(self.buckets):
-            if number not in self._begun and bucket.local_live:  # kept back by `no_sync`: dropped by `zero_grad` since?
-                self._begun.add(number)
-                bucket.begin()
+        self._begin_kept()
         if self.announce is not None:
             self.announce("agree", outside)
         self._agree()
+
+    def _begin_kept(self) -> None:
+        """What `no_sync` kept back: was it dropped by `zero_grad` since?"""
+        for number, bucket in enumerate(self.buckets):
+            if number not in self._begun and bucket.local_live:
+                self._begun.add(number)
+                bucket.begin()
+
+    def shown(self) -> list[list[bool | Tensor | None]]:
+        """What the user did to every `p.grad`, by bucket; see `GradientBucket.shown`."""
+        return [bucket.shown() for bucket in self.buckets]
+
+    def follow_shown(self, shown: Sequence[Sequence[bool | Tensor | None]]) -> None:
+        """Do what another rank's `shown()` says."""
+        for bucket, theirs in zip(self.buckets, shown, strict=True):
+            bucket.follow_shown(theirs)
 
     def follow(self, what: str, value: Any) -> None:
         """Take part in what a rank with data announces, without data. A collective, as there."""
         if what == "backward":
             self._forget_backward()
-            for bucket, held in zip(self.buckets, value, strict=True):
-                for parameter, is_held in zip(bucket.bucket.parameters, held, strict=True):
-                    if not is_held:  # its gradient was dropped there since
-                        parameter.grad = None
+            self.follow_shown(value)
         elif what == "launch":
             self._start(value)
         else:
@@ -287,6 +296,7 @@ class GradientReducer:
             if value:
                 self.plan.expect_nothing()
                 self._left.clear()
+            self._begin_kept()
             self._agree()
 
     def _agree(self) -> None:

@@ -130,6 +130,58 @@ def test_compiled_models(ranks: Launcher, stage: int) -> None:
     assert largest(ranks(2, timeout=200)(compiled, stage)[0], by_formula([1, 3]).state) < 2e-6
 
 
+# ---- gradients that the script changes by itself ----
+
+
+def edit(model: Any, how: str) -> None:
+    """What a loop may do to gradients without the accelerator, after a backward."""
+    weight = next(iter(model.parameters()))
+    if how == "removed":
+        weight.grad = None
+    elif how == "assigned":
+        weight.grad = torch.full_like(weight, 0.25)
+    elif how == "zeroed":
+        weight.grad.zero_()
+
+
+def edited(stage: int | None, how: str, counts: list[int]) -> dict[str, Tensor]:
+    """One process by the formula where there is no stage."""
+
+    def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def drop(model: nn.Module, step: int) -> None:
+        model.zero_grad(set_to_none=bool(step % 2))
+
+    if stage is None:
+        model, data = Net().eval(), [batches(rank, count) for rank, count in enumerate(counts)]
+        plain = make_optimizer(model)
+        for step in range(max(counts)):
+            drop(model, step)
+            for x in (mine[step] for mine in data if step < len(mine)):
+                (loss_of(model, x) / len(counts)).backward()
+            edit(model, how)
+            plain.step()
+        return {name: value.detach() for name, value in model.state_dict().items()}
+    with fresh_state():
+        accelerator, net = make(stage), Net().eval()
+        model, optimizer = accelerator.prepare(net, make_optimizer(net))
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for step, x in enumerate(batches(dist.get_rank(), counts[dist.get_rank()])):
+                drop(model, step)
+                accelerator.backward(loss_of(model, x))
+                edit(model, how)
+                optimizer.step()
+        return accelerator.engine(model).full_state_dict()
+
+
+@pytest.mark.parametrize("how", ["not", "removed", "assigned", "zeroed"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_script_does_to_gradients_is_followed(ranks: Launcher, stage: int, how: str) -> None:
+    expected = edited(None, how, [5, 2])
+    assert all(largest(state, expected) < 2e-6 for state in ranks(2)(edited, stage, how, [5, 2]))
+
+
 # ---- what torch's Join gives ----
 
 

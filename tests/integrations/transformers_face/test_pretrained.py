@@ -321,6 +321,80 @@ def test_what_needs_the_weights_is_refused(ranks: Launcher, tmp_path: Path) -> N
         assert all("transformers' own from_pretrained" in message for message in found), found
 
 
+def in_place(model: Any) -> None:
+    """What torch lets through, though the parameter has no memory for it."""
+    with torch.no_grad():
+        model.lm_head.weight[0].zero_()
+
+
+def replaced(model: Any) -> None:
+    model.lm_head.weight.data = torch.full_like(model.lm_head.weight, 0.5)
+
+
+def changed(path: str) -> dict[str, Any]:
+    """What becomes of values that a parameter is given before the others are read."""
+    found: dict[str, Any] = {}
+    for change in (in_place, replaced):
+        model = deferred(path, "llama")
+        change(model)
+        try:
+            state = ZeroEngine(model, {"stage": 3}).full_state_dict()
+            found[change.__name__] = state["lm_head.weight"], state["model.norm.weight"]
+        except ValueError as error:
+            found[change.__name__] = str(error)
+    return found
+
+
+def test_no_change_is_lost(ranks: Launcher, tmp_path: Path) -> None:
+    path = saved(tmp_path, "llama")
+    expected = plainly(path, "llama").state_dict()["model.norm.weight"]
+    for found in ranks(2)(changed, path):
+        assert "['lm_head.weight'] were written to before the weights" in found["in_place"]
+        head, norm = found["replaced"]
+        assert bool((head == 0.5).all()) and torch.equal(norm, expected)
+
+
+def test_what_is_not_read_is_not_saved(tmp_path: Path) -> None:
+    model = deferred(saved(tmp_path, "llama"), "llama")
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM are not read yet.*ZeroEngine first"):
+        model.save_pretrained(tmp_path / "again")
+    assert not list((tmp_path / "again").glob("*.safetensors"))
+    state = Pair(model, torch.nn.Linear(2, 2)).state_dict()
+    assert {name for name, value in state.items() if value.is_meta} == {n for n in state if n.startswith("one.")}
+    head = adapted("llama", model, modules_to_save=["lm_head"])
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        head.save_pretrained(tmp_path / "again")
+
+
+def after_a_failure(path: str) -> str:
+    model = from_pretrained(transformers.BertModel, path)
+    with pytest.raises(ValueError, match="no module is a 'Nothing'"):
+        ZeroEngine(model, {"stage": 3, "units": {"classes": ["Nothing"]}})
+    try:
+        ZeroEngine(model, {"stage": 3})  # every one of its modules can be initialised
+    except RuntimeError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_model_that_an_engine_failed_with_is_not_initialised(ranks: Launcher, tmp_path: Path) -> None:
+    for said in ranks(2)(after_a_failure, saved(tmp_path, "bert")):
+        assert "not read to the end" in said and "from_pretrained again" in said
+
+
+class LoadsOtherwise(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """As a later version of transformers might."""
+
+    @classmethod
+    def from_pretrained(cls, path: str, **options: Any) -> Any:
+        return transformers.LlamaForCausalLM.from_pretrained(path, **options)
+
+
+def test_a_model_that_was_loaded_whole_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"transformers [\d.]+ has loaded .*llama by itself"):
+        from_pretrained(LoadsOtherwise, saved(tmp_path, "llama"))
+
+
 def test_what_cannot_be_read_in_parts_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, "llama")
     with pytest.raises(ValueError, match=r"device_map='auto'.*drop it"):

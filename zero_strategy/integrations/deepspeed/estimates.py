@@ -37,7 +37,7 @@ def estimate_zero2_model_states_mem_needs(
         total_params: Number of parameters.
         num_gpus_per_node: Ranks per host.
         num_nodes: Hosts.
-        cpu_offload: The optimizer and gradients are in host memory.
+        cpu_offload: Optimizer state and master weights are in host memory; gradients stay on the device.
         additional_buffer_factor: Factor on the bytes of the host.
 
     Returns:
@@ -78,7 +78,7 @@ def estimate_zero3_model_states_mem_needs(
         largest_layer_params: Those of the largest layer, which is taken to be gathered as one unit.
         num_gpus_per_node: Ranks per host.
         num_nodes: Hosts.
-        cpu_offload: The optimizer and gradients are in host memory.
+        cpu_offload: Optimizer state and master weights are in host memory; gradients stay on the device.
         cpu_offload_params: With `cpu_offload`, the parameters too; alone it has no effect.
         zero_init: The model is built under `zero.Init`.
         additional_buffer_factor: Factor on the bytes of the host.
