@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import full_state
 from zero_strategy.sharding import GatheredParameters
+from zero_strategy.sharding.parameters import ParameterBucket
 
 BF16 = torch.bfloat16
 
@@ -216,3 +218,33 @@ def test_adagrad_on_a_bf16_model(ranks: Launcher, stage: int, tmp_path: Path) ->
     for made in ("of fp32", "of bf16", "after"):
         for wrong in ranks(2)(adagrad, stage, made, str(tmp_path / made)):
             assert not wrong, f"made {made}"
+
+
+def follows(stage: int) -> tuple[int, int]:
+    """How often master weights are compared with their parameters: in steps, and after an edit."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    engine = ZeroEngine(model, {"stage": stage, "units": {"min_numel": 0}}, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    counts = []
+
+    def steps() -> None:
+        for _ in range(3):
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with mock.patch.object(ParameterBucket, "_follow", autospec=True, side_effect=ParameterBucket._follow) as follow:
+        steps()
+        counts.append(follow.call_count)
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        steps()
+        counts.append(follow.call_count)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_only_what_was_edited_is_compared(ranks: Launcher, stage: int) -> None:
+    for quiet, edited in ranks(1)(follows, stage):
+        assert quiet == 0 and edited == 1

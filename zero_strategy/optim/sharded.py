@@ -209,6 +209,8 @@ class ShardedOptimizer:
             work.wait()
         for parameter in self._stepped_parameters:
             torch.autograd.graph.increment_version(parameter)  # so that a backward through old values is noticed
+        for bucket in buckets:
+            bucket.note_versions()
         self.model.forget_gathered()
 
     def _swap_in(self) -> None:

@@ -340,6 +340,10 @@ class ParameterBucket:
                 self._follow(piece.offset, piece.offset + piece.numel)
         self._versions = versions
 
+    def note_versions(self) -> None:
+        """What was written to whole parameters so far is in their master copy already."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
     def segment_view(self, index: int) -> Tensor:
         """Parameter `index` as a shaped view of the flat buffer."""
         segment = self.layout.segments[index]
