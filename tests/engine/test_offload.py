@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
 from zero_strategy.optim import FusedAdamW, FusedLamb, FusedLion
 from zero_strategy.optim.full_state import (
     safe_get_full_fp32_param,
@@ -251,6 +253,50 @@ def as_on_a_device(folder: Path) -> list[str]:
 def test_weights_that_are_copied_back(ranks: Launcher, tmp_path: Path) -> None:
     for wrong in ranks(2)(as_on_a_device, tmp_path):
         assert wrong == []
+
+
+class FullDrive(NvmeTier):
+    """Refuses writes after a number of them."""
+
+    left = 1 << 30
+
+    def write(self, record: str, memory: Tensor) -> NvmeTransfer:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, "injected", record)
+        return super().write(record, memory)
+
+
+def interrupted(folder: Path) -> tuple[list[str], list[str]]:
+    """A step that fails half-way: what is in files is refused, until a checkpoint is loaded."""
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["none"])
+    train(engine, optimizer, range(3))
+    engine.save(folder / "saved")
+    train(engine, optimizer, range(3, 6))
+    expected = outcome(engine, optimizer)
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["nvme"])
+    store, said = engine.offloaded.optimizer, []
+    assert store is not None
+    train(engine, optimizer, range(2))
+    whole, store.tier.__class__ = store.tier.__class__, FullDrive
+    vars(store.tier)["left"] = 7
+    for _ in range(2):
+        try:
+            train(engine, optimizer, range(2, 3))
+        except (OSError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            engine.reset()
+            optimizer.zero_grad()
+    store.tier.__class__ = whole
+    engine.load(folder / "saved")
+    train(engine, optimizer, range(3, 6))
+    return said, unequal(outcome(engine, optimizer), expected)
+
+
+def test_a_step_that_fails_half_way(ranks: Launcher, tmp_path: Path) -> None:
+    ((said, wrong),) = ranks(1)(interrupted, tmp_path)
+    assert "injected" in said[0] and "TornRecordError" in said[1] and "half-way" in said[1] and "checkpoint" in said[1]
+    assert wrong == []
 
 
 def refusals(folder: Path) -> list[str]:

@@ -56,6 +56,9 @@ class Tier(Protocol):
     def mark_torn(self, records: Iterable[str], reason: str) -> None:
         """Refuse to read records until they are written anew: they are of two states."""
 
+    def is_torn(self, record: str) -> bool:
+        """Whether a record is refused."""
+
     def release(self, records: Iterable[str]) -> None:
         """Give the room of records back."""
 
@@ -276,7 +279,8 @@ class ChunkStore:
             nbytes = (stop - start) * vector.dtype.itemsize
             memory = HostMemory(nbytes).bytes[:nbytes]
             chunk = memory.view(vector.dtype)
-            if vector.written[number]:
+            # What is written to a chunk that is of two states is a checkpoint, which writes all of it.
+            if vector.written[number] and not (change and self.tier.is_torn(vector.record(number))):
                 self.tier.read(vector.record(number), memory).wait()
             else:
                 chunk.fill_(vector.fill)

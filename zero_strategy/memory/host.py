@@ -58,6 +58,10 @@ class HostTier:
     def mark_torn(self, records: Iterable[str], reason: str) -> None:
         """Nothing: a record in memory says nothing of its past, as a tensor does not."""
 
+    def is_torn(self, record: str) -> bool:
+        """Never."""
+        return False
+
     def release(self, records: Iterable[str]) -> None:
         """Give memory back, once nobody uses it."""
         for record in records:

@@ -83,6 +83,11 @@ class NvmeTier:
             for record in records:
                 self._files[record].mark_torn([record], reason)
 
+    def is_torn(self, record: str) -> bool:
+        """Whether a record is refused."""
+        with self._lock:
+            return record in self._files[record].torn
+
     def release(self, records: Iterable[str]) -> None:
         """Give records up; a file goes with the last of its own."""
         with self._lock:
