@@ -300,7 +300,7 @@ def test_a_step_that_fails_half_way(ranks: Launcher, tmp_path: Path) -> None:
 
 
 def refusals(folder: Path) -> list[str]:
-    nvme = {"optimizer": "nvme", "nvme_path": [str(folder)]}
+    nvme = {"optimizer": "nvme", "nvme_path": [str(folder)], "probe_seconds": 0}
     said = []
     for make_optimizer, options in (
         (lambda p: FusedLamb(p, lr=0.1), {}),
