@@ -166,8 +166,8 @@ def test_a_deepspeed_json_of_the_documentation(ranks: Launcher, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:keys without effect")
-@pytest.mark.parametrize("name", ["hf_zero2_offload", "hf_zero3_offload", "hf_zero3_nvme"])
-def test_the_documentations_files_that_offload(ranks: Launcher, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["hf_zero3", "hf_zero2_offload", "hf_zero3_offload", "hf_zero3_nvme"])
+def test_the_documentations_other_files(ranks: Launcher, tmp_path: Path, name: str) -> None:
     text = (Path(__file__).parents[2] / "config" / "data" / f"{name}.json").read_text()
     path = tmp_path / "ds.json"
     path.write_text(text.replace("/local_nvme", str(tmp_path / "drive")))
