@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -253,6 +254,61 @@ def as_on_a_device(folder: Path) -> list[str]:
 def test_weights_that_are_copied_back(ranks: Launcher, tmp_path: Path) -> None:
     for wrong in ranks(2)(as_on_a_device, tmp_path):
         assert wrong == []
+
+
+def looked_at(folder: Path, tier: str) -> list[str]:
+    """What is read between a backward and a step leaves nothing old behind; nor does a load right before a step."""
+    engine, optimizer = make(3, "adamw", torch.bfloat16, tiers(folder)[tier])
+    train(engine, optimizer, range(2))
+    engine.save(folder / "before")
+    wrong = []
+    for round_ in range(2):
+        torch.manual_seed(round_)
+        engine.module(torch.randn(4, 37, dtype=torch.bfloat16), True).float().square().mean().backward()
+        if round_ == 0:
+            engine.save(folder / "between")  # reads every slice through the cache
+        else:
+            engine.load(folder / "before")  # writes them through it
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.save(folder / "after")
+        saved = load_file(folder / "after" / "model.safetensors")
+        whole = engine.full_state_dict()
+        wrong += [f"{round_} {name}" for name, value in whole.items() if not torch.equal(saved[name], value)]
+        masters = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+        wrong += [f"{round_} master {n}" for n, m in masters.items() if not torch.equal(m.to(torch.bfloat16), whole[n])]
+    return wrong
+
+
+@pytest.mark.parametrize("tier", ["all", "mixed", "mixed too"])
+def test_no_old_chunk_stays_in_memory(ranks: Launcher, tmp_path: Path, tier: str) -> None:
+    for wrong in ranks(2)(looked_at, tmp_path, tier):
+        assert wrong == []
+
+
+def changed_minds(folder: Path) -> list[str]:
+    said = []
+    for change in ("option", "float64"):
+        engine, optimizer = make(2, "adamw", None, tiers(folder)["cpu"])
+        if change == "option":
+            optimizer.param_groups[0]["amsgrad"] = True
+        else:
+            module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8).double().requires_grad_(False)])
+            config = load_config(stage=2, units={"min_numel": 0}, offload=tiers(folder)["cpu"])
+            engine = ZeroEngine(module, config)
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+            engine.attach(optimizer)
+            module[1].requires_grad_(True)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_changes_after_attaching_is_refused_as_before_it(ranks: Launcher, tmp_path: Path) -> None:
+    option, wide = ranks(1)(changed_minds, tmp_path)[0]
+    assert "AdamW cannot" in option and "float64" in wide
 
 
 class FullDrive(NvmeTier):

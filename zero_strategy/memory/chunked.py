@@ -70,6 +70,7 @@ class OffloadedVector:
     """A 1-D vector in a tier.
 
     Attributes:
+        store: Its tier, with the chunks that are in memory.
         name: Unique in its store.
         numel: Its elements.
         dtype: Their dtype.
@@ -77,13 +78,13 @@ class OffloadedVector:
     """
 
     def __init__(self, store: ChunkStore, name: str, numel: int, dtype: torch.dtype, fill: float) -> None:
-        self._store, self.name, self.numel, self.dtype, self.fill = store, name, numel, dtype, fill
+        self.store, self.name, self.numel, self.dtype, self.fill = store, name, numel, dtype, fill
         self.written = [False] * len(self.chunks)
 
     @property
     def tier(self) -> Tier:
         """Where it lives."""
-        return self._store.tier
+        return self.store.tier
 
     def resident(self, number: int) -> Tensor | None:
         """A chunk where it lies in host memory, None if it does not."""
@@ -99,7 +100,7 @@ class OffloadedVector:
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """First and one-past-last element of every chunk."""
-        size = self._store.chunk_numel
+        size = self.store.chunk_numel
         return [(start, min(start + size, self.numel)) for start in range(0, self.numel, size)]
 
     @property
@@ -114,14 +115,14 @@ class OffloadedVector:
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""
         found = torch.empty(stop - start, dtype=self.dtype)
-        for number, low, high, held in self._store.overlapping(self, start, stop):
-            with self._store.lock:
-                found[low - start : high - start] = self._store.cached(self, number)[low - held : high - held]
+        for number, low, high, held in self.store.overlapping(self, start, stop):
+            with self.store.lock:
+                found[low - start : high - start] = self.store.cached(self, number)[low - held : high - held]
         return found
 
     def read_all(self, out: Tensor) -> None:
         """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
-        store = self._store
+        store = self.store
         if self.numel and self.resident(0) is not None:
             for number, (begin, end) in enumerate(self.chunks):
                 chunk = self.resident(number)
@@ -162,9 +163,9 @@ class OffloadedVector:
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on."""
         flat = values.detach().reshape(-1)
-        for number, low, high, held in self._store.overlapping(self, start, start + flat.numel()):
-            with self._store.lock:
-                chunk = self._store.cached(self, number, change=True)
+        for number, low, high, held in self.store.overlapping(self, start, start + flat.numel()):
+            with self.store.lock:
+                chunk = self.store.cached(self, number, change=True)
                 chunk[low - held : high - held] = flat[low - start : high - start]
 
     def part(self, start: int, shape: torch.Size | tuple[int, ...]) -> OffloadedPart:

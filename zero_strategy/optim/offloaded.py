@@ -70,6 +70,15 @@ class OffloadedStates:
                 if place is not None and parameter.requires_grad:
                     yield place[0], group
 
+    def prepare(self, rule: UpdateRule | None) -> None:
+        """Before a step: take in parameters that were frozen, new groups and changed options. A collective.
+
+        Raises:
+            ValueError, OSError, RuntimeError: As for making one.
+        """
+        self._rule = self._check(rule)
+        self.reserve()
+
     def reserve(self) -> None:
         """Make the vectors that param groups need and have not yet, all together or none. A collective if there are.
 

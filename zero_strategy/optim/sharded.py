@@ -183,12 +183,12 @@ class ShardedOptimizer:
         self.model.reducer.settle()
         self._check_groups()
         rule = self._rule(optimizer, self.model)
+        if self._offloaded is not None:
+            self._offloaded.prepare(rule)
         trained = [self.piece(parameter) for parameter in self.parameters() if parameter.requires_grad]
         if any(piece is not None and piece.dtype != torch.float32 for piece in trained):
             rule = None
         self._fused = rule is not None
-        if self._offloaded is not None:
-            self._offloaded.reserve()  # for parameters that were frozen, and new groups
         self._swap_in()
         if rule is not None and not self.skip_next:
             scale = kwargs.get("grad_scale", 1.0)

@@ -99,8 +99,9 @@ class StreamedStep:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
             refused until a checkpoint is loaded.
         """
-        self._store.flush()
         chunks = self._chunks(updates, vectors)
+        for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
+            store.flush()  # weights may be in another tier than what updates them
         steps: dict[int, dict[str, Any]] = {}
         reads: dict[int, list[PendingIO]] = {}
         writes: dict[int, list[PendingIO]] = {}
