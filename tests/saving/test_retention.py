@@ -15,7 +15,7 @@ import torch
 import zero_strategy
 from tests.launcher import Launcher
 from tests.saving.test_background import digests, make, train
-from zero_strategy.checkpoint.leftovers import OWNER_NAME
+from zero_strategy.checkpoint.leftovers import OWNER_NAME, leave_mark, mark_name, remove_leftovers
 from zero_strategy.checkpoint.writer import RECEIPTS_NAME
 from zero_strategy.config import load_config
 
@@ -52,6 +52,19 @@ def leftover(folder: Path, name: str, pid: int, host: str = "", started: str = "
     owner = {"host": host or socket.gethostname(), "pid": pid, "started": started}
     (path / RECEIPTS_NAME / OWNER_NAME).write_text(json.dumps(owner))
     return path
+
+
+def test_the_mark_of_a_process_killed_while_ranks_asked_what_they_share_goes(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from zero_strategy.checkpoint.leftovers import leave_mark, mark_name;"
+        f"leave_mark(Path({str(tmp_path)!r}) / mark_name('abc', 1))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    leave_mark(mine := tmp_path / mark_name("def", 0))
+    (empty := tmp_path / mark_name("ghi", 0)).touch()  # not written yet
+    assert (tmp_path / mark_name("abc", 1)).exists()
+    remove_leftovers(tmp_path, RECEIPTS_NAME)
+    assert sorted(tmp_path.iterdir()) == sorted([mine, empty])
 
 
 def test_only_what_dead_processes_of_this_host_left_goes(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What crashed saves left behind in a folder of checkpoints.
 
-A temporary directory says who writes it. It goes when another save begins in the same folder and that process is gone
-from this host. What a process of another host left behind cannot be told from what it is still writing, and stays.
+A temporary directory says who writes it, and so does a mark, a file that is there for a moment only. They go when
+another save begins in the same folder and that process is gone from this host. What a process of another host left
+behind cannot be told from what it is still writing, and stays.
 """
 
 from __future__ import annotations
@@ -14,26 +15,47 @@ from pathlib import Path
 from zero_strategy.checkpoint.replace import remove
 
 OWNER_NAME = "owner.json"
+MARK = ".seen"
 
 
 def sign(directory: Path) -> None:
-    """Leave this process's name in a directory."""
-    (directory / OWNER_NAME).write_text(json.dumps({"host": socket.gethostname(), **_process(os.getpid())}))
+    """Leaves this process's name in a directory."""
+    leave_mark(directory / OWNER_NAME)
+
+
+def leave_mark(path: Path) -> None:
+    """Writes a file that says that this process wrote it."""
+    path.write_text(json.dumps({"host": socket.gethostname(), **_process(os.getpid())}))
+
+
+def mark_name(token: str, rank: int) -> str:
+    """A rank's mark in a folder of checkpoints, of a name that `remove_leftovers` knows."""
+    return f"{MARK}.{token}.{rank}"
 
 
 def remove_leftovers(parent: Path, receipts: str) -> None:
-    """Remove temporary directories whose writer is gone; `receipts` is the name of the directory that it signed."""
+    """Removes what writers who are gone left behind.
+
+    Args:
+        parent: A folder of checkpoints.
+        receipts: Name of the directory inside of a temporary one that its writer signed.
+    """
     for path in parent.glob(".*.*.tmp"):
-        try:
-            owner = json.loads((path / receipts / OWNER_NAME).read_text())
-            gone = owner["host"] == socket.gethostname() and _process(owner["pid"]) != {
-                "pid": owner["pid"],
-                "started": owner["started"],
-            }
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not signed yet, or none of ours
-        if gone:
+        if _is_gone(path / receipts / OWNER_NAME):
             remove(path)
+    for path in parent.glob(f"{MARK}.*.*"):
+        if _is_gone(path):
+            remove(path)
+
+
+def _is_gone(mark: Path) -> bool:
+    """Whether the process that left a mark ran on this host and has ended."""
+    try:
+        owner = json.loads(mark.read_text())
+        started = {"pid": owner["pid"], "started": owner["started"]}
+        return bool(owner["host"] == socket.gethostname() and _process(owner["pid"]) != started)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # not signed yet, or none of ours
 
 
 def _process(pid: int) -> dict[str, int | str]:

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_strategy.checkpoint.leftovers import leave_mark, mark_name
 from zero_strategy.checkpoint.replace import remove
 from zero_strategy.distributed.save_board import SaveBoard
 
@@ -48,7 +49,7 @@ def find_out(board: SaveBoard, parent: Path, token: str) -> Sharing:
     try:
         return _ask(board, parent, token)
     finally:
-        remove(parent / _name(token, board.rank))
+        remove(parent / mark_name(token, board.rank))
 
 
 def warn_unshared(sharing: Sharing, parent: Path) -> None:
@@ -70,7 +71,7 @@ def warn_unshared(sharing: Sharing, parent: Path) -> None:
 def _ask(board: SaveBoard, parent: Path, token: str) -> Sharing:
     parent.mkdir(parents=True, exist_ok=True)
     if board.rank == 0:
-        _leave(parent, token, 0)
+        leave_mark(parent / mark_name(token, 0))
         board.post("placed")
         sees = True
     else:
@@ -90,7 +91,7 @@ def _ask(board: SaveBoard, parent: Path, token: str) -> Sharing:
 
 def _leaders(board: SaveBoard, parent: Path, token: str) -> Sharing:
     if board.rank != 0:
-        _leave(parent, token, board.rank)
+        leave_mark(parent / mark_name(token, board.rank))
     board.post("named")
     board.wait("named")
     leader = next(rank for rank in range(board.world_size) if _is_there(parent, token, rank))
@@ -103,13 +104,5 @@ def _leaders(board: SaveBoard, parent: Path, token: str) -> Sharing:
     return Sharing(leaders == [0] * len(leaders), 0, (0, *leaders))
 
 
-def _leave(parent: Path, token: str, rank: int) -> None:
-    (parent / _name(token, rank)).write_bytes(b"")
-
-
 def _is_there(parent: Path, token: str, rank: int) -> bool:
-    return os.path.lexists(parent / _name(token, rank))
-
-
-def _name(token: str, rank: int) -> str:
-    return f".seen.{token}.{rank}"
+    return os.path.lexists(parent / mark_name(token, rank))
