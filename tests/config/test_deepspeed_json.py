@@ -157,9 +157,16 @@ def test_spellings_of_offloading() -> None:
     assert found(offload_optimizer=unused) == {"offload.optimizer": "cpu"}
 
 
-def test_offloading_a_part_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"offload_optimizer\.ratio: .*one tier"):
-        load_config({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})
+def test_a_part_of_the_optimizer_is_offloaded() -> None:
+    found = load_config({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})
+    assert (found.offload.optimizer, found.offload.optimizer_ratio) == ("cpu", 0.5)
+
+
+def test_offloading_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"offload\.optimizer_ratio is 0\.5 and offload\.optimizer is 'none'"):
+        load_config(stage=2, offload={"optimizer_ratio": 0.5})
+    with pytest.raises(ValueError, match=r"offload\.optimizer_ratio.*1\.5.*0 to 1"):
+        load_config(stage=2, offload={"optimizer": "cpu", "optimizer_ratio": 1.5})
     with pytest.raises(ValueError, match=r"offload\.parameters is 'cpu' and offload\.optimizer is 'none'"):
         load_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
     with pytest.raises(ValueError, match=r"offload\.nvme_path is empty"):

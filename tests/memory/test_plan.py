@@ -261,6 +261,8 @@ TIERS = [
     {"optimizer": "cpu", "parameters": "cpu"},
     {"optimizer": "nvme", "parameters": "cpu"},
     {"optimizer": "nvme", "parameters": "nvme"},
+    {"optimizer": "cpu", "optimizer_ratio": 0.3},
+    {"optimizer": "nvme", "optimizer_ratio": 0.6, "parameters": "nvme"},
 ]
 
 

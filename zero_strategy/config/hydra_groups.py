@@ -31,8 +31,9 @@ def register_hydra(group: str = "zero") -> None:
 
     files = ["${oc.env:" + NVME_PATH + "}"]
     nodes = {f"zero{stage}": ZeroConfig(stage=stage) for stage in range(4)}
-    nodes["zero2_offload"] = ZeroConfig(stage=2, offload=OffloadConfig("cpu"))
-    nodes["zero3_offload"] = ZeroConfig(stage=3, offload=OffloadConfig("cpu", "cpu"))
-    nodes["zero3_nvme"] = ZeroConfig(stage=3, offload=OffloadConfig("nvme", "nvme", files))
+    nodes["zero2_offload"] = ZeroConfig(stage=2, offload=OffloadConfig(optimizer="cpu"))
+    nodes["zero3_offload"] = ZeroConfig(stage=3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
+    nvme = OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path=files)
+    nodes["zero3_nvme"] = ZeroConfig(stage=3, offload=nvme)
     for name, node in nodes.items():
         ConfigStore.instance().store(group=group, name=name, node=node)

@@ -47,6 +47,11 @@ def between(low: float, high: float) -> dict[str, Accepts]:
     return {ACCEPTS: Accepts(text, lambda value: low < value < high and value <= sys.float_info.max)}
 
 
+def within(low: float, high: float) -> dict[str, Accepts]:
+    """Accepts numbers from one bound to another, both included."""
+    return {ACCEPTS: Accepts(f"{low:g} to {high:g}", lambda value: low <= value <= high)}
+
+
 def non_empty() -> dict[str, Accepts]:
     """Accepts strings of at least one character that is not blank."""
     return {ACCEPTS: Accepts("a non-empty string", lambda value: bool(value.strip()))}

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .rules import at_least, between, non_empty, one_of
+from .rules import at_least, between, non_empty, one_of, within
 from .section import Section, table
 
 if TYPE_CHECKING:
@@ -174,6 +174,10 @@ class OffloadConfig(Section):
     """Where optimizer state and master weights are kept: ``none``: on the device; ``cpu``: in host memory; ``nvme``:
     in files under ``nvme_path``, from which each step reads them and to which it writes them."""
 
+    optimizer_ratio: float = field(default=1.0, metadata=within(0.0, 1.0))
+    """The part of each bucket's optimizer state and master weights that is kept in the optimizer's tier; the rest stays
+    on the device, and is updated there."""
+
     parameters: str = field(default="none", metadata=one_of("none", "cpu", "nvme"))
     """Where stage 3 keeps this rank's part of the parameters; a unit is brought to the device when it is needed."""
 
@@ -199,6 +203,11 @@ class OffloadConfig(Section):
                     "drives, such as offload.nvme_path: [/local_nvme], or for strategy names the environment variable "
                     "ZERO_STRATEGY_NVME_PATH"
                 )
+        if self.optimizer_ratio != 1.0 and self.optimizer == "none":
+            raise ValueError(
+                f"offload.optimizer_ratio is {self.optimizer_ratio:g} and offload.optimizer is 'none': set "
+                "offload.optimizer: cpu or nvme, or leave the ratio out"
+            )
         if self.parameters != "none" and self.optimizer == "none":
             raise ValueError(
                 f"offload.parameters is {self.parameters!r} and offload.optimizer is 'none': parameters that are not "

@@ -5,7 +5,7 @@
 
 Vectors of one bucket are cut at the same elements, so a step takes one chunk of each and needs no more memory than a
 few chunks, however large a bucket or a parameter is. Everything else (loading, saving, a look at one parameter) reads
-and writes ranges through a few cached chunks.
+and writes ranges through a few cached chunks. The head of a vector (`memory.cuts`) may be kept on the device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zero_strategy.memory.cuts import Cuts, head_numel
 from zero_strategy.memory.host_memory import HostMemory
 
 
@@ -66,6 +68,23 @@ class Tier(Protocol):
         """Wait for what is under way and give all room back."""
 
 
+@dataclass(frozen=True)
+class VectorSpec:
+    """What a vector is to be.
+
+    Attributes:
+        numel: Its elements.
+        dtype: Their dtype.
+        fill: What elements are that were never written.
+        device: Where its head is kept; None: in the tier, as the rest.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    fill: float = 0.0
+    device: torch.device | None = None
+
+
 class OffloadedVector:
     """A 1-D vector in a tier.
 
@@ -75,10 +94,16 @@ class OffloadedVector:
         numel: Its elements.
         dtype: Their dtype.
         fill: What elements are that were never written.
+        cuts: Of its chunks.
+        kept: The head, where it is kept on the device.
     """
 
-    def __init__(self, store: ChunkStore, name: str, numel: int, dtype: torch.dtype, fill: float) -> None:
-        self.store, self.name, self.numel, self.dtype, self.fill = store, name, numel, dtype, fill
+    def __init__(self, store: ChunkStore, name: str, spec: VectorSpec) -> None:
+        self.store, self.name, self.numel, self.dtype, self.fill = store, name, spec.numel, spec.dtype, spec.fill
+        self.cuts = store.cuts(spec.numel)
+        self.kept: Tensor | None = None
+        if spec.device is not None and self.cuts.head:
+            self.kept = torch.full((self.cuts.head,), spec.fill, dtype=spec.dtype, device=spec.device)
         self.written = [False] * len(self.chunks)
 
     @property
@@ -87,7 +112,9 @@ class OffloadedVector:
         return self.store.tier
 
     def resident(self, number: int) -> Tensor | None:
-        """A chunk where it lies in host memory, None if it does not."""
+        """A chunk where it lies in memory (a kept head: the device's); None if it has to be read and written."""
+        if self.kept is not None and number < self.cuts.heads:
+            return self.kept[slice(*self.chunks[number])]
         memory = self.tier.resident(self.record(number))
         if memory is None:
             return None
@@ -100,13 +127,26 @@ class OffloadedVector:
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """First and one-past-last element of every chunk."""
-        size = self.store.chunk_numel
-        return [(start, min(start + size, self.numel)) for start in range(0, self.numel, size)]
+        return self.cuts.chunks
+
+    @property
+    def in_tier(self) -> tuple[int, int]:
+        """First and one-past-last element that the tier holds."""
+        return (0 if self.kept is None else self.cuts.head), self.numel
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of its elements in the tier."""
+        start, stop = self.in_tier
+        return (stop - start) * self.dtype.itemsize
+
+    def records(self) -> dict[str, int]:
+        """What it needs in the tier: bytes by record."""
+        first = 0 if self.kept is None else self.cuts.heads
+        return {
+            self.record(number): (self.chunks[number][1] - self.chunks[number][0]) * self.dtype.itemsize
+            for number in range(first, len(self.chunks))
+        }
 
     def record(self, number: int) -> str:
         """The record of a chunk."""
@@ -115,45 +155,50 @@ class OffloadedVector:
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""
         found = torch.empty(stop - start, dtype=self.dtype)
-        for number, low, high, held in self.store.overlapping(self, start, stop):
+        for number, low, high, held in self.cuts.overlapping(start, stop):
             with self.store.lock:
                 found[low - start : high - start] = self.store.cached(self, number)[low - held : high - held]
         return found
 
     def read_all(self, out: Tensor) -> None:
         """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
-        store = self.store
-        if self.numel and self.resident(0) is not None:
-            for number, (begin, end) in enumerate(self.chunks):
-                chunk = self.resident(number)
-                assert chunk is not None
+        away = []
+        for number, (begin, end) in enumerate(self.chunks):
+            if (chunk := self.resident(number)) is None:
+                away.append(number)
+            else:
                 out[begin:end].copy_(chunk)
-            return
+        if away:
+            self._read_away(away, out)
+
+    def _read_away(self, numbers: list[int], out: Tensor) -> None:
+        """The chunks of these numbers, which have to be read."""
+        store = self.store
         with store.lock:
             store.flush()
         most = max(1, min(store.chunk_numel, self.numel) * self.dtype.itemsize)
         buffers = [HostMemory(most).bytes for _ in range(2)]
         pending: list[PendingIO | None] = [None, None]
 
-        def start(number: int) -> None:
-            begin, end = self.chunks[number]
-            if self.written[number]:
-                memory = buffers[number % 2][: (end - begin) * self.dtype.itemsize]
-                pending[number % 2] = store.tier.read(self.record(number), memory)
+        def start(turn: int) -> None:
+            begin, end = self.chunks[numbers[turn]]
+            if self.written[numbers[turn]]:
+                memory = buffers[turn % 2][: (end - begin) * self.dtype.itemsize]
+                pending[turn % 2] = store.tier.read(self.record(numbers[turn]), memory)
 
         try:
-            for number, (begin, end) in enumerate(self.chunks):
-                if number == 0:
-                    start(0)
-                if (reading := pending[number % 2]) is not None:
-                    pending[number % 2] = None
+            start(0)
+            for turn, number in enumerate(numbers):
+                begin, end = self.chunks[number]
+                if (reading := pending[turn % 2]) is not None:
+                    pending[turn % 2] = None
                     reading.wait()
-                if number + 1 < len(self.chunks):
-                    start(number + 1)
+                if turn + 1 < len(numbers):
+                    start(turn + 1)
                 if reading is None:
                     out[begin:end].fill_(self.fill)
                 else:
-                    memory = buffers[number % 2][: (end - begin) * self.dtype.itemsize]
+                    memory = buffers[turn % 2][: (end - begin) * self.dtype.itemsize]
                     out[begin:end].copy_(memory.view(self.dtype))
         finally:
             for left in pending:
@@ -163,7 +208,7 @@ class OffloadedVector:
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on."""
         flat = values.detach().reshape(-1)
-        for number, low, high, held in self.store.overlapping(self, start, start + flat.numel()):
+        for number, low, high, held in self.cuts.overlapping(start, start + flat.numel()):
             with self.store.lock:
                 chunk = self.store.cached(self, number, change=True)
                 chunk[low - held : high - held] = flat[low - start : high - start]
@@ -210,40 +255,40 @@ class ChunkStore:
         tier: Where they live.
         chunk_numel: Elements per chunk.
         cached_chunks: How many chunks reads and writes of ranges keep in memory.
+        ratio: The part of every vector that is not its head.
 
     Attributes:
         lock: Held while a cached chunk is used; threads of a reader write into vectors.
     """
 
-    def __init__(self, tier: Tier, chunk_numel: int, cached_chunks: int = 4) -> None:
+    def __init__(self, tier: Tier, chunk_numel: int, cached_chunks: int = 4, ratio: float = 1.0) -> None:
         assert chunk_numel > 0 and cached_chunks > 0
-        self.tier, self.chunk_numel, self.lock = tier, chunk_numel, threading.RLock()
+        self.tier, self.chunk_numel, self.ratio, self.lock = tier, chunk_numel, ratio, threading.RLock()
         self.vectors: dict[str, OffloadedVector] = {}
         self._limit, self._numbers = cached_chunks, itertools.count()
         self._cache: OrderedDict[tuple[str, int], tuple[Tensor, list[bool]]] = OrderedDict()
 
-    def add(self, wanted: Mapping[str, tuple[int, torch.dtype, float]]) -> dict[str, OffloadedVector]:
-        """Make vectors: {name: (elements, dtype, what they are filled with)}.
+    def cuts(self, numel: int) -> Cuts:
+        """How vectors of this many elements are cut."""
+        return Cuts(numel, self.chunk_numel, head_numel(numel, self.ratio))
+
+    def add(self, wanted: Mapping[str, VectorSpec]) -> dict[str, OffloadedVector]:
+        """Make vectors, by name.
 
         Raises:
             OSError: If the tier has no room for all of them.
         """
         assert not wanted.keys() & self.vectors.keys()
-        made = {name: OffloadedVector(self, name, *rest) for name, rest in wanted.items()}
-        sizes = {
-            vector.record(number): (stop - start) * vector.dtype.itemsize
-            for vector in made.values()
-            for number, (start, stop) in enumerate(vector.chunks)
-        }
-        self.tier.reserve(sizes)
+        made = {name: OffloadedVector(self, name, spec) for name, spec in wanted.items()}
+        self.tier.reserve({record: size for vector in made.values() for record, size in vector.records().items()})
         self.vectors.update(made)
         return made
 
-    def take(self, name: str, numel: int, dtype: torch.dtype) -> OffloadedVector:
+    def take(self, name: str, spec: VectorSpec) -> OffloadedVector:
         """A vector of zeros: one that `add` has made room for, or a new one."""
         known = self.vectors.get(name)
-        assert known is None or (known.numel, known.dtype) == (numel, dtype)
-        return known or self.add({name: (numel, dtype, 0.0)})[name]
+        assert known is None or (known.numel, known.dtype) == (spec.numel, spec.dtype)
+        return known or self.add({name: spec})[name]
 
     def new_number(self) -> int:
         """Keeps the names of several owners apart."""
@@ -256,17 +301,7 @@ class ChunkStore:
                 del self.vectors[vector.name]
                 for number in range(len(vector.written)):
                     self._cache.pop((vector.name, number), None)
-                self.tier.release(vector.record(number) for number in range(len(vector.written)))
-
-    def overlapping(self, vector: OffloadedVector, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        """Chunks that hold elements [start, stop): number, first and one-past-last of them, first of the chunk."""
-        assert 0 <= start <= stop <= vector.numel
-        size = self.chunk_numel
-        return [
-            (number, max(start, number * size), min(stop, (number + 1) * size), number * size)
-            for number in range(start // size, -(-stop // size))
-            if max(start, number * size) < min(stop, (number + 1) * size)
-        ]
+                self.tier.release(vector.records())
 
     def cached(self, vector: OffloadedVector, number: int, *, change: bool = False) -> Tensor:
         """A chunk in memory, read if it has to be; the caller holds the lock."""

@@ -39,7 +39,8 @@ def ledger_of(engine: ZeroEngine) -> Ledger:
                 ledger.add_tensor(category, tier_of(tensor, device), owner, tensor, asked)
             for category, vector in bucket.offloaded():
                 where = bucket.slice if category == "parameters" else bucket.owned
-                ledger.add(_in_a_tier(cast("Category", category), bucket, owner, vector, (where.start, where.stop)))
+                for entry in _in_a_tier(cast("Category", category), bucket, owner, vector, where.start):
+                    ledger.add(entry)
     _add_optimizer_state(ledger, engine, owners)
     staging = sum(sharded.staging_bytes for sharded in engine.optimizers)
     if staging:
@@ -81,19 +82,25 @@ def _elements(bucket: ParameterBucket, tensor: Tensor) -> int:
 
 
 def _in_a_tier(
-    category: Category, bucket: ParameterBucket, owner: Owner, vector: OffloadedVector, where: tuple[int, int]
-) -> Entry:
-    """The entry of a vector for bucket elements [start, stop)."""
+    category: Category, bucket: ParameterBucket, owner: Owner, vector: OffloadedVector, start: int
+) -> Iterator[Entry]:
+    """The entries of a vector for the bucket's elements from `start` on: in its tier, and a head on the device."""
     tier: Tier = "nvme" if vector.tier.name == "nvme" else "host"
-    elements = sum(piece.numel for piece in bucket.layout.pieces(*where))
-    return Entry(category, tier, owner, elements * vector.dtype.itemsize, round_up(vector.nbytes, BLOCK))
+
+    def asked(low: int, high: int) -> int:
+        return sum(piece.numel for piece in bucket.layout.pieces(start + low, start + high)) * vector.dtype.itemsize
+
+    yield Entry(category, tier, owner, asked(*vector.in_tier), round_up(vector.nbytes, BLOCK))
+    if vector.kept is not None:
+        taken = allocated(vector.kept.nbytes, vector.kept.device.type)
+        yield Entry(category, "device", owner, asked(0, vector.in_tier[0]), taken)
 
 
 def _add_optimizer_state(ledger: Ledger, engine: ZeroEngine, owners: dict[int, Owner]) -> None:
     for sharded in engine.optimizers:
         for bucket, vector in sharded.offloaded():
-            owned = (bucket.owned.start, bucket.owned.stop)
-            ledger.add(_in_a_tier("optimizer state", bucket, owners[id(bucket)], vector, owned))
+            for entry in _in_a_tier("optimizer state", bucket, owners[id(bucket)], vector, bucket.owned.start):
+                ledger.add(entry)
         for parameter in sharded.parameters():
             place = engine.model.place(parameter)
             assert place is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_strategy.config import OffloadConfig
+from zero_strategy.memory.cuts import Cuts, head_numel
 from zero_strategy.memory.opening import chunk_numel
 
 TIER_ORDER = ("none", "cpu", "nvme")
@@ -19,18 +20,22 @@ class Offload:
 
     Attributes:
         optimizer: Of optimizer state and master weights: "none" (the device), "cpu", "nvme".
+        ratio: The part of optimizer state and master weights that its tier holds; the rest stays on the device.
         parameters: Of the owned slices of parameters, under stage 3.
         staging_bytes: Host memory through which state in files passes.
     """
 
     optimizer: str = "none"
     parameters: str = "none"
+    ratio: float = 1.0
     staging_bytes: int = OffloadConfig().staging_bytes
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters"):
             if getattr(self, name) not in TIER_ORDER:
                 raise ValueError(f"offload.{name} is {getattr(self, name)!r}; accepted: none, cpu, nvme")
+        if not 0.0 <= self.ratio <= 1.0:
+            raise ValueError(f"offload.optimizer_ratio is {self.ratio:g}; accepted: 0 to 1")
         if self.parameters != "none" and self.optimizer == "none":
             raise ValueError(
                 f"offload.parameters is {self.parameters!r} and offload.optimizer is 'none': what is not on the device "
@@ -40,7 +45,7 @@ class Offload:
     @classmethod
     def of(cls, config: OffloadConfig) -> Offload:
         """What a config says."""
-        return cls(config.optimizer, config.parameters, config.staging_bytes)
+        return cls(config.optimizer, config.parameters, config.optimizer_ratio, config.staging_bytes)
 
     def check_stage(self, stage: int) -> None:
         """Raise if parameters are offloaded below stage 3, where every rank computes with whole ones.
@@ -61,7 +66,13 @@ class Offload:
         """Elements of the chunks that a step takes."""
         return chunk_numel(self.staging_bytes)
 
+    def cuts(self, numel: int) -> Cuts:
+        """How the vectors of a bucket are cut of which a rank owns `numel` elements."""
+        return Cuts(numel, self.chunk_numel, head_numel(numel, self.ratio if self.optimizer != "none" else 1.0))
+
     def describe(self) -> str:
         """Such as "optimizer cpu, parameters nvme"; "none"."""
         parts = [f"{name} {tier}" for name in ("optimizer", "parameters") if (tier := getattr(self, name)) != "none"]
+        if self.ratio != 1.0 and self.optimizer != "none":
+            parts.insert(1, f"ratio {self.ratio:g}")
         return ", ".join(parts) or "none"

@@ -70,7 +70,8 @@ class OffloadStores:
         if tier == "none":
             return None
         if tier not in self._made:
-            self._made[tier] = ChunkStore(self._open(tier), chunk_numel(self._offload.staging_bytes))
+            size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
+            self._made[tier] = ChunkStore(self._open(tier), size, ratio=ratio)
         return self._made[tier]
 
     def _open(self, tier: str) -> Tier:

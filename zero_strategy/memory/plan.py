@@ -159,7 +159,7 @@ class MemoryPlan:
 
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
         """What a step on state in files has in memory: for every vector in files, a chunk in each slot that is used."""
-        chunk, slots, number = self.offload.chunk_numel, dict[tuple[int, str], int](), 0
+        slots, number = dict[tuple[int, str], int](), 0
         placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
             start, stop = bucket.owned(placement, rank % self.resolved.shard)
@@ -170,11 +170,13 @@ class MemoryPlan:
             if self.offload.parameters == "nvme":
                 keys["weights"] = bucket.dtype.itemsize
             pieces = bucket.pieces(start, stop)
-            for begin in range(0, stop - start, chunk):
-                if any(piece.offset < begin + chunk and piece.offset + piece.numel > begin for piece in pieces):
+            cuts = self.offload.cuts(stop - start)
+            for index, (begin, end) in enumerate(cuts.chunks):
+                if any(piece.offset < end and piece.offset + piece.numel > begin for piece in pieces):
                     for key, itemsize in keys.items():
                         place = (number % SLOTS, key)
-                        slots[place] = max(slots.get(place, 0), chunk * itemsize)
+                        if index >= cuts.heads or key == "weights":
+                            slots[place] = max(slots.get(place, 0), cuts.size * itemsize)
                     number += 1
         if slots:
             yield Entry("staging", "host", Owner("optimizer step"), sum(slots.values()), sum(slots.values()))
@@ -232,7 +234,7 @@ class _BucketEntries:
         bucket, state = self.bucket, self.plan.optimizer
         pieces = bucket.pieces(*self.owned)
         if bucket.master:
-            yield self._buffer("master weights", tier, self.owned, 4)
+            yield from self._state_buffers("master weights", tier, 4)
         moment = (state.dtype or bucket.updated_dtype).itemsize
         asked = sum(piece.numel for piece in pieces) * moment * state.moments
         if tier == "device":
@@ -240,10 +242,21 @@ class _BucketEntries:
             yield Entry("optimizer state", tier, bucket.owner, asked, taken)
         else:
             for _ in range(state.moments):
-                yield self._buffer("optimizer state", tier, self.owned, moment)
+                yield from self._state_buffers("optimizer state", tier, moment)
         counters = len(pieces) * state.scalar_bytes
         at: Tier = "device" if self.plan.device_type == "cpu" else "host"
         yield Entry("optimizer state", at, bucket.owner, counters, counters)
+
+    def _state_buffers(self, category: Category, tier: Tier, itemsize: int) -> Iterator[Entry]:
+        """A vector of state: in its tier, and a head on the device."""
+        start, stop = self.owned
+        if tier == "device":
+            yield self._buffer(category, tier, self.owned, itemsize)
+            return
+        split = start + self.plan.offload.cuts(stop - start).head
+        yield self._buffer(category, tier, (split, stop), itemsize)
+        if split > start:
+            yield self._buffer(category, "device", (start, split), itemsize)
 
     def _buffer(self, category: Category, tier: Tier, where: tuple[int, int], itemsize: int) -> Entry:
         """A flat buffer for the elements [start, stop) of the bucket."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zero_strategy import ops
 from zero_strategy.distributed.together import together
-from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector
+from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
 from zero_strategy.optim.streamed import StreamedStep, Update
 from zero_strategy.optim.update_rules import UpdateRule
 from zero_strategy.sharding.layout import Piece
@@ -86,23 +86,24 @@ class OffloadedStates:
             ValueError: If param groups want different states in one bucket.
             OSError: If the tier has no room.
         """
-        wanted: dict[str, tuple[int, torch.dtype, float]] = {}
+        wanted: dict[str, VectorSpec] = {}
         places: dict[str, tuple[int, str]] = {}
         for bucket, group in self._trained():
             known = self._vectors.get(id(bucket), {})
             for key, (dtype, fill) in (self._rule.vectors(group) or {}).items():
                 name = f"{self._number}/{bucket.names[0]}/{key}"
-                kind = (bucket.owned.stop - bucket.owned.start, dtype, fill)
+                spec = VectorSpec(bucket.owned.stop - bucket.owned.start, dtype, fill, bucket.device)
                 made = known.get(key)
-                before = wanted.get(name, kind) if made is None else (made.numel, made.dtype, made.fill)
-                if before != kind:
+                before: VectorSpec | OffloadedVector = wanted.get(name, spec) if made is None else made
+                if (before.dtype, before.fill) != (dtype, fill):
                     raise ValueError(
-                        f"param groups of {type(self._optimizer).__name__} keep {key} in {before[1:]} and {kind[1:]} "
+                        f"param groups of {type(self._optimizer).__name__} keep {key} in "
+                        f"{(before.dtype, before.fill)} and {(dtype, fill)} "
                         f"for parameters of the bucket of {bucket.names[0]!r}; with offload.optimizer they "
                         "must be alike"
                     )
                 if made is None:
-                    wanted[name], places[name] = kind, (id(bucket), key)
+                    wanted[name], places[name] = spec, (id(bucket), key)
         made_now = together(self._model.mesh.control, lambda: self._store.add(wanted)) if wanted else {}
         for name, vector in made_now.items():
             identity, key = places[name]
@@ -131,8 +132,8 @@ class OffloadedStates:
                 yield bucket, vector
 
     def nbytes(self) -> int:
-        """Bytes of all vectors."""
-        return sum(vector.nbytes for vectors in self._vectors.values() for vector in vectors.values())
+        """Bytes of all vectors, heads on the device with them."""
+        return sum(vector.numel * vector.dtype.itemsize for _, vector in self.vectors())
 
     @property
     def staging_bytes(self) -> int:

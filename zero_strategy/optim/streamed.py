@@ -4,8 +4,9 @@
     update chunk i             [slot]        gradient from its bucket, new weight straight into the parameters
     write  chunk i-1, i-2 <--  [slot][slot]
 
-Memory is that of the slots, whatever the size of the model; chunks in host memory are updated where they lie. Every
-update rule that works element by element gives the same bits as with all of its state on the device.
+Memory is that of the slots, whatever the size of the model. Chunks in host memory are updated where they lie, and those
+whose state is kept on the device (`offload.optimizer_ratio`), there. Every update rule that works element by element
+gives the same bits as with all of its state on the device.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ AHEAD = SLOTS // 2
 """Chunks that are read ahead, and written behind."""
 MASTER, WEIGHTS = "master weights", "weights"
 """Keys of a chunk's vectors beside those of the optimizer's state."""
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -57,11 +59,15 @@ class Update:
 
 @dataclass
 class _Chunk:
-    """One chunk of the vectors of a bucket: elements [start, stop) of the owned ones, and what is updated there."""
+    """One chunk of the vectors of a bucket: elements [start, stop) of the owned ones, and what is updated there.
+
+    The state of one `on_device` is kept where the bucket is, and updated there.
+    """
 
     number: int
     start: int
     stop: int
+    on_device: bool
     vectors: dict[str, OffloadedVector]
     updates: list[Update] = field(default_factory=list)
 
@@ -131,11 +137,11 @@ class StreamedStep:
         self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]]
     ) -> list[_Chunk]:
         """Those that hold something to update, in the order of buckets and elements."""
-        size = self._store.chunk_numel
         found: dict[tuple[int, int], _Chunk] = {}
         for update in updates:
             bucket, cut = update.bucket, update.cut
-            for number in range(cut.offset // size, -(-(cut.offset + cut.numel) // size) if cut.numel else 0):
+            cuts = self._store.cuts(bucket.owned.stop - bucket.owned.start)
+            for number, *_ in cuts.overlapping(cut.offset, cut.offset + cut.numel) if cut.numel else ():
                 key = (id(bucket), number)
                 if key not in found:
                     held = dict(vectors.get(id(bucket), {}))
@@ -143,8 +149,7 @@ class StreamedStep:
                         held[MASTER] = bucket.master_vector
                     if bucket.shard_vector is not None:
                         held[WEIGHTS] = bucket.shard_vector
-                    stop = min((number + 1) * size, bucket.owned.stop - bucket.owned.start)
-                    found[key] = _Chunk(number, number * size, stop, held)
+                    found[key] = _Chunk(number, *cuts.chunks[number], number < cuts.heads, held)
                 found[key].updates.append(update)
         return list(found.values())
 
@@ -193,14 +198,16 @@ class StreamedStep:
         for update in chunk.updates:
             low, high = _overlap(update, chunk)
             here = slice(low - chunk.start, high - chunk.start)
+            home = update.bucket.device if chunk.on_device else _HOST
             weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.owned_values[low:high]
-            if weights.device.type != "cpu" or (self._copies and WEIGHTS not in held):
-                on_device, weights = weights, weights.to("cpu", copy=True)
-                back.append((on_device, weights))
-            segments.append(_segment(update, low, high, weights, {key: values[here] for key, values in held.items()}))
+            if weights.device != home or (self._copies and chunk.on_device == (WEIGHTS in held)):
+                away, weights = weights, weights.to(home, copy=True)
+                back.append((away, weights))
+            parts = {key: values[here] for key, values in held.items()}
+            segments.append(_segment(update, low, high, weights, parts, home))
         rule.update(segments, scale)
-        for on_device, weights in back:
-            on_device.copy_(weights)
+        for away, weights in back:
+            away.copy_(weights)
         for update, segment in zip(chunk.updates, segments, strict=True):
             low, _ = _overlap(update, chunk)
             numbers = {}
@@ -220,14 +227,16 @@ def _overlap(update: Update, chunk: _Chunk) -> tuple[int, int]:
     return max(chunk.start, update.cut.offset), min(chunk.stop, update.cut.offset + update.cut.numel)
 
 
-def _segment(update: Update, low: int, high: int, weights: Tensor, held: dict[str, Tensor]) -> Segment:
-    """Elements [low, high) of the owned ones as the rule takes them."""
+def _segment(
+    update: Update, low: int, high: int, weights: Tensor, held: dict[str, Tensor], home: torch.device
+) -> Segment:
+    """Elements [low, high) of the owned ones as the rule takes them, on the device `home`."""
     state = {
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }
     param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
-    gradient = update.gradient[low - update.cut.offset : high - update.cut.offset].to("cpu")
+    gradient = update.gradient[low - update.cut.offset : high - update.cut.offset].to(home)
     return Segment(
         update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter
     )
@@ -250,7 +259,8 @@ def _count_only(rule: UpdateRule, update: Update, scale: float) -> dict[str, Any
 def _mark_torn(chunks: Sequence[_Chunk]) -> None:
     for chunk in chunks:
         for vector in chunk.vectors.values():
-            vector.tier.mark_torn([vector.record(chunk.number)], "an optimizer step stopped half-way")
+            record = vector.record(chunk.number)
+            vector.tier.mark_torn([record] if record in vector.records() else [], "an optimizer step stopped half-way")
 
 
 def _wait(pending: Sequence[PendingIO]) -> None:

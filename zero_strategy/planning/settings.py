@@ -41,7 +41,11 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
     changes = {key: value for key, value in changes.items() if value is not None} | mesh
     if changes:
         config = load_config(config, **changes)
-    given = {"optimizer": options.offload_optimizer, "parameters": options.offload_parameters}
+    given = {
+        "optimizer": options.offload_optimizer,
+        "ratio": options.optimizer_ratio,
+        "parameters": options.offload_parameters,
+    }
     offload = replace(Offload.of(config.offload), **{key: value for key, value in given.items() if value is not None})
     if deepspeed is None:
         return PlannedSettings(config, offload)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_strategy.config import ZeroConfig
 from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.distributed.together import together
-from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.chunked import ChunkStore, VectorSpec
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.grouping import LOW_PRECISION, gradient_dtypes, group_parameters
@@ -122,17 +122,19 @@ class ShardedModel:
             OSError: If there is none, with bytes needed and bytes free.
             RuntimeError: If another rank has none.
         """
-        wanted: dict[ChunkStore, dict[str, tuple[int, torch.dtype, float]]] = {}
+        wanted: dict[ChunkStore, dict[str, VectorSpec]] = {}
         replicas = self.mesh.world_size // self.mesh.shard_size
         for dtype, named in (bucket for spec in specs for bucket in self._buckets_of(spec)):
             shapes = [(name, tuple(parameter.shape)) for name, parameter in named]
             layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas)
             first, trainable = named[0][0], named[0][1].requires_grad
             if self._parameter_store is not None:
-                wanted.setdefault(self._parameter_store, {})[weights_name(first)] = (layout.slice_numel, dtype, 0.0)
+                spec = VectorSpec(layout.slice_numel, dtype)
+                wanted.setdefault(self._parameter_store, {})[weights_name(first)] = spec
             if self.optimizer_store is not None and trainable and dtype in LOW_PRECISION:
                 owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
-                wanted.setdefault(self.optimizer_store, {})[master_name(first)] = (owned, torch.float32, 0.0)
+                spec = VectorSpec(owned, torch.float32, device=self.device)
+                wanted.setdefault(self.optimizer_store, {})[master_name(first)] = spec
 
         def reserve() -> None:
             for store, vectors in wanted.items():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.distributed import Mesh, PendingWork
-from zero_strategy.memory.chunked import ChunkStore, OffloadedVector
+from zero_strategy.memory.chunked import ChunkStore, OffloadedVector, VectorSpec
 from zero_strategy.sharding.grouping import LOW_PRECISION
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
 from zero_strategy.sharding.placement import Placement
@@ -134,7 +134,7 @@ class ParameterBucket:
             own = self.flat[self.slice]
             self.shard = torch.zeros_like(own) if values is None else values.clone()
             return
-        self.shard_vector = self._shard_store.take(weights_name(self.names[0]), numel, self.dtype)
+        self.shard_vector = self._shard_store.take(weights_name(self.names[0]), VectorSpec(numel, self.dtype))
         self.shard = torch.empty(0, dtype=self.dtype)
         if values is not None:
             for start, stop in self.shard_vector.chunks:
@@ -191,7 +191,8 @@ class ParameterBucket:
         if self._store is None:
             self.master = source.to(torch.float32, copy=True)
             return
-        self.master_vector = self._store.take(master_name(self.names[0]), source.numel(), torch.float32)
+        spec = VectorSpec(source.numel(), torch.float32, device=self.device)
+        self.master_vector = self._store.take(master_name(self.names[0]), spec)
         self.master = torch.empty(0)
         for start, stop in self.master_vector.chunks:
             self.master_vector.write(start, source[start:stop])
@@ -388,7 +389,7 @@ class ParameterBucket:
     def master_bytes(self) -> int:
         """Bytes of the fp32 master copy on this rank, in whatever tier."""
         if self.master_vector is not None:
-            return self.master_vector.nbytes
+            return self.master_vector.numel * self.master_vector.dtype.itemsize
         return self.master.numel() * self.master.element_size() if self.has_master else 0
 
     def _point_at_flat(self) -> None:

@@ -52,7 +52,7 @@ _OPTIMIZER_OFFLOAD = Group(
         "pipeline_read": unneeded(BOOL, False, _BESIDE),
         "pipeline_write": unneeded(BOOL, False, _BESIDE),
         "fast_init": unneeded(BOOL, False, "state that was never written is not read either"),
-        "ratio": refused(NUMBER, 1.0, "all of the optimizer's state goes to one tier; leave it out, or set 1.0"),
+        "ratio": translated(NUMBER, 1.0, "offload.optimizer_ratio"),
         "super_offload": refused(BOOL, False, "it reorders updates, so weights may differ; leave it out"),
         "cpuadam_cores_perc": unneeded(NUMBER, 0.8, "it tunes super_offload"),
     },

@@ -150,6 +150,11 @@ class Translation:
             path = self.value(f"{_ZERO}{section}.nvme_path", None)
             if device == "nvme" and path is not None:
                 paths.setdefault(path, self.from_key(f"{_ZERO}{section}.nvme_path"))
+        ratio, key = self.value(f"{_ZERO}offload_optimizer.ratio", 1.0), f"{_ZERO}offload_optimizer.ratio"
+        if ratio != 1.0 and "offload.optimizer" in made:
+            if not 0.0 <= ratio <= 1.0:
+                raise ValueError(f"{key} is {ratio:g}{from_origin(self.origin)}; accepted: 0 to 1")
+            made["offload.optimizer_ratio"] = Setting(float(ratio), self.from_key(key))
         if paths:
             made["offload.nvme_path"] = Setting(list(paths), next(iter(paths.values())))
         return made
