@@ -1,4 +1,4 @@
-"""How many processes train together."""
+"""How many processes train together, and which of them this is."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def world_size() -> int:
             stacklevel=3,
         )
     return 1
+
+
+def world_rank() -> int:
+    """This process in the default process group, 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0

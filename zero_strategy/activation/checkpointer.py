@@ -1,0 +1,269 @@
+"""Runs functions whose activations are computed again in backward, with options for the inputs that are kept for that.
+
+torch's non-reentrant checkpoint does the recomputation; it saves the inputs through whatever hooks on saved tensors
+are in force, and only the inputs, so that hooks around it decide where they are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero_strategy.activation.kept_inputs import KeptInputs, KeptRecord
+from zero_strategy.activation.model_parallel import ModelParallel
+from zero_strategy.activation.rng import CudaRNGStatesTracker
+from zero_strategy.activation.settings import CheckpointSettings
+from zero_strategy.activation.timings import CheckpointTimings, Stopwatch
+from zero_strategy.distributed.counters import CommunicationCounters
+
+
+class Checkpointer:
+    """Checkpoints functions under one set of options.
+
+    Args:
+        settings: The options.
+        place: Of this process in its model-parallel group.
+        tracker: Whose states are those of the forward while it is computed again; asked at each forward.
+
+    Attributes:
+        settings: The options.
+        place: Of this process in its model-parallel group.
+        timings: What `profile` has measured.
+        counters: What gathering parts sent.
+        kept: The inputs that are kept elsewhere than where they were; None: no option asks for it.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointSettings | None = None,
+        place: ModelParallel | None = None,
+        tracker: Callable[[], CudaRNGStatesTracker | None] = lambda: None,
+    ) -> None:
+        self.settings, self.place = settings or CheckpointSettings(), place or ModelParallel()
+        self.timings, self.counters = CheckpointTimings(), CommunicationCounters()
+        self._tracker, self._running = tracker, _Running()
+        if self.settings.partition_activations and place is None:
+            warnings.warn(
+                "partition_activations is on without a model-parallel group: this process is a group of one, so it "
+                "keeps whole inputs; configure(mpu_=...) tells the group",
+                stacklevel=3,
+            )
+        whole = self.place.size == 1 and not self.settings.contiguous_checkpointing
+        self.kept: KeptInputs | None = None
+        if self.settings.stores and not (whole and not self.settings.checkpoint_in_cpu):
+            self.kept = KeptInputs(self.settings, self.place.communicator(self.counters))
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function now, and again in backward instead of keeping what it computed.
+
+        The random state of the second call, the tracker's states included, is that of the first. Checkpoints inside of
+        the function are computed again with it, and keep their inputs as torch does.
+
+        Args:
+            function: Anything that can be called. It must do the same when it is called again.
+            *args: For it: tensors, None and other values, in any nesting of tuples, lists and dicts. With
+                `partition_activations` the ranks of a model-parallel group give the same tensors.
+            **kwargs: Likewise.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            TypeError: If `function` cannot be called.
+            ValueError: If the contiguous buffer has no room for the inputs.
+        """
+        if not callable(function):
+            raise TypeError(f"checkpoint takes a function, not {type(function).__name__}")
+        tracker = self._tracker()
+        tracked = tracker if tracker is not None and tracker.is_initialized() else None
+        plain = self.kept is None and tracked is None and not (self.settings.synchronize or self.settings.profile)
+        if not plain:
+            return self._special(function, args, kwargs, tracked)
+        if not kwargs and all(arg is None or isinstance(arg, (Tensor, bool, int, float, str)) for arg in args):
+            return torch_checkpoint(function, *args, use_reentrant=False)
+        leaves, tree = tree_flatten((args, kwargs))  # torch saves, and lets go of, tensors that it is given one by one
+        return torch_checkpoint(partial(_call, function, tree), *leaves, use_reentrant=False)
+
+    def reset(self) -> None:
+        """Let go of buffers for kept inputs, for forwards without a backward; what a graph needs stays with it."""
+        if self.kept is not None:
+            self.kept.reset()
+
+    @torch.compiler.disable
+    def _special(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tracker: CudaRNGStatesTracker | None,
+    ) -> Any:
+        leaves, tree = tree_flatten((args, kwargs))
+        watch = self._watch()
+        if watch is not None and torch.is_grad_enabled():
+            leaves = _Gate(watch).views(leaves)
+        run = _Run(function, tree, tracker, self._running, watch)
+        with self._keeping(leaves):
+            return torch_checkpoint(run, *leaves, use_reentrant=False)
+
+    def _watch(self) -> Stopwatch | None:
+        if not self.settings.synchronize and not self.settings.profile:
+            return None
+        return Stopwatch(self.timings if self.settings.profile else None, wait=True)
+
+    def _keeping(self, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Hooks that put what torch saves, the inputs, into a record."""
+        # A checkpoint inside of another one is part of what is computed again, and keeps nothing across the step.
+        if self.kept is None or not torch.is_grad_enabled() or self._running.depth:
+            return nullcontext()
+        chosen = [leaf for leaf in leaves if self.kept.takes(leaf)]
+        chosen = [leaf for leaf in chosen if leaf.device == chosen[0].device]
+        if not chosen:
+            return nullcontext()
+        packing = _Packing(self.kept.keep(chosen), chosen)
+        return torch.autograd.graph.saved_tensors_hooks(packing.pack, _Packing.unpack)
+
+
+class _Running(threading.local):
+    """How many checkpoints this thread is inside of, in forward or while computing again."""
+
+    depth = 0
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+class _Run:
+    """The function, given a flat list of arguments; the first call is the forward."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tree: TreeSpec,
+        tracker: CudaRNGStatesTracker | None,
+        running: _Running,
+        watch: Stopwatch | None,
+    ) -> None:
+        self._function, self._tree, self._running, self._watch = function, tree, running, watch
+        self._tracker = tracker
+        self._states = {} if tracker is None else tracker.snapshot()
+        self._first = True
+
+    def __call__(self, *leaves: Any) -> Any:
+        if not self._first:
+            return self._again(*leaves)
+        self._first = False
+        if self._watch is not None:
+            self._watch.forward_begins()
+        with self._running.inside():
+            output = _call(self._function, self._tree, *leaves)
+        if self._watch is not None:
+            self._watch.forward_ends()
+        return output
+
+    def _again(self, *leaves: Any) -> Any:
+        if self._watch is not None:
+            self._watch.backward_begins()
+            # An input that gets no gradient does not tell the end.
+            Variable._execution_engine.queue_callback(self._watch.backward_ends)
+        rewound = nullcontext() if self._tracker is None else self._tracker.rewound(self._states)
+        with rewound, self._running.inside():
+            return _call(self._function, self._tree, *leaves)
+
+
+class _Gate:
+    """Views of the inputs, through all of which gradients pass when the checkpoint's backward is over."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch, self._inputs, self._missing = watch, 0, 0
+
+    def views(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, with views in place of tensors that need a gradient."""
+        seen = [self._view(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+        self._missing = self._inputs
+        return seen
+
+    def _view(self, leaf: Tensor) -> Tensor:
+        view = leaf.view_as(leaf)
+        assert view.grad_fn is not None
+        view.grad_fn.register_hook(self._passed)
+        self._inputs += 1
+        return view
+
+    def _passed(self, gradients: Any, of_outputs: Any) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self._missing = self._inputs  # another backward through the same graph may follow
+            self._watch.backward_ends()
+
+
+class _Packing:
+    """Tells which of the tensors that torch saves are in a record.
+
+    By where they lie, since torch hands over aliases of its own and, in some versions, a tensor of its own as well.
+    """
+
+    def __init__(self, record: KeptRecord, tensors: Sequence[Tensor]) -> None:
+        self._record = record
+        # Plain values: the tensors themselves would be what is to be freed.
+        self._waiting = [(_place(tensor), number) for number, tensor in enumerate(tensors)]
+
+    def pack(self, tensor: Tensor) -> _Kept | _Alias:
+        """What to save instead of a tensor."""
+        place = _place(tensor)
+        for position, (other, number) in enumerate(self._waiting):
+            if place == other:
+                del self._waiting[position]
+                return _Kept(self._record, number)
+        return _Alias(tensor)
+
+    @staticmethod
+    def unpack(saved: _Kept | _Alias) -> Tensor:
+        """The tensor."""
+        return saved.tensor()
+
+
+class _Kept:
+    def __init__(self, record: KeptRecord, number: int) -> None:
+        self._record, self._number = record, number
+
+    def tensor(self) -> Tensor:
+        return self._record.fetch(self._number)
+
+
+class _Alias:
+    """A tensor that stays where it is; what torch would notice without hooks is noticed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"an input of a checkpoint, of shape {tuple(self._tensor.shape)}, was modified in place before it was "
+                "needed for the recomputation; give the checkpoint a copy"
+            )
+        return self._tensor
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _call(function: Callable[..., Any], tree: TreeSpec, *leaves: Any) -> Any:
+    args, kwargs = tree_unflatten(list(leaves), tree)
+    return function(*args, **kwargs)

@@ -1,0 +1,229 @@
+"""The inputs that checkpoints keep for their recomputation, where the options want them.
+
+    forward:   record = kept.keep(leaves)     this rank's part of each input, copied into one record
+    backward:  record.fetch(number)           the whole input: from the host, and from the other ranks
+
+A record lives as long as the graph that needs it; then its memory is free for another one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.activation.kept_memory import ContiguousMemory, DeviceMemory, HostArena, KeptMemory
+from zero_strategy.activation.settings import CheckpointSettings
+from zero_strategy.distributed.collectives import Communicator
+
+_ALIGNMENT = 16
+"""Bytes; what vectorised copies on a GPU want."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One input in a record."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    numel: int
+    """Of the rank's part."""
+    start: int
+    """Bytes in the record."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class KeptInputs:
+    """Keeps inputs, in parts, in one buffer, on the host.
+
+    Args:
+        settings: The options.
+        communicator: Of the model-parallel group: its ranks call a function with the same inputs, in the same order.
+
+    Attributes:
+        prefetches: Records that were fetched from the host ahead of their use.
+    """
+
+    def __init__(self, settings: CheckpointSettings, communicator: Communicator) -> None:
+        self._settings, self._communicator = settings, communicator
+        self._memory = self._new_memory()
+        self._records: weakref.WeakSet[KeptRecord] = weakref.WeakSet()
+        self._last: weakref.ref[KeptRecord] | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.prefetches = 0
+
+    def _new_memory(self) -> KeptMemory:
+        if self._settings.contiguous_checkpointing:
+            assert self._settings.num_checkpoints is not None  # the settings have checked it
+            return ContiguousMemory(self._settings.num_checkpoints, self._settings.checkpoint_in_cpu)
+        return HostArena() if self._settings.checkpoint_in_cpu else DeviceMemory()
+
+    @property
+    def parts(self) -> int:
+        """Ranks that an input is divided among."""
+        return self._communicator.size if self._settings.partition_activations else 1
+
+    @property
+    def part(self) -> int:
+        """Which part this rank keeps."""
+        return self._communicator.rank if self._settings.partition_activations else 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether records are in host memory."""
+        return self._settings.checkpoint_in_cpu
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the records that some graph still needs."""
+        return sum(record.nbytes for record in self._records)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory that outlasts records: the contiguous buffer, the host's arena."""
+        return self._memory.reserved_bytes
+
+    def reset(self) -> None:
+        """Let go of all memory. What a graph still needs stays with that graph."""
+        self._memory, self._last = self._new_memory(), None
+
+    def takes(self, leaf: Any) -> bool:
+        """Whether an argument is kept in a record: floating-point tensors; parameters are there anyway."""
+        return (
+            isinstance(leaf, Tensor)
+            and not isinstance(leaf, nn.Parameter)
+            and leaf.is_floating_point()
+            and leaf.layout == torch.strided
+            and not leaf.is_meta
+            and leaf.numel() >= max(1, self.parts)
+        )
+
+    def keep(self, tensors: Sequence[Tensor]) -> KeptRecord:
+        """Copy this rank's part of each tensor.
+
+        Args:
+            tensors: At least one, all on one device, of which `takes` holds.
+
+        Raises:
+            ValueError: If the contiguous buffer has no room for them.
+        """
+        pieces: list[_Piece] = []
+        end = 0
+        for tensor in tensors:
+            numel = -(-tensor.numel() // self.parts)
+            stride = tuple(torch.empty_like(tensor, device="meta").stride())
+            pieces.append(_Piece(tuple(tensor.shape), stride, tensor.dtype, numel, end))
+            end += -(-pieces[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
+        device = tensors[0].device
+        layout = f"{', '.join(f'{piece.dtype} {list(piece.shape)}' for piece in pieces)} on {device}"
+        memory = self._memory.take(end, device, layout)
+        previous = None if self._last is None else self._last()
+        record = KeptRecord(self, memory, pieces, device, previous)
+        weakref.finalize(record, self._memory.free, memory).atexit = False
+        with torch.no_grad():
+            record.fill(tensors)
+        self._records.add(record)
+        self._last = weakref.ref(record)
+        return record
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream that copies between a GPU and the host; None where nothing is asynchronous."""
+        if device.type != "cuda" or not self.on_host:
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def gather(self, own: Tensor, piece: _Piece) -> Tensor:
+        """The whole input of a rank's part, which is bytes on the input's device."""
+        if self.parts == 1:
+            whole = own.view(piece.dtype)
+        else:
+            flat = own.new_empty(piece.nbytes * self.parts)
+            flat.chunk(self.parts)[self.part].copy_(own)
+            self._communicator.all_gather(flat).wait()
+            whole = flat.view(piece.dtype)
+        return whole.as_strided(piece.shape, piece.stride, 0)
+
+
+class KeptRecord:
+    """What one checkpoint keeps. Made by `KeptInputs.keep`.
+
+    Attributes:
+        nbytes: Of memory.
+    """
+
+    def __init__(
+        self,
+        kept: KeptInputs,
+        memory: Tensor,
+        pieces: Sequence[_Piece],
+        device: torch.device,
+        previous: KeptRecord | None,
+    ) -> None:
+        self._kept, self._memory, self._pieces, self._device = kept, memory, list(pieces), device
+        self._previous = None if previous is None else weakref.ref(previous)
+        self._stream = kept.stream(device)
+        self._ahead: Tensor | None = None
+        self.nbytes = memory.numel()
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy this rank's parts in."""
+        stream = self._stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for piece, tensor in zip(self._pieces, tensors, strict=True):
+                flat = _in_memory_order(tensor.detach())
+                rank = self._kept.part
+                part = flat[rank * piece.numel : (rank + 1) * piece.numel]
+                place = self._bytes(self._memory, piece).view(piece.dtype)
+                place[: part.numel()].copy_(part, non_blocking=stream is not None)
+                if stream is not None:
+                    flat.record_stream(stream)
+
+    def fetch(self, number: int) -> Tensor:
+        """One of the inputs, whole, as it was, in memory of its own; the group's ranks call it together."""
+        piece = self._pieces[number]
+        self.start()
+        assert self._ahead is not None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            self._ahead.record_stream(current)
+        whole = self._kept.gather(self._bytes(self._ahead, piece), piece)
+        if number == len(self._pieces) - 1:
+            self._ahead = None
+        before = None if self._previous is None else self._previous()
+        if before is not None and before._ahead is None and self._kept.on_host:
+            self._kept.prefetches += 1
+            before.start()
+        return whole
+
+    def start(self) -> None:
+        """Begin to copy the record to the device, unless that has been done."""
+        if self._ahead is not None:
+            return
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self._ahead = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            self._ahead.copy_(self._memory, non_blocking=self._stream is not None)
+
+    @staticmethod
+    def _bytes(memory: Tensor, piece: _Piece) -> Tensor:
+        return memory[piece.start : piece.start + piece.nbytes]
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """All elements, 1-D, as they lie; of a tensor with gaps or overlaps in logical order."""
+    if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return torch.empty_like(tensor).copy_(tensor).as_strided((tensor.numel(),), (1,))

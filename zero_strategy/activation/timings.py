@@ -1,0 +1,97 @@
+"""How long checkpoints take: their forwards, and their backwards, recomputation included."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CheckpointTimings:
+    """Seconds since the last `reset`.
+
+    Attributes:
+        forwards: Checkpoints whose forward was measured.
+        forward_seconds: In all of them together.
+        backwards: Checkpoints whose backward was measured.
+        backward_seconds: In all of them together, from the beginning of the recomputation to the gradients of the
+            checkpoint's inputs (if none needs one, to the end of the recomputation).
+    """
+
+    forwards: int = 0
+    forward_seconds: float = 0.0
+    backwards: int = 0
+    backward_seconds: float = 0.0
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.forwards = self.backwards = 0
+        self.forward_seconds = self.backward_seconds = 0.0
+
+    def as_metrics(self) -> dict[str, float]:
+        """Totals and means by name, for a logger."""
+        return {
+            "checkpoint/forwards": self.forwards,
+            "checkpoint/forward_seconds": self.forward_seconds,
+            "checkpoint/backwards": self.backwards,
+            "checkpoint/backward_seconds": self.backward_seconds,
+        }
+
+    def add_forward(self, seconds: float) -> None:
+        """Count one, and log it."""
+        self.forwards += 1
+        self.forward_seconds += seconds
+        _logger.info("checkpoint %d: forward %.3f ms", self.forwards, 1e3 * seconds)
+
+    def add_backward(self, seconds: float) -> None:
+        """Count one, and log it."""
+        self.backwards += 1
+        self.backward_seconds += seconds
+        _logger.info("checkpoint backward %d: %.3f ms", self.backwards, 1e3 * seconds)
+
+
+class Stopwatch:
+    """Marks the ends of a checkpoint's forward and backward.
+
+    Args:
+        timings: Where measured times go; None: nothing is measured.
+        wait: Wait for the device at each end, so that work that is under way counts where it belongs.
+    """
+
+    def __init__(self, timings: CheckpointTimings | None, wait: bool) -> None:
+        self._timings, self._wait = timings, wait
+        self._began = 0.0
+        self._in_backward = False
+
+    def forward_begins(self) -> None:
+        """Before the function is called."""
+        self._began = self._now()
+
+    def forward_ends(self) -> None:
+        """After it has returned."""
+        end = self._now()
+        if self._timings is not None:
+            self._timings.add_forward(end - self._began)
+
+    def backward_begins(self) -> None:
+        """Before what is kept is fetched and the function is called again."""
+        self._began, self._in_backward = self._now(), True
+
+    def backward_ends(self) -> None:
+        """After the gradients of the inputs are there; once for each beginning."""
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        end = self._now()
+        if self._timings is not None:
+            self._timings.add_backward(end - self._began)
+
+    def _now(self) -> float:
+        if self._wait and torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
