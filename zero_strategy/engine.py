@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import loading
+from zero_strategy.activation.configure import configure_from, timings
+from zero_strategy.activation.timings import CheckpointTimings
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
@@ -91,6 +93,8 @@ class ZeroEngine:
             self.config = resolve(load_config(config), world)
             check_owned(self.config.config, dtype_fact(compute_dtype))
         zero: ZeroConfig = self.config.config
+        if zero.deepspeed is not None:
+            configure_from(zero.deepspeed.activations)
         self.module = module
         self.mesh = Mesh.build(
             replicate=zero.mesh.replicate,
@@ -135,6 +139,11 @@ class ZeroEngine:
     def counters(self) -> CommunicationCounters:
         """What this rank sent."""
         return self.mesh.counters
+
+    @property
+    def checkpoint_timings(self) -> CheckpointTimings:
+        """What `profile` of this process's activation checkpointing has measured; `as_metrics()` is for a logger."""
+        return timings()
 
     # ---- optimizers ----
 

@@ -23,7 +23,7 @@ from zero_strategy.activation.kept_inputs import KeptInputs, KeptRecord
 from zero_strategy.activation.model_parallel import ModelParallel
 from zero_strategy.activation.rng import CudaRNGStatesTracker
 from zero_strategy.activation.settings import CheckpointSettings
-from zero_strategy.activation.timings import CheckpointTimings, Stopwatch
+from zero_strategy.activation.timings import CheckpointTimings, InBackward, Stopwatch
 from zero_strategy.distributed.counters import CommunicationCounters
 
 
@@ -51,7 +51,7 @@ class Checkpointer:
     ) -> None:
         self.settings, self.place = settings or CheckpointSettings(), place or ModelParallel()
         self.timings, self.counters = CheckpointTimings(), CommunicationCounters()
-        self._tracker, self._running = tracker, _Running()
+        self._tracker, self._running, self._in_backward = tracker, _Running(), InBackward()
         if self.settings.partition_activations and place is None:
             warnings.warn(
                 "partition_activations is on without a model-parallel group: this process is a group of one, so it "
@@ -110,15 +110,15 @@ class Checkpointer:
         leaves, tree = tree_flatten((args, kwargs))
         watch = self._watch()
         if watch is not None and torch.is_grad_enabled():
-            leaves = _Gate(watch).views(leaves)
+            _Gate(watch, leaves)
         run = _Run(function, tree, tracker, self._running, watch)
         with self._keeping(leaves):
             return torch_checkpoint(run, *leaves, use_reentrant=False)
 
     def _watch(self) -> Stopwatch | None:
-        if not self.settings.synchronize and not self.settings.profile:
+        if not (self.settings.synchronize or self.settings.profile) or self._running.depth:
             return None
-        return Stopwatch(self.timings if self.settings.profile else None, wait=True)
+        return Stopwatch(self.timings if self.settings.profile else None, self._in_backward)
 
     def _keeping(self, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
         """Hooks that put what torch saves, the inputs, into a record."""
@@ -178,7 +178,7 @@ class _Run:
     def _again(self, *leaves: Any) -> Any:
         if self._watch is not None:
             self._watch.backward_begins()
-            # An input that gets no gradient does not tell the end.
+            # An input that gets no gradient, or is a leaf, does not tell the end.
             Variable._execution_engine.queue_callback(self._watch.backward_ends)
         rewound = nullcontext() if self._tracker is None else self._tracker.rewound(self._states)
         with rewound, self._running.inside():
@@ -186,25 +186,20 @@ class _Run:
 
 
 class _Gate:
-    """Views of the inputs, through all of which gradients pass when the checkpoint's backward is over."""
+    """Sees the gradients of the inputs, which are there when the checkpoint's backward is over.
 
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch, self._inputs, self._missing = watch, 0, 0
+    By hooks on the tensors: views of them would change the order in which gradients are added up. Where an input is
+    used elsewhere, too, its gradient comes late; then the next checkpoint's beginning is the end of this one.
+    """
 
-    def views(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, with views in place of tensors that need a gradient."""
-        seen = [self._view(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
-        self._missing = self._inputs
-        return seen
+    def __init__(self, watch: Stopwatch, leaves: Sequence[Any]) -> None:
+        # Hooks on leaves, such as parameters, would stay with them.
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        self._watch, self._inputs, self._missing = watch, len(inputs), len(inputs)
+        for tensor in inputs:
+            tensor.register_hook(self._passed)
 
-    def _view(self, leaf: Tensor) -> Tensor:
-        view = leaf.view_as(leaf)
-        assert view.grad_fn is not None
-        view.grad_fn.register_hook(self._passed)
-        self._inputs += 1
-        return view
-
-    def _passed(self, gradients: Any, of_outputs: Any) -> None:
+    def _passed(self, gradient: Tensor) -> None:
         self._missing -= 1
         if self._missing == 0:
             self._missing = self._inputs  # another backward through the same graph may follow

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_strategy.activation.model_parallel import ModelParallel
 from zero_strategy.activation.process import PROCESS
-from zero_strategy.activation.settings import CheckpointSettings, read_settings
+from zero_strategy.activation.settings import CheckpointSettings, of_section, read_settings
 from zero_strategy.activation.timings import CheckpointTimings
 
 
@@ -48,13 +48,21 @@ def configure(
         "profile": profile,
     }
     settings = read_settings(deepspeed_config, given)
-    PROCESS.configure(settings, None if mpu_ is None else ModelParallel.of(mpu_))
+    PROCESS.configure(settings, None if mpu_ is None else ModelParallel.of(mpu_), by_script=True)
 
 
-def configure_unless_configured(settings: CheckpointSettings) -> None:
-    """The options of an engine's config, unless the script has said them by `configure`."""
-    if not PROCESS.configured:
-        PROCESS.configure(settings, None)
+def configure_from(section: Mapping[str, Any]) -> None:
+    """Set the options of an engine's config, unless the script has said them by `configure`.
+
+    Args:
+        section: `activation_checkpointing` of a DeepSpeed JSON. One that asks for nothing changes nothing.
+
+    Raises:
+        ValueError: If an option lacks what it needs.
+    """
+    settings = CheckpointSettings(**of_section(section))
+    if settings != CheckpointSettings() and not PROCESS.by_script:
+        PROCESS.configure(settings, None, by_script=False)
 
 
 def is_configured() -> bool:

@@ -152,7 +152,7 @@ class KeptInputs:
             flat.chunk(self.parts)[self.part].copy_(own)
             self._communicator.all_gather(flat).wait()
             whole = flat.view(piece.dtype)
-        return whole.as_strided(piece.shape, piece.stride, 0)
+        return whole.as_strided(piece.shape, piece.stride)
 
 
 class KeptRecord:

@@ -17,7 +17,8 @@ class ProcessState:
 
     Attributes:
         tracker: The tracker, once somebody asked for it.
-        configured: Whether `configure` was called.
+        configured: Whether options were set.
+        by_script: Whether the script did so itself, which an engine's config then does not change.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class ProcessState:
     def clear(self) -> None:
         """Back to the beginning."""
         self.tracker: CudaRNGStatesTracker | None = None
-        self.configured = False
+        self.configured = self.by_script = False
         self._checkpointer: Checkpointer | None = None
         self._place: ModelParallel | None = None
 
@@ -42,10 +43,10 @@ class ProcessState:
         """This process in its model-parallel group."""
         return ModelParallel.of(None) if self._place is None else self._place
 
-    def configure(self, settings: CheckpointSettings, place: ModelParallel | None) -> None:
+    def configure(self, settings: CheckpointSettings, place: ModelParallel | None, *, by_script: bool) -> None:
         """Take new options; what earlier ones keep for a graph stays with that graph."""
         self._checkpointer = Checkpointer(settings, place, lambda: self.tracker)
-        self._place, self.configured = place, True
+        self._place, self.configured, self.by_script = place, True, by_script
 
 
 PROCESS = ProcessState()

@@ -20,7 +20,7 @@ class CheckpointTimings:
         forward_seconds: In all of them together.
         backwards: Checkpoints whose backward was measured.
         backward_seconds: In all of them together, from the beginning of the recomputation to the gradients of the
-            checkpoint's inputs (if none needs one, to the end of the recomputation).
+            checkpoint's inputs, the next checkpoint's backward, or the end of all, whichever comes first.
     """
 
     forwards: int = 0
@@ -55,18 +55,30 @@ class CheckpointTimings:
         _logger.info("checkpoint backward %d: %.3f ms", self.backwards, 1e3 * seconds)
 
 
+@dataclass
+class InBackward:
+    """Whose backward is under way, among the checkpoints of one `Checkpointer`.
+
+    Attributes:
+        watch: Its stopwatch; None between backwards.
+    """
+
+    watch: Stopwatch | None = None
+
+
 class Stopwatch:
-    """Marks the ends of a checkpoint's forward and backward.
+    """Marks the ends of a checkpoint's forward and backward, and waits for the device at each of them.
+
+    So work that is under way counts where it belongs. Checkpoints inside of others have none.
 
     Args:
         timings: Where measured times go; None: nothing is measured.
-        wait: Wait for the device at each end, so that work that is under way counts where it belongs.
+        shared: With the other checkpoints, since the beginning of one's backward is the end of another's.
     """
 
-    def __init__(self, timings: CheckpointTimings | None, wait: bool) -> None:
-        self._timings, self._wait = timings, wait
+    def __init__(self, timings: CheckpointTimings | None, shared: InBackward) -> None:
+        self._timings, self._shared = timings, shared
         self._began = 0.0
-        self._in_backward = False
 
     def forward_begins(self) -> None:
         """Before the function is called."""
@@ -80,18 +92,22 @@ class Stopwatch:
 
     def backward_begins(self) -> None:
         """Before what is kept is fetched and the function is called again."""
-        self._began, self._in_backward = self._now(), True
+        if self._shared.watch is not None:
+            self._shared.watch.backward_ends()
+        self._shared.watch = self
+        self._began = self._now()
 
     def backward_ends(self) -> None:
         """After the gradients of the inputs are there; once for each beginning."""
-        if not self._in_backward:
+        if self._shared.watch is not self:
             return
-        self._in_backward = False
+        self._shared.watch = None
         end = self._now()
         if self._timings is not None:
             self._timings.add_backward(end - self._began)
 
-    def _now(self) -> float:
-        if self._wait and torch.cuda.is_available() and torch.cuda.is_initialized():
+    @staticmethod
+    def _now() -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -62,6 +62,8 @@ class DeepSpeedSettings:
     """The learning rate schedule, if the config has one."""
     drop_last: bool
     """Whether the data loader leaves out an incomplete last batch."""
+    activations: Mapping[str, Any]
+    """The section `activation_checkpointing`, by its keys; what is null is left out."""
     found: tuple[KeyReport, ...]
     """What became of every key, in the order of the file."""
     owned: Mapping[str, Setting]
@@ -112,6 +114,7 @@ def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer
         scheduler=made.scheduler(),
         drop_last=made.value("dataloader_drop_last", False),
         owned=made.owned(),
+        activations=made.activations(),
         found=tuple(made.reports.values()),
     )
 

@@ -1,8 +1,14 @@
-"""The random state of each rank: torch (host and devices), Python's `random`, NumPy's legacy generator.
+"""The random state of each rank: torch (host and devices), Python's `random`, NumPy's legacy generator, named states.
 
 Resuming with as many ranks gives each rank its own state back. With another number of ranks there is no right state, so
 it is drawn anew by a rule: rank r of W ranks is seeded with the first eight bytes of
 SHA-256("{digest of the saved rank 0's file} {W} {r}"), the same every time the checkpoint is loaded so.
+
+Named states (of the process's tracker, `activation/tracking.py`) say by their seeds which ranks share them, so with
+another number of ranks it goes by what the script has seeded before loading: a state of the name and seed that the
+saved rank 0 had goes on from there; any other one is seeded from SHA-256("{digest} {name} {seed}"), so that equal seeds
+stay equal and different ones different; one that the script has not added, from SHA-256("{digest} {W} {r} {name}").
+That also holds where the saved state is of another kind of device.
 """
 
 from __future__ import annotations
@@ -16,7 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from zero_strategy.activation.process import PROCESS
+from zero_strategy.activation.tracking import get_cuda_rng_tracker
+
 if TYPE_CHECKING:
+    from zero_strategy.activation.rng import CudaRNGStatesTracker
     from zero_strategy.checkpoint import StateReader
 
 _DIRECTORY = "random"
@@ -37,6 +47,8 @@ def capture() -> bytes:
         "python": [version, list(internal), gauss],
         "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
     }
+    if PROCESS.tracker is not None and PROCESS.tracker.is_initialized():
+        state["named"] = _named(PROCESS.tracker)
     return json.dumps(state).encode()
 
 
@@ -51,6 +63,11 @@ def restore(content: bytes) -> None:
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    named = state.get("named")  # not in checkpoints of earlier versions, nor where there were none
+    if named is not None and named["device"] == get_cuda_rng_tracker().device.type:
+        get_cuda_rng_tracker().restore({name: _tensor(text) for name, text in named["states"].items()}, named["seeds"])
+    elif named is not None:
+        _draw_named(named, hashlib.sha256(content).hexdigest(), "own")
 
 
 def load(reader: StateReader, rank: int, world_size: int) -> bool:
@@ -66,13 +83,43 @@ def load(reader: StateReader, rank: int, world_size: int) -> bool:
     if saved == world_size and path_of(rank) in files:
         restore(reader.extra(path_of(rank)))
         return True
-    digest = hashlib.sha256(reader.extra(path_of(0))).hexdigest()
-    drawn = hashlib.sha256(f"{digest} {world_size} {rank}".encode()).digest()
-    seed = int.from_bytes(drawn[:8], "little")
+    first = reader.extra(path_of(0))
+    digest = hashlib.sha256(first).hexdigest()
+    seed = _seed(f"{digest} {world_size} {rank}")
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    named = json.loads(first).get("named")
+    if named is not None:
+        _draw_named(named, digest, f"{world_size} {rank}")
     return True
+
+
+def _named(tracker: CudaRNGStatesTracker) -> dict[str, Any]:
+    states = tracker.snapshot()
+    seeds = {name: seed for name in states if (seed := tracker.seed_of(name)) is not None}
+    texts = {name: _text(state) for name, state in states.items()}
+    return {"device": tracker.device.type, "states": texts, "seeds": seeds}
+
+
+def _draw_named(named: dict[str, Any], digest: str, place: str) -> None:
+    """Set named states by the rule above; `place` tells this rank."""
+    tracker = get_cuda_rng_tracker()
+    same_device = named["device"] == tracker.device.type
+    states: dict[str, torch.Tensor] = {}
+    for name, text in named["states"].items():
+        seed = tracker.seed_of(name)
+        if same_device and seed is not None and named["seeds"].get(name) == seed:
+            states[name] = _tensor(text)
+            continue
+        generator = torch.Generator(tracker.device)
+        generator.manual_seed(_seed(f"{digest} {name} {seed}" if seed is not None else f"{digest} {place} {name}"))
+        states[name] = generator.get_state()
+    tracker.restore(states)
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def _cuda_states() -> list[torch.Tensor]:

@@ -23,10 +23,7 @@ DEFAULTS_VERSION = "0.19.8"
 """The DeepSpeed version whose defaults are followed."""
 
 _PIPELINE = "pipeline parallelism is not configured here; keep the default, or leave the section out"
-_RECOMPUTE = (
-    "activations are recomputed by the model; use torch.utils.checkpoint, or "
-    "gradient_checkpointing_enable() in transformers"
-)
+_RECOMPUTED = "for what the model gives to deepspeed.checkpointing.checkpoint"
 _TENSOR = "tensor parallelism is not done here; use stage 3 over all ranks"
 _EXPERTS = "expert parallelism (mixture of experts) is not supported; experts are trained as ordinary parameters"
 _SEQUENCE = "sequence parallelism is not supported; keep sequences whole on each rank"
@@ -50,12 +47,18 @@ _PARALLEL: dict[str, Key | Group] = {
     ),
     "activation_checkpointing": Group(
         {
-            "partition_activations": refused(BOOL, False, _RECOMPUTE),
-            "number_checkpoints": unneeded(INT, None, "only contiguous_memory_optimization uses it"),
-            "contiguous_memory_optimization": refused(BOOL, False, _RECOMPUTE),
-            "cpu_checkpointing": refused(BOOL, False, _RECOMPUTE),
-            "synchronize_checkpoint_boundary": unneeded(BOOL, False, "it only serves timing; training is the same"),
-            "profile": unneeded(BOOL, False, _PRINTS),
+            "partition_activations": translated(BOOL, False, "checkpointing.configure", _RECOMPUTED),
+            "number_checkpoints": translated(INT, None, "checkpointing.configure(num_checkpoints)", _RECOMPUTED),
+            "contiguous_memory_optimization": translated(
+                BOOL, False, "checkpointing.configure(contiguous_checkpointing)", _RECOMPUTED
+            ),
+            "cpu_checkpointing": translated(
+                BOOL, False, "checkpointing.configure(checkpoint_in_cpu)", _RECOMPUTED
+            ),
+            "synchronize_checkpoint_boundary": translated(
+                BOOL, False, "checkpointing.configure(synchronize)", _RECOMPUTED
+            ),
+            "profile": translated(BOOL, False, "checkpointing.configure", _RECOMPUTED),
         }
     ),
     "tensor_parallel": Group(

@@ -247,6 +247,12 @@ class Translation:
             self.renote(f"{path}.type", f"{made.type}: weight decay is decoupled, as adam_w_mode is true by default")
         return made
 
+    def activations(self) -> dict[str, Any]:
+        """Options of checkpointed activations, by their keys in the section."""
+        prefix = "activation_checkpointing."
+        found = {key: report.value for key, report in self.reports.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in found.items() if value is not None}
+
     def owned(self) -> dict[str, Setting]:
         """What is set, not ``"auto"``, and may be owned by a framework, by DeepSpeed's key."""
         values: dict[str, Any] = {name: self.value(name, None) for name in (*_BATCH, "gradient_clipping")}

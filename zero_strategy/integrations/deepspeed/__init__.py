@@ -12,11 +12,13 @@
 | `runtime.zero.stage_1_and_2.estimate_zero2_...`, `runtime.zero.stage3.estimate_zero3_...` | the same |
 | `checkpoint`: `DeepSpeedCheckpoint`, `ZeROCheckpoint`, `model_3d_desc`, `reshape_meg_2d_parallel`, ... | the same |
 | `checkpoint.ds_to_universal.main` | the same |
+| `checkpointing`: `configure`, `checkpoint`, `reset`, `CudaRNGStatesTracker`, ... | the same |
+| `runtime.activation_checkpointing.checkpointing`; `runtime.utils.set_random_seed` | the same |
 | `runtime.state_dict_factory`: `SDLoaderFactory`, `MegatronSDLoader` | the same |
 | `runtime.model_checkpointing.data_parallel_writer_factory`: `DataParallelWriterFactory`, ... | the same |
 
 Each is imported when it is asked for. The functions behind the names are the package's own: `initialize` here is
-`zero_strategy.initialize`. Names of modules that this version does not have (`pipe`, `checkpointing`, ...) are an
+`zero_strategy.initialize`. Names of modules that this version does not have (`pipe`, `ops.transformer`, ...) are an
 ImportError that says so (`absent.py`).
 """
 

@@ -16,24 +16,18 @@ _PIPELINE = (
     "pipeline parallelism is not part of this version; train the module as it is, with its parameters sharded by "
     "stage 3, which needs no division into layers"
 )
-_ACTIVATIONS = (
-    "DeepSpeed's activation checkpointing is not part of this version; use torch.utils.checkpoint.checkpoint(function, "
-    "*args, use_reentrant=False), or gradient_checkpointing_enable() in transformers"
-)
 _TRANSFORMER = "the transformer kernels are not part of this version; use torch.nn.TransformerEncoderLayer"
 _REASONS = MappingProxyType(
     {
         "DeepSpeedTransformerConfig": _TRANSFORMER,
         "DeepSpeedTransformerLayer": _TRANSFORMER,
         "PipelineModule": _PIPELINE,
-        "checkpointing": _ACTIVATIONS,
         "ops.transformer": _TRANSFORMER,
         "pipe": _PIPELINE,
-        "runtime.activation_checkpointing": _ACTIVATIONS,
         "runtime.pipe": _PIPELINE,
         "runtime.swap_tensor": "state outside of device memory (offloading) is not part of this version; leave it out",
         "runtime.utils": (
-            "DeepSpeed's own helpers are not part of this version; a script finds norms in "
+            "this helper of DeepSpeed's is not part of this version; a script finds norms in "
             "engine.get_global_grad_norm(), and clips by 'gradient_clipping' in its config"
         ),
     }
