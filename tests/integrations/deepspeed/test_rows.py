@@ -95,11 +95,11 @@ PATHS = {
     "runtime.state_dict_factory": ["SDLoaderFactory", "SDLoaderBase", "MegatronSDLoader"],
     "runtime.model_checkpointing.data_parallel_writer_factory": ["DataParallelWriterFactory"],
     "runtime.zero": ["Init", "GatheredParameters"],
+    "checkpointing": ["configure", "checkpoint", "CudaRNGStatesTracker"],
+    "runtime.activation_checkpointing.checkpointing": ["checkpoint", "reset"],
 }
 ABSENT = {
     "": ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "PipelineModule"],
-    "checkpointing": ["configure", "checkpoint", "CudaRNGStatesTracker"],
-    "runtime.activation_checkpointing.checkpointing": ["checkpoint"],
     "pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"],
     "runtime.pipe.engine": ["PipelineEngine"],
     "runtime.pipe.schedule": ["TrainSchedule", "PipeInstruction"],
@@ -292,27 +292,3 @@ def test_the_engine_is_called_like_the_model() -> None:
         "linear.weight": (1, 3),
         "linear.bias": (1,),
     }
-
-
-# ---- activation checkpointing in the JSON: every option is known ----
-
-OFF = {
-    "partition_activations": False,
-    "cpu_checkpointing": False,
-    "contiguous_memory_optimization": False,
-    "number_checkpoints": None,
-    "synchronize_checkpoint_boundary": False,
-    "profile": False,
-}
-
-
-def test_activation_checkpointing_is_accepted_where_it_asks_for_nothing() -> None:
-    with pytest.warns(UserWarning, match="activation_checkpointing.partition_activations"):
-        engine, *_ = deepspeed.initialize(model=net(), config={**BATCH, "activation_checkpointing": OFF})
-    assert engine.train_batch_size() == 4
-
-
-@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"])
-def test_activation_checkpointing_that_would_not_happen_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"activation_checkpointing.{key}: True'.*torch.utils.checkpoint"):
-        deepspeed.initialize(model=net(), config={**BATCH, "activation_checkpointing": {**OFF, key: True}})
