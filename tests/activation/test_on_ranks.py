@@ -18,6 +18,8 @@ from zero_strategy.activation.model_parallel import ModelParallel
 from zero_strategy.activation.process import PROCESS
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.activation.tracking import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
 
 
 class Pair:
@@ -171,8 +173,23 @@ def same_data_partitioned(twin: Twin) -> None:
         twin.zero_grad()
 
 
-def zero_stages() -> list[dict[str, Any]]:
-    return [play(script, DEFAULTS), play(same_data_partitioned, DEFAULTS)]
+def elements_gathered(checkpointed: bool) -> int:
+    """By one rank in a step of stage 3, after the order of units is known."""
+    model = nn.Sequential(*blocks(4))
+    engine = ZeroEngine(model, load_config(stage=3, units={"min_numel": 0, "classes": ["Block"]}))
+    run = Checkpointer(OPTIONS["cpu"], ModelParallel()).checkpoint if checkpointed else direct
+    for _ in range(2):
+        engine.counters.reset()
+        h = value(4, WIDTH)
+        for layer in model:
+            h = run(layer, h)
+        h.sum().backward()
+    return engine.counters.elements["all_gather"]
+
+
+def zero_stages() -> list[Any]:
+    gathered = elements_gathered(False), elements_gathered(True)
+    return [play(script, DEFAULTS), play(same_data_partitioned, DEFAULTS), gathered]
 
 
 def test_training_is_bit_equal_under_every_stage_and_option(ranks: Launcher) -> None:
@@ -180,5 +197,6 @@ def test_training_is_bit_equal_under_every_stage_and_option(ranks: Launcher) -> 
         if world == 1:
             assert not play(script, DEFAULTS)
             continue
-        for wrong in ranks(world)(zero_stages):
+        for *wrong, (plain, checkpointed) in ranks(world)(zero_stages):
             assert wrong == [{}, {}]
+            assert checkpointed == plain > 0  # a unit is gathered once for its recomputation and its backward
