@@ -30,6 +30,7 @@ _PUBLIC = {
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }
 _ROOMS = (
+    "activation",
     "checkpoint",
     "config",
     "distributed",
