@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.activation.nets import OPTIONS, WIDTH, Block, Run, blocks, direct, tracker, value
@@ -215,7 +216,7 @@ def test_compiled_blocks_and_a_compiled_model_around() -> None:
 
     def run(checkpoint: Run, compiled: bool, around: bool) -> Result:
         x, layers = value(3, WIDTH), blocks(2, p=0.0)  # compiled dropout draws other numbers than eager
-        functions = [torch.compile(layer, backend="aot_eager") if compiled else layer for layer in layers]
+        functions = [torch.compile(layer, backend=counting) if compiled else layer for layer in layers]
 
         def model(h: Tensor) -> Tensor:
             for function in functions:
@@ -226,13 +227,21 @@ def test_compiled_blocks_and_a_compiled_model_around() -> None:
         out.square().sum().backward()
         return [out.detach(), *gradients(x, layers)]
 
+    graphs = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
     wanted = run(direct, False, False)
     for name in ("none", "cpu", "contiguous on the cpu"):
         for compiled, around in ((True, False), (False, True)):
             found = run(Checkpointer(OPTIONS[name], ALONE).checkpoint, compiled, around)
             for a, b in zip(found, wanted, strict=True):
                 assert torch.allclose(a, b, rtol=1e-6, atol=1e-6), (name, compiled, around)
-    torch._dynamo.reset()
+            assert graphs or around, name  # what was compiled ran compiled
+            graphs.clear()
+            torch._dynamo.reset()
 
 
 def test_without_gradients_nothing_is_kept() -> None:

@@ -110,6 +110,13 @@ def test_inputs_on_the_host_are_fetched_one_layer_ahead_and_their_memory_is_used
     assert kept(run) == (0, 0)
 
 
+def test_host_memory_does_not_grow_with_the_number_of_different_sizes() -> None:
+    run = runner(checkpoint_in_cpu=True)
+    for length in (64, 2048, 512, 4096, 1024):
+        forward(run, 3, 4, length).sum().backward()
+    assert kept(run) == (0, 3 * 4 * 4096 * 4)
+
+
 @pytest.mark.parametrize("on_host", [False, True])
 def test_the_input_itself_is_gone_once_it_is_kept_elsewhere(on_host: bool) -> None:
     run = runner(checkpoint_in_cpu=on_host)

@@ -118,19 +118,19 @@ def test_each_of_two_ranks_keeps_half_of_an_input_and_gathers_it_in_backward(ran
 
 
 class Net(nn.Module):
-    """An embedding (no input needs a gradient), blocks, one of them with adapters, and a head of the root's."""
+    """An embedding (no input needs a gradient), blocks, one with adapters, a head and an argument of the root's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, WIDTH)
         self.blocks = nn.ModuleList([Block(), Block(adapter=True), Block(), Block()])
-        self.head = nn.Linear(WIDTH, 3)
+        self.head, self.gain = nn.Linear(WIDTH, 3), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, run: Callable[..., Any], tokens: Tensor) -> Tensor:
         mask = (tokens == 1)[..., None]
         h = run(self.embedding, tokens)
         h = run(self.blocks[0], h, None)
-        h = run(self.blocks[1], h, mask, scale=None)
+        h = run(self.blocks[1], h, mask, scale=self.gain)
         h = run(lambda pair: run(self.blocks[3], run(self.blocks[2], pair["h"])), {"h": h, "none": None})
         out: Tensor = self.head(h)
         return out

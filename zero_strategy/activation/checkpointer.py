@@ -244,7 +244,8 @@ class _Alias:
     """A tensor that stays where it is; what torch would notice without hooks is noticed."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), tensor._version
+        # A parameter as itself, since its data may be another tensor by then (stage 3).
+        self._tensor, self._version = tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def tensor(self) -> Tensor:
         if self._tensor._version != self._version:

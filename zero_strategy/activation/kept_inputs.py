@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_strategy.activation.kept_memory import ContiguousMemory, DeviceMemory, HostArena, KeptMemory
 from zero_strategy.activation.settings import CheckpointSettings
@@ -97,10 +97,9 @@ class KeptInputs:
         self._memory, self._last = self._new_memory(), None
 
     def takes(self, leaf: Any) -> bool:
-        """Whether an argument is kept in a record: floating-point tensors; parameters are there anyway."""
+        """Whether an argument is kept in a record: floating-point tensors, but no parameters and other subclasses."""
         return (
-            isinstance(leaf, Tensor)
-            and not isinstance(leaf, nn.Parameter)
+            type(leaf) is Tensor
             and leaf.is_floating_point()
             and leaf.layout == torch.strided
             and not leaf.is_meta

@@ -50,28 +50,37 @@ class DeviceMemory:
 class HostArena:
     """Each record is host memory of its size in whole pages, page-locked for copies from a GPU, used again afterwards.
 
-    Locking pages takes longer than filling them, so what a step needed stays for the next one.
+    Locking pages takes longer than filling them, so what a step needed stays for the next one. Where records change
+    their size from step to step, one that is large enough serves, and what is too small goes: there are never more of
+    them than were needed at one time.
     """
 
     def __init__(self) -> None:
-        self._pinned = True
-        self._free: dict[tuple[int, bool], list[HostMemory]] = {}
-        self._lent: dict[int, tuple[tuple[int, bool], HostMemory]] = {}
+        self._locks = True
+        self._free: dict[bool, list[HostMemory]] = {False: [], True: []}
+        self._lent: dict[int, tuple[bool, HostMemory]] = {}
 
     def take(self, nbytes: int, device: torch.device, layout: str) -> Tensor:
-        """Memory of an earlier record of this size, or new memory."""
-        key = nbytes, device.type == "cuda" and self._pinned
-        free = self._free.get(key)
-        memory = free.pop() if free else _host(*key)
-        if key[1] and not memory.pinned:
-            self._pinned = False  # the next ones need not try
-        self._lent[memory.bytes.data_ptr()] = key, memory
+        """Memory of an earlier record, or new memory."""
+        pinned = device.type == "cuda" and self._locks
+        free = self._free[pinned]
+        fitting = [memory for memory in free if memory.nbytes >= nbytes]
+        if fitting:
+            memory = min(fitting, key=_size)
+        elif free:
+            memory = max(free, key=_size)
+        if free:
+            free.remove(memory)
+        if not fitting:
+            memory = _host(nbytes, pinned)
+            self._locks &= memory.pinned or not pinned  # where it failed the next ones need not try
+        self._lent[memory.bytes.data_ptr()] = pinned, memory
         return memory.bytes[:nbytes]
 
     def free(self, memory: Tensor) -> None:
         """Keep it for a later record."""
-        key, whole = self._lent.pop(memory.data_ptr())
-        self._free.setdefault(key, []).append(whole)
+        pinned, whole = self._lent.pop(memory.data_ptr())
+        self._free[pinned].append(whole)
 
     @property
     def reserved_bytes(self) -> int:
@@ -139,6 +148,10 @@ class ContiguousMemory:
             self._buffer = torch.empty(total, dtype=torch.uint8, device=device)
         self._layout, self._slot_bytes = layout, nbytes
         self._free = list(reversed(range(self._number)))
+
+
+def _size(memory: HostMemory) -> int:
+    return memory.nbytes
 
 
 def _host(nbytes: int, pinned: bool) -> HostMemory:
