@@ -287,6 +287,13 @@ def test_an_exception_in_the_function_leaves_nothing_behind() -> None:
     runner.checkpoint(torch.tanh, value(3, WIDTH)).sum().backward()
 
 
+def test_a_saved_tensor_may_be_looked_at_outside_of_a_backward() -> None:
+    for settings in OPTIONS.values():
+        out = Checkpointer(settings, ALONE).checkpoint(torch.tanh, value(3, WIDTH))
+        assert torch.equal(out.grad_fn._saved_result, out)
+        out.sum().backward()
+
+
 def test_profile_counts_each_forward_and_backward_and_logs_them(caplog: pytest.LogCaptureFixture) -> None:
     runner = Checkpointer(OPTIONS["profile"], ALONE)
     caplog.set_level("INFO", "zero_strategy.activation.timings")

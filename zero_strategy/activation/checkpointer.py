@@ -178,8 +178,9 @@ class _Run:
     def _again(self, *leaves: Any) -> Any:
         if self._watch is not None:
             self._watch.backward_begins()
-            # An input that gets no gradient, or is a leaf, does not tell the end.
-            Variable._execution_engine.queue_callback(self._watch.backward_ends)
+            if torch._C._current_graph_task_id() != -1:  # not where somebody only looks at a saved tensor
+                # An input that gets no gradient, or is a leaf, does not tell the end.
+                Variable._execution_engine.queue_callback(self._watch.backward_ends)
         rewound = nullcontext() if self._tracker is None else self._tracker.rewound(self._states)
         with rewound, self._running.inside():
             return _call(self._function, self._tree, *leaves)

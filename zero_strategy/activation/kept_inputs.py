@@ -21,8 +21,8 @@ from zero_strategy.activation.kept_memory import ContiguousMemory, DeviceMemory,
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.distributed.collectives import Communicator
 
-_ALIGNMENT = 16
-"""Bytes; what vectorised copies on a GPU want."""
+_ALIGNMENT = 64
+"""Bytes; that of torch's allocator, since kernels of the CPU may give other bits for memory that lies otherwise."""
 
 
 @dataclass(frozen=True)
