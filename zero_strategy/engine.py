@@ -112,6 +112,7 @@ class ZeroEngine:
             partly=isinstance(weights, StateReader),
             optimizer_store=self.offloaded.optimizer,
             parameter_store=self.offloaded.parameters,
+            gradient_store=self.offloaded.gradients,
         )
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)

@@ -55,6 +55,7 @@ DEFAULTS = {
     "loss_scale.hysteresis": 1,
     "offload.optimizer": "none",
     "offload.optimizer_ratio": 1.0,
+    "offload.gradients": None,
     "offload.parameters": "none",
     "offload.nvme_path": [],
     "offload.staging_bytes": 256 << 20,

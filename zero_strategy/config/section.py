@@ -80,6 +80,11 @@ class Section:
         # A new dict, as shallow copies share the old one; a copy of the value, as lists can change.
         self._recorded = {**self._recorded, name: Setting(copy(value), origin)}
 
+    def is_derived(self, name: str) -> bool:
+        """Whether a field has a value that was derived from others."""
+        recorded = self._recorded.get(name)
+        return recorded is not None and recorded.value == getattr(self, name) and recorded.origin.startswith("derived")
+
     def _origin(self, field: Field[Any], value: Any) -> str:
         recorded = self._recorded.get(field.name)
         if recorded is not None and recorded.value == value:
