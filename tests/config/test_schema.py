@@ -59,6 +59,7 @@ DEFAULTS = {
     "offload.parameters": "none",
     "offload.nvme_path": [],
     "offload.staging_bytes": 256 << 20,
+    "offload.checksums": False,
     "offload.probe_seconds": 1.5,
     "checkpoint.max_file_bytes": 5_000_000_000,
     "checkpoint.layout": "auto",

@@ -193,6 +193,10 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
     read and written at once."""
 
+    checksums: bool = False
+    """Keep a checksum of all that is in files, and compare it whenever it is read: for drives that are suspected of
+    changing bytes."""
+
     probe_seconds: float = field(default=1.5, metadata=at_least(0))
     """Seconds in which the drive is measured at the start, to choose how it is read and written and to say how long a
     step will take. 0: none."""

@@ -62,7 +62,7 @@ class ChunkSlots:
         return sum(memory.numel() for slot in self._slots for memory in slot.values())
 
     def run(
-        self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], None], *, wait: bool = True
+        self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], object], *, wait: bool = True
     ) -> None:
         """Works on each chunk.
 

@@ -102,7 +102,8 @@ class OffloadStores:
         if self.drive is not None:
             block, depth = self.drive.chosen.block_bytes, self.drive.chosen.depth
         label, paths = self._mesh.rendezvous.prefix, self._offload.nvme_path
-        return NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth)
+        checksums = self._offload.checksums
+        return NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth, checksums=checksums)
 
     def tell_step(self) -> None:
         """Log what a step will read and write, and how long that takes at least."""
