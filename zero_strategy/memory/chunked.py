@@ -155,11 +155,14 @@ class OffloadedVector:
                 chunk = self.store.cached(self, number, change=True)
                 chunk[low - held : high - held] = flat[low - start : high - start]
 
-    def add_all(self, values: Tensor, *, first: bool) -> None:
+    def add_all(
+        self, values: Tensor, *, first: bool, look: Callable[[int, Tensor], object] | None = None
+    ) -> None:
         """Add to every element, or with `first` replace it; goes on writing when this returns.
 
         Args:
             values: (numel,), of any dtype and device.
+            look: Takes the first element's number and the sums, chunk by chunk, while they are in memory.
         """
         chunks = [
             Chunk(number, *place, {_ONLY: self}, unread=_KEYS if first else frozenset())
@@ -172,6 +175,8 @@ class OffloadedVector:
                 target.copy_(here)
             else:
                 target.add_(here.to(target.device))
+            if look is not None:
+                look(chunk.start, target)
 
         with self.store.lock:
             self.store.flush()
@@ -201,10 +206,13 @@ class OffloadedPart:
         vector: Of which it is a part.
         start: Its first element there.
         shape: Of the tensor.
+        powers: What is known of its values without reading them: p, the sum of |x| ** p in float64 (inf: the largest
+            |x|), and how many x are not finite.
     """
 
     def __init__(self, vector: OffloadedVector, start: int, shape: torch.Size) -> None:
         self.vector, self.start, self.shape = vector, start, shape
+        self.powers: tuple[float, float, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:

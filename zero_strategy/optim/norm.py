@@ -101,7 +101,15 @@ def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, 
     """`_power_sums` of tensors and of what is in tiers."""
     sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), 0
     here = {index: shard for index, shard in enumerate(shards) if isinstance(shard, Tensor)}
-    away = {index: shard for index, shard in enumerate(shards) if isinstance(shard, OffloadedPart)}
+    away = dict[int, OffloadedPart]()
+    for index, shard in enumerate(shards):
+        if not isinstance(shard, OffloadedPart):
+            continue
+        if shard.powers is not None and shard.powers[0] == norm_type:
+            sums[index] = shard.powers[1]
+            nonfinite += shard.powers[2]
+        else:
+            away[index] = shard
     is_max = math.isinf(norm_type)
 
     def add(indices: Sequence[int], values: Sequence[Tensor]) -> None:

@@ -297,12 +297,15 @@ class ShardedOptimizer:
             if index in found[id(gradients)]:
                 yield gradients, index, *found[id(gradients)][index]
 
-    def norm_shards(self, only: Container[int] | None = None) -> tuple[list[Shard], list[float]]:
+    def norm_shards(
+        self, norm_type: float, only: Container[int] | None = None
+    ) -> tuple[list[Shard], list[float]]:
         """Every element of the gradients once over the shard axis: values, and what each is to be multiplied by."""
         for parameter in self.parameters():
             place = self.model.place(parameter)
             assert place is not None
             self.model.gradient_of(place[0]).round_scales()
+            self.model.gradient_of(place[0]).expect_norm(norm_type)
         shards, factors = [], []
         for gradients, index, values, factor in self._gradients(only):
             bucket = gradients.bucket
@@ -318,7 +321,7 @@ class ShardedOptimizer:
     def norm(self, norm_type: float = 2.0) -> GradientNorm:
         """Norm of this optimizer's gradients over all ranks. A collective."""
         self.model.reducer.settle()
-        shards, factors = self.norm_shards()
+        shards, factors = self.norm_shards(norm_type)
         return global_norm(shards, norm_type, [*self.model.norm_groups], factors)
 
     @torch.no_grad()

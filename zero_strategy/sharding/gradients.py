@@ -25,10 +25,12 @@ from torch import Tensor
 
 from zero_strategy.distributed import PendingWork
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
+from zero_strategy.ops.arguments import FLOATS
 from zero_strategy.sharding.gradient_reading import reader_of
 from zero_strategy.sharding.handles import GradientHandle, unwritable
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.power_sums import PowerSums
 
 
 class GradientBucket:
@@ -71,6 +73,7 @@ class GradientBucket:
         self._shows_gradient = (
             bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype and store is None
         )
+        self._powers: PowerSums | None = None  # of what is in a tier, where a norm was asked for
         self._scales: dict[int, float] = {}  # what reduced gradients are yet to be multiplied by
         self._handles: dict[int, Tensor] = {}
         self._poisons: dict[int, Tensor] = {}  # the memory of those handles that are no gradients
@@ -200,7 +203,8 @@ class GradientBucket:
     def _add(self, values: Tensor) -> None:
         """Add the owned elements of a reduction to the sum of earlier ones."""
         if self._store is not None:
-            self._in_tier(self._store).add_all(values, first=self._empty)
+            look = None if self._powers is None else self._powers.begin(self.bucket.pieces)
+            self._in_tier(self._store).add_all(values, first=self._empty, look=look)
             return
         if self.reduced is None:
             self.reduced = torch.empty(values.numel(), dtype=self.dtype, device=self.bucket.device)
@@ -208,6 +212,15 @@ class GradientBucket:
             self.reduced.copy_(values)
         else:
             self.reduced.add_(values)
+
+    def expect_norm(self, norm_type: float) -> None:
+        """From the next reduction on know the norm of what is in a tier without reading it again."""
+        if self._store is not None and (self._powers is None or self._powers.norm_type != norm_type):
+            self._powers = PowerSums(norm_type) if self.dtype in FLOATS else None
+
+    def _forget_powers(self) -> None:
+        if self._powers is not None:
+            self._powers = PowerSums(self._powers.norm_type)
 
     def _in_tier(self, store: ChunkStore) -> OffloadedVector:
         """The vector of reduced gradients, made when the bucket was frozen until now."""
@@ -234,6 +247,7 @@ class GradientBucket:
     def _forget_sums(self) -> None:
         """No reduced sum is of use any more."""
         self._earlier, self._empty = None, True
+        self._forget_powers()
         if self._vector is not None:
             self._vector.blank()
         elif self.reduced is not None:
@@ -354,6 +368,7 @@ class GradientBucket:
         if piece is not None:
             values = gradient.detach().reshape(-1)[piece.start : piece.stop]
             if isinstance(target, OffloadedVector):
+                self._forget_powers()
                 target.write(piece.offset, values)
             else:
                 assert target is not None
@@ -424,6 +439,7 @@ class GradientBucket:
         piece = self.bucket.piece_of.get(index)
         if self._vector is not None and piece is not None:
             if not self._empty:
+                self._forget_powers()
                 self._vector.change(piece.offset, piece.offset + piece.numel, how)
             return
         for values in self._reduced_parts(index):
@@ -470,7 +486,9 @@ class GradientBucket:
 
     def _owned(self, piece: Piece) -> Tensor | OffloadedPart | None:
         if self._vector is not None:
-            return self._vector.part(piece.offset, (piece.numel,))
+            part = self._vector.part(piece.offset, (piece.numel,))
+            part.powers = None if self._powers is None else self._powers.of(piece.index)
+            return part
         return None if self.reduced is None else self.reduced[piece.offset : piece.offset + piece.numel]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
