@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.aligned import PAGE
 from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
+from zero_strategy.distributed.shared_memory import LEAST_BYTES, used_bytes
 from zero_strategy.memory.bucket_facts import BucketFacts, Units, facts_of, placement_of
 from zero_strategy.memory.chunked import TRANSFER_SLOTS
 from zero_strategy.memory.ledger import Category, Entry, Ledger, Owner, Tier, allocated
@@ -144,19 +145,32 @@ class MemoryPlan:
         return allocated(nbytes, self.device_type)
 
     def _exchange_buffers(self, units: Units, rank: int) -> Iterator[Entry]:
-        """On gloo, a buffer for the slice of every other rank, kept from one reduction to the next."""
+        """On gloo: memory shared with the host's other ranks, or a buffer for the slice of every other rank."""
         if self.device_type != "cpu":
             return  # NCCL's own are not known
         shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
-        trained = [bucket for unit in units for bucket in unit if bucket.trainable]
-        largest = max((bucket.layout.slice_numel * bucket.reduce_dtype.itemsize for bucket in trained), default=0)
-        for name, size, place, nbytes in (
-            ("reduce", shard, rank % shard, largest),
-            ("replicate", replicas, rank // shard, largest // replicas),
+        buckets = [bucket for unit in units for bucket in unit]
+        reduced = max((b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable), default=0)
+        gathered = 0
+        if placement_of(self.resolved).shard_optimizer:
+            sharded = placement_of(self.resolved).shard_parameters
+            sizes = (b.layout.slice_numel * b.dtype.itemsize for b in buckets if b.trainable or sharded)
+            gathered = max(sizes, default=0)
+        first = rank - rank % shard
+        for name, ranks, gathers, nbytes in (
+            ("gather", range(first, first + shard), True, gathered),
+            ("reduce", range(first, first + shard), False, reduced),
+            ("replicate", range(rank % shard, shard * replicas, shard), False, reduced // replicas),
         ):
-            # From rank 2 on a rank sets its own part aside, for its turn in the sum.
-            count = 0 if size == 1 else size - 1 + (place > 1)
-            yield Entry("communication", "device", Owner(name), count * nbytes, count * nbytes)
+            size, place = len(ranks), ranks.index(rank)
+            together = len({rank // self.ranks_per_host for rank in ranks}) == 1
+            kept = 0
+            if size > 1 and together and nbytes >= LEAST_BYTES:
+                kept = used_bytes(nbytes, 1 if gathers else size - 1)
+            elif size > 1 and not gathers:
+                # From rank 2 on a rank sets its own part aside, for its turn in the sum.
+                kept = (size - 1 + (place > 1)) * nbytes
+            yield Entry("communication", "device", Owner(name), kept, kept)
 
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
         """What a step on state in files has in memory: for every vector in files, a chunk in each slot that is used."""
