@@ -46,6 +46,8 @@ T = TypeVar("T")
 MAX_WORLD = 4
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo"]
 """Loaded once, in the server; the last because the first optimizer of any process loads it."""
+PRELOADED_IF_USED = ["lightning.pytorch", "accelerate", "transformers.trainer", "peft"]
+"""Loaded there too where the test process has loaded them: seconds that each rank would need for itself."""
 _LOG_TAIL = 20_000
 
 
@@ -222,7 +224,7 @@ class RankPool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, *(name for name in PRELOADED_IF_USED if name in sys.modules)])
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world):
