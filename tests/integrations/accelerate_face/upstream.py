@@ -1,4 +1,4 @@
-"""The scripts of Accelerate with our class in place of Accelerate's; also a script: `upstream.py NAME STAGE [REDUCTION]`.
+"""Accelerate's scripts with our class in place of its own; a script itself: `upstream.py NAME STAGE [REDUCTION]`.
 
 `test_sync_matrix` is the part of `test_sync` that it leaves out on the CPU: accumulation with all kinds of loaders.
 """
