@@ -140,6 +140,11 @@ class Twin:
         self.settle()
         return None if p.grad is None else p.grad.clone()
 
+    def gradients(self) -> list[Tensor | None]:
+        """Of all parameters of the model; all ranks call it."""
+        self.settle()
+        return [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
+
     def assign(self, p: nn.Parameter, gradient: Tensor | None) -> None:
         """Replace a gradient, also what is not yet averaged of it."""
         self._local.pop(id(p), None)
@@ -210,6 +215,9 @@ class ShardedTwin(Twin):
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
         return safe_get_full_grad(p)
+
+    def gradients(self) -> list[Tensor | None]:
+        return [safe_get_full_grad(p) for p in self.module.parameters()]
 
     def clip(self, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> Tensor:
         return self.own.clip_grad_norm_(max_norm, norm_type, optimizer)
