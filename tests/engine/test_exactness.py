@@ -30,7 +30,7 @@ from tests.reference import (
     unequal,
 )
 
-STEPS = 8
+STEPS = 10
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = (1, 3)
 CLIP_NORM = 1.05
