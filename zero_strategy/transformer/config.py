@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 POSITIONS = ("none", "rotary")
+_CHOICES = MappingProxyType({"norm": NORMS, "activation": ACTIVATIONS, "position": POSITIONS})
 
 
 @dataclass
@@ -125,7 +127,7 @@ class TransformerConfig:
             ValueError: Naming the option, its value and what is accepted.
         """
         self._check_kinds()
-        for name, accepted in (("norm", NORMS), ("activation", ACTIVATIONS), ("position", POSITIONS)):
+        for name, accepted in _CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}")
         if self.fp16 and self.bf16:
@@ -154,7 +156,7 @@ class TransformerConfig:
             elif name == "seed":
                 if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
                     raise ValueError(f"seed is {value!r}; accepted: integers of 64 bits")
-            elif not isinstance(value, str):
+            elif name not in _CHOICES:
                 self._check_number(name, value)
 
     def _check_number(self, name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 REDUCTIONS = ("mean", "sum", "none")
 _ELEMENTS = 2**24
 """Of a chunk's logits: 64 MiB."""
-_SHARE = 16
+_SHARE = 8
 """A chunk has at most this share of the tokens, and at least so many tokens as make a matrix product worthwhile."""
 _LEAST = 64
 
