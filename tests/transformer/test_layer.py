@@ -15,6 +15,7 @@ from tests.ops.native import need_native
 from tests.transformer.twin import bytes_kept, plain_layer
 from zero_strategy.transformer import TransformerConfig, TransformerLayer
 from zero_strategy.transformer.dropout_masks import draw_states
+from zero_strategy.transformer.rotary import rotary_tables
 
 ROWS, LENGTH, WIDTH, HEADS = 2, 7, 16, 4
 SPREAD = 0.16  # a matrix of this width then stretches as one of 1024 with 0.02 does
@@ -162,6 +163,15 @@ def test_a_mask_may_be_learned() -> None:
         output = layer(attn_dropout_checkpoint=recompute, **DROPOUT)(inputs(torch.float32)[0], bias)
         gradients.append(torch.autograd.grad(output.square().sum(), bias)[0])
     assert error(gradients[0], gradients[1].double()) <= ERROR[torch.float32]
+
+
+def test_positions_may_be_given() -> None:
+    made = layer(**LLAMA)
+    x, _ = inputs(torch.float32)
+    cos, sin = rotary_tables(2 * LENGTH, WIDTH // HEADS, 10000.0, x.device)
+    assert torch.equal(made(x, position_embeddings=(cos[:, :LENGTH], sin[:, :LENGTH])), made(x))
+    later = made(x, position_embeddings=(cos[:, LENGTH:], sin[:, LENGTH:]))
+    assert error(later.detach(), made(x).detach().double()) < 1e-6  # only distances count
 
 
 # ---- memory ----

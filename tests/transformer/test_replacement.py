@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,12 +89,14 @@ def test_outputs_and_gradients_are_equal_within_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_the_way_back(name: str) -> None:
+def test_the_way_back(name: str, tmp_path: Path) -> None:
     model, replaced = pair(name)
     expected = model.state_dict()
     found = hugging_face_state_dict(replaced)
     assert list(found) and set(found) == set(expected) and all(torch.equal(found[key], expected[key]) for key in found)
-    model.load_state_dict(found)
+    replaced.save_pretrained(tmp_path, state_dict=found)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(value, expected[key]) for key, value in loaded.state_dict().items())
     with torch.no_grad():
         for parameter in replaced.parameters():
             parameter *= 1.5
@@ -121,6 +124,7 @@ def test_generation_uses_the_cache(name: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("name", BUILD)
 def test_training_drops_and_recomputes(name: str) -> None:
     """Gradient checkpointing of transformers restores the generator, and with it the masks."""
