@@ -117,6 +117,14 @@ def test_backward_twice_and_without_targets() -> None:
     assert float(linear_cross_entropy(leaves[0][:0], leaves[1], target[:0], reduction="sum").detach()) == 0
 
 
+def test_a_second_derivative_is_refused() -> None:
+    leaves, target = inputs(torch.float32, bias=False)
+    for reduction in ("mean", "none"):
+        loss = linear_cross_entropy(*leaves, target, reduction=reduction).sum()
+        with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+            torch.autograd.grad(loss, leaves, create_graph=True)
+
+
 def test_another_ignore_index() -> None:
     leaves, target = inputs(torch.float32, bias=False)
     target = target.where(target != -100, 3)

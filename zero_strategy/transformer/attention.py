@@ -53,15 +53,14 @@ def attend(
         output = _fused(query, key, value, mask, causal, p)
     else:
         assert state is not None, "dropout needs a state"
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
         additive = _additive(mask, query.dtype)
         if recompute:
             output = _Recomputed.apply(query, key, value, additive, state, causal, p)
         else:
-            scores = _scores(query, key)
-            output = torch.matmul(ops.masked_softmax_dropout(scores, additive, causal=causal, p=p, state=state), value)
+            groups = query.shape[1] // key.shape[1]
+            scores = _scores(query, _for_all(key, groups))
+            dropped = ops.masked_softmax_dropout(scores, additive, causal=causal, p=p, state=state)
+            output = torch.matmul(dropped, _for_all(value, groups))
     return output.transpose(1, 2).flatten(2)
 
 
@@ -112,6 +111,16 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     return F.scaled_dot_product_attention(query, key, value, mask, p, causal, enable_gqa=shared)
 
 
+def _for_all(heads: Tensor, groups: int) -> Tensor:
+    """Heads of keys or values, once for every head of queries."""
+    return heads if groups == 1 else heads.repeat_interleave(groups, 1)
+
+
+def _for_few(gradient: Tensor, groups: int) -> Tensor:
+    """The gradient of what `_for_all` was given."""
+    return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)
+
+
 def _scores(query: Tensor, key: Tensor) -> Tensor:
     """query key^T / sqrt(size), scaled before it is rounded."""
     batch = query.shape[:2]
@@ -130,13 +139,16 @@ class _Recomputed(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask, state)
         ctx.options = (causal, p)
-        dropped, _ = _probabilities(query, key, mask, state, causal, p)
-        return torch.matmul(dropped, value)
+        groups = query.shape[1] // key.shape[1]
+        dropped, _ = _probabilities(query, _for_all(key, groups), mask, state, causal, p)
+        return torch.matmul(dropped, _for_all(value, groups))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, state = ctx.saved_tensors
         causal, p = ctx.options
+        groups = query.shape[1] // key.shape[1]
+        key, value = _for_all(key, groups), _for_all(value, groups)
         dropped, kept = _probabilities(query, key, mask, state, causal, p)
         dvalue = torch.matmul(dropped.transpose(-1, -2), gradient)
         through = torch.matmul(gradient, value.transpose(-1, -2))
@@ -145,8 +157,9 @@ class _Recomputed(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             dmask = dscores.to(torch.float32).sum_to_size(mask.shape).to(mask.dtype)
         dscores = dscores * (1 / math.sqrt(query.shape[-1]))
+        dkey = torch.matmul(dscores.transpose(-1, -2), query)
         return (
-            torch.matmul(dscores, key), torch.matmul(dscores.transpose(-1, -2), query), dvalue, dmask, None, None, None,
+            torch.matmul(dscores, key), _for_few(dkey, groups), _for_few(dvalue, groups), dmask, None, None, None,
         )  # fmt: skip
 
 

@@ -142,6 +142,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise RuntimeError("linear_cross_entropy has no second derivative")
         if ctx.early:
             *totals, divisor = ctx.saved_tensors
             factor = gradient if divisor is None else gradient * divisor
