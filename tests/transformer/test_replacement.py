@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
 from zero_strategy.transformer import (
     TransformerLayer,
     hugging_face_state_dict,
@@ -112,6 +114,18 @@ def test_the_way_back(name: str, tmp_path: Path) -> None:
         assert torch.equal(restored(batch()[0]).logits, model(batch()[0]).logits)
     with pytest.raises(ValueError, match="no replaced block"):
         restore_transformer_layers(restored)
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_sharded_model_s_weights_go_back(name: str) -> None:
+    model, replaced = pair(name)
+    engine = ZeroEngine(replaced, load_config(stage=3, units={"min_numel": 0}))
+    found = hugging_face_state_dict(replaced, engine.full_state_dict())
+    expected = model.state_dict()
+    assert found and all(torch.equal(value, expected[key]) for key, value in found.items())
+    assert len([unit for unit in engine.model.units if unit.name]) == 2  # the blocks
+    with torch.no_grad():
+        assert near(replaced(batch()[0]).logits, model(batch()[0]).logits)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -4,7 +4,8 @@ A mask is a function of a key, an offset and an element's index (`ops/philox.py`
 offset is drawn from torch's default generator of the CPU, one for each of a layer's three dropouts in every forward. So
 `torch.manual_seed` makes a run repeatable whatever the device, a recomputation that restores the generator
 (`torch.utils.checkpoint`) meets the same masks, masks do not depend on how many layers a process has built, and nothing
-waits for the device. A captured CUDA graph would replay one draw.
+waits for the device. A captured CUDA graph would replay one draw. Inductor draws numbers of its own in compiled code,
+as it does for torch's dropout; with its `fallback_random` they are those of eager runs.
 """
 
 from __future__ import annotations
