@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,14 @@ def test_dtype_frozen_weights_and_mode_are_carried_over() -> None:
     assert not any(p.requires_grad for p in first.parameters()) and all(p.requires_grad for p in second.parameters())
     restore_transformer_layers(model)
     assert not any(p.requires_grad for p in model.transformer.h[0].parameters())
+
+
+def test_replaced_models_are_copied_and_pickled() -> None:
+    _, replaced = pair("gpt2")
+    for other in (copy.deepcopy(replaced), pickle.loads(pickle.dumps(replaced))):
+        assert type(other.transformer.h[0]) is type(replaced.transformer.h[1])
+        assert torch.equal(other(batch()[0]).logits, replaced(batch()[0]).logits)
+        restore_transformer_layers(other)
 
 
 def test_what_these_layers_do_not_do_is_refused_by_name() -> None:

@@ -50,6 +50,10 @@ class ReplacedBlock(TransformerLayer):
             parameter.requires_grad_(not frozen.issuperset(family.sources[name]))
         self.train(block.training)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class has no name in any module: it is made again where the block is unpickled.
+        return _empty, (_original(type(self)),), self.__dict__
+
     @property
     def family(self) -> Family:
         """What is known of the replaced block."""
@@ -97,6 +101,11 @@ class ReplacedBlock(TransformerLayer):
 def _class_for(original: Any) -> type[ReplacedBlock]:
     """One for all blocks of a class, so that they are alike to whoever looks for units."""
     return type(f"Replaced{original.__name__}", (ReplacedBlock, original), {})
+
+
+def _empty(original: Any) -> ReplacedBlock:
+    cls = _class_for(original)
+    return cls.__new__(cls)
 
 
 def _original(cls: type[nn.Module]) -> type[nn.Module]:
