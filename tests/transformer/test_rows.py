@@ -112,7 +112,8 @@ def test_transformer_config_dropout_ratios() -> None:
 
 
 def test_transformer_config_initial_values() -> None:
-    """Rows num_hidden_layers, initializer_range, adjust_init_range (initializer_range / sqrt(2 num_layers))."""
+    """Rows TransformerConfig.num_hidden_layers, TransformerConfig.initializer_range,
+    TransformerConfig.adjust_init_range: output_std = initializer_range / sqrt(2 num_layers)."""
     torch.manual_seed(0)
     for adjust, factor in ((True, 1 / math.sqrt(2.0 * 8)), (False, 1.0)):
         made = built(hidden_size=128, num_hidden_layers=8, initializer_range=0.05, adjust_init_range=adjust)
@@ -161,13 +162,16 @@ def test_transformer_config_pre_layer_norm() -> None:
 
 @pytest.mark.parametrize("option", SAVING)
 def test_transformer_config_options_that_save_memory(option: str) -> None:
-    """Rows normalize_invertible, gelu_checkpoint, attn_dropout_checkpoint; how much each saves is in test_layer.py."""
+    """Rows TransformerConfig.normalize_invertible, TransformerConfig.gelu_checkpoint,
+    TransformerConfig.attn_dropout_checkpoint; how much each saves is in test_layer.py."""
     without, _ = kept_bytes()
     assert kept_bytes(**{option: True})[0] < without
 
 
 def test_transformer_config_stochastic_mode() -> None:
-    """Row stochastic_mode: attention's mask is torch's own, another one than in deterministic mode."""
+    """Row TransformerConfig.stochastic_mode: what may differ from run to run.
+
+    Attention's mask is torch's own, another one than in deterministic mode; nothing else changes."""
     made = []
     for stochastic in (True, False):
         each = layer(stochastic_mode=stochastic, attn_dropout_ratio=0.5)

@@ -169,8 +169,8 @@ class TransformerLayer(nn.Module):
         Raises:
             TypeError, ValueError: Naming the argument.
         """
-        for name, value in (*((f"argument {2 + place}", value) for place, value in enumerate(unused)),
-                            *unused_by_name.items()):  # fmt: skip
+        given = {f"argument {place}": value for place, value in enumerate(unused, 2)} | unused_by_name
+        for name, value in given.items():
             if value is not None and value is not False:
                 raise ValueError(f"{name} of a transformer layer has no effect here; leave it out")
         self._check_input(hidden_states)
