@@ -157,7 +157,7 @@ def used_bytes(message: int, parts: int) -> int:
 def _is_wanted() -> bool:
     """Whether this system has such memory and nobody has switched it off."""
     off = os.environ.get(VARIABLE, "1").lower() in ("0", "false", "no", "off")
-    return sys.platform.startswith("linux") and not off
+    return sys.platform.startswith("linux") and hasattr(os, "memfd_create") and not off
 
 
 def _create() -> tuple[int, mmap.mmap, str] | None:
