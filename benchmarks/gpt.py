@@ -22,8 +22,9 @@ SIZES = {
     "transformer-small": GPTSize(width=384, depth=8, heads=6, vocabulary=4096),
     "transformer-medium": GPTSize(width=512, depth=8, heads=8, vocabulary=8192),
     "transformer-large": GPTSize(width=512, depth=16, heads=8, vocabulary=32768),
+    "transformer-1b": GPTSize(width=2048, depth=20, heads=16, vocabulary=32768),
 }
-"""0.1, 16, 30 and 67 million parameters."""
+"""0.1, 16, 30, 67 and 1080 million parameters."""
 
 
 class Block(nn.Module):
@@ -59,7 +60,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))

@@ -83,7 +83,7 @@ def test_arguments_come_in_the_documented_order_with_the_documented_defaults(nam
 # ---- module paths ----
 
 PATHS = {
-    "": ["DeepSpeedEngine", "initialize", "init_distributed", "add_config_arguments"],
+    "": ["DeepSpeedEngine", "initialize", "init_distributed", "add_config_arguments", "DeepSpeedTransformerLayer"],
     "config": ["Config", "TrainingConfig", "BatchConfig", "FP16Config"],
     "checkpoint": ["DeepSpeedCheckpoint", "model_3d_desc", "reshape_meg_2d_parallel", "ZeROCheckpoint", "merge_state"],
     "checkpoint.deepspeed_checkpoint": ["DeepSpeedCheckpoint"],
@@ -97,9 +97,10 @@ PATHS = {
     "runtime.zero": ["Init", "GatheredParameters"],
     "checkpointing": ["configure", "checkpoint", "CudaRNGStatesTracker"],
     "runtime.activation_checkpointing.checkpointing": ["checkpoint", "reset"],
+    "ops.transformer": ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"],
 }
 ABSENT = {
-    "": ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "PipelineModule"],
+    "": ["PipelineModule"],
     "pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"],
     "runtime.pipe.engine": ["PipelineEngine"],
     "runtime.pipe.schedule": ["TrainSchedule", "PipeInstruction"],
@@ -107,7 +108,6 @@ ABSENT = {
     "runtime.pipe.module": ["PipelineModule"],
     "runtime.swap_tensor": ["AsyncPartitionedParameterSwapper"],
     "runtime.utils": ["see_memory_usage"],
-    "ops.transformer": ["DeepSpeedTransformerLayer"],
 }
 
 

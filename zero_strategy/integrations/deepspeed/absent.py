@@ -16,13 +16,9 @@ _PIPELINE = (
     "pipeline parallelism is not part of this version; train the module as it is, with its parameters sharded by "
     "stage 3, which needs no division into layers"
 )
-_TRANSFORMER = "the transformer kernels are not part of this version; use torch.nn.TransformerEncoderLayer"
 _REASONS = MappingProxyType(
     {
-        "DeepSpeedTransformerConfig": _TRANSFORMER,
-        "DeepSpeedTransformerLayer": _TRANSFORMER,
         "PipelineModule": _PIPELINE,
-        "ops.transformer": _TRANSFORMER,
         "pipe": _PIPELINE,
         "runtime.pipe": _PIPELINE,
         "runtime.swap_tensor": "state outside of device memory (offloading) is not part of this version; leave it out",
@@ -34,7 +30,7 @@ _REASONS = MappingProxyType(
 )
 """By the place below `deepspeed`; a module's reason holds for what is below it."""
 
-CLASSES = ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "PipelineModule")
+CLASSES = ("PipelineModule",)
 """What is missing at the top of the package itself."""
 
 
