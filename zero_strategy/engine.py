@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import loading
+from zero_strategy.activation.units import UnitActivations
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
@@ -65,6 +66,7 @@ class ZeroEngine:
         module: The module.
         config: The resolved config.
         model: Units and buckets of the module.
+        activations: What autograd keeps of its units, and which are computed again.
         optimizers: The attached optimizers.
         scaler: The loss scaler, for fp16 only.
         offloaded: Where state is that is not on the device.
@@ -113,6 +115,7 @@ class ZeroEngine:
             optimizer_store=self.offloaded.optimizer,
             parameter_store=self.offloaded.parameters,
         )
+        self.activations = UnitActivations(self.model, zero.activation_checkpointing)
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None

@@ -1,0 +1,1 @@
+"""What autograd keeps of a forward for its backward, and what is computed again instead."""
