@@ -201,6 +201,7 @@ class ZeroEngine:
 
     def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps.before(skipped=self.sharded(optimizer).skip_next)
+        self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
 

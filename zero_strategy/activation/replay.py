@@ -38,6 +38,10 @@ class Replay:
         if self._given is not None:
             (args, kwargs), self._given = self._given, None
             return self._forward(*args, **kwargs)
+        return self.again(tensors)
+
+    def again(self, tensors: Sequence[Tensor]) -> Any:
+        """The forward with other tensors in the places of those that it was given."""
         args, kwargs = _put_back(self._shape, tensors)
         return self._forward(*args, **kwargs)
 

@@ -7,6 +7,8 @@ user's own see one forward.
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,11 +19,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_strategy.activation.budget import Profile, choose
 from zero_strategy.activation.policies import selective_contexts
+from zero_strategy.activation.profile import StepProfile
 from zero_strategy.activation.replay import Around, BufferState, BufferStates, Replay
+from zero_strategy.activation.storages import model_storages
 from zero_strategy.config import ActivationCheckpointingConfig
+from zero_strategy.distributed import Communicator
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.model import ShardedModel
+
+_logger = logging.getLogger(__name__)
 
 
 class UnitActivations:
@@ -35,11 +43,13 @@ class UnitActivations:
 
     Attributes:
         forwards: In the order of registration.
+        profile: What is being measured, until units have been chosen by a budget.
     """
 
     def __init__(self, model: ShardedModel, settings: ActivationCheckpointingConfig) -> None:
-        self.mode = settings.mode
+        self.mode, self._budget = settings.mode, settings.budget
         self.forwards: list[UnitForward] = []
+        self.profile: StepProfile | None = None
         if self.mode == "none":
             return
         units = outermost(model.units)
@@ -49,14 +59,51 @@ class UnitActivations:
                 "nothing is computed again; name its layers in units.classes or units.patterns",
                 stacklevel=3,
             )
-        self.forwards = [UnitForward(unit, self, model.gatherer) for unit in units]
+        self.forwards = [UnitForward(unit, number, self, model.gatherer) for number, unit in enumerate(units)]
         for number, forward in enumerate(self.forwards):
             forward.recomputed = self.mode != "every_n" or number % settings.every_n == 0
+        if self.mode == "budget" and units:
+            self.profile = StepProfile(model_storages(model))
 
     @property
     def recomputed(self) -> list[str]:
         """Names of the units that are computed again."""
         return [forward.name for forward in self.forwards if forward.recomputed]
+
+    def choose(self, control: Communicator) -> None:
+        """Choose units by the budget once something was measured; all ranks call it before an optimizer step.
+
+        Ranks take the measurement of the rank that keeps most.
+
+        Raises:
+            ValueError: If the budget is too small for any choice; says what is enough.
+        """
+        if self.profile is None:
+            return
+        found = [profile for profile in control.gather_objects(self.profile.result()) if profile is not None]
+        if not found:
+            return  # a step without a forward
+        profile: Profile = max(found, key=lambda one: one.kept)
+        limit = int(self._budget * profile.kept)
+        chosen = choose(profile, limit)
+        if chosen is None:
+            least = profile.peak(profile.units) / max(profile.kept, 1)
+            raise ValueError(
+                f"activation_checkpointing.budget is {self._budget:g}: of the {profile.kept} bytes that units keep "
+                f"without recomputation {least:.1%} are taken even if all of them are computed again; accepted here: "
+                f"{math.ceil(least * 1000) / 1000:g} or more, or mode: full"
+            )
+        for number, forward in enumerate(self.forwards):
+            forward.recomputed = number in chosen
+        self.profile = None
+        _logger.info(
+            "activation_checkpointing.budget %g: %d of %d units are computed again; %d bytes at most of %d",
+            self._budget,
+            len(chosen),
+            len(self.forwards),
+            profile.peak(chosen),
+            profile.kept,
+        )
 
 
 class UnitForward:
@@ -64,6 +111,7 @@ class UnitForward:
 
     Args:
         unit: The unit.
+        number: Its place among those of `activations`.
         activations: Those it is one of.
         gatherer: Of the model, at stage 3.
 
@@ -72,8 +120,11 @@ class UnitForward:
         recomputed: Whether it is computed again in backward.
     """
 
-    def __init__(self, unit: Unit, activations: UnitActivations, gatherer: ParameterGatherer | None) -> None:
+    def __init__(
+        self, unit: Unit, number: int, activations: UnitActivations, gatherer: ParameterGatherer | None
+    ) -> None:
         self.name, self.module, self.recomputed = unit.name, unit.module, True
+        self._number = number
         self._activations, self._gatherer = activations, gatherer
         self._selective = activations.mode == "selective"
         self._buffers = BufferStates(unit.module)
@@ -90,11 +141,17 @@ class UnitForward:
         return self._run(args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._activations.profile is not None:
+            return self._uncompiled(args, kwargs)
         if not self.recomputed:
             return self._forward(*args, **kwargs)
         if self._selective:  # named here, for the compiler wants a plain function
             return checkpoint(self._forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+    @torch.compiler.disable
+    def _uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = without_caches(self.name, args, kwargs)
@@ -103,15 +160,29 @@ class UnitForward:
         states = self._buffers.before()
         changed: list[BufferState] = []
         replay = Replay(self._forward, args, kwargs)
+        measured = self._measure(replay, states)
         contexts = partial(self._around, changed)
         result = checkpoint(replay, *replay.take_tensors(), use_reentrant=False, context_fn=contexts)
         changed += self._buffers.after(states)
+        measured(result)
         return result
+
+    def _measure(self, replay: Replay, states: Sequence[BufferState]) -> Callable[[Any], None]:
+        """Measure this forward, if that is asked for; gives what is to be called with its result."""
+        profile = self._activations.profile
+        if profile is None:
+            return lambda result: None
+        copied = [state for state in states if state.copy is not None]
+        with self._buffers.restored(copied):
+            inputs = replay.tensors
+            return profile.measure(self._number, self.module, lambda: replay.again(inputs), inputs)
 
     def _around(self, changed: list[BufferState]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What a forward and its replays run in."""
         first, again = selective_contexts() if self._selective else (nullcontext(), nullcontext())
         held = nullcontext if self._gatherer is None else self._gatherer.replay
+        if (profile := self._activations.profile) is not None:
+            return first, Around(profile.replay, held, partial(self._buffers.restored, changed))
         return first, Around(held, partial(self._buffers.restored, changed), lambda: again)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
