@@ -115,7 +115,7 @@ class ZeroEngine:
             optimizer_store=self.offloaded.optimizer,
             parameter_store=self.offloaded.parameters,
         )
-        self.activations = UnitActivations(self.model, zero.activation_checkpointing)
+        self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None

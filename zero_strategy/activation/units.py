@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_strategy.activation.budget import Profile, choose
+from zero_strategy.activation.offload import ActivationStore
 from zero_strategy.activation.policies import selective_contexts
 from zero_strategy.activation.profile import StepProfile
 from zero_strategy.activation.replay import Around, BufferState, BufferStates, Replay
@@ -40,28 +41,33 @@ class UnitActivations:
     Args:
         model: The model; `forward` of its units is replaced where there is anything to do.
         settings: What is computed again.
+        tier: Where what is kept waits: "none" (the device) or "cpu".
 
     Attributes:
         forwards: In the order of registration.
         profile: What is being measured, until units have been chosen by a budget.
+        store: Where what is kept waits; None: on the device.
     """
 
-    def __init__(self, model: ShardedModel, settings: ActivationCheckpointingConfig) -> None:
+    def __init__(self, model: ShardedModel, settings: ActivationCheckpointingConfig, tier: str = "none") -> None:
         self.mode, self._budget = settings.mode, settings.budget
         self.forwards: list[UnitForward] = []
         self.profile: StepProfile | None = None
-        if self.mode == "none":
+        self.store: ActivationStore | None = None
+        if tier == "cpu" and model.device.type != "cpu":  # else they are there already
+            self.store = ActivationStore(model.device, model_storages(model))
+        if self.mode == "none" and tier == "none":
             return
         units = outermost(model.units)
         if not units:
             warnings.warn(
-                f"activation_checkpointing.mode is {self.mode!r}, and this model has no units besides the root, so "
-                "nothing is computed again; name its layers in units.classes or units.patterns",
+                f"activation_checkpointing.mode is {self.mode!r}, offload.activations {tier!r}, and this model has no "
+                "units besides the root, so they change nothing; name its layers in units.classes or units.patterns",
                 stacklevel=3,
             )
         self.forwards = [UnitForward(unit, number, self, model.gatherer) for number, unit in enumerate(units)]
         for number, forward in enumerate(self.forwards):
-            forward.recomputed = self.mode != "every_n" or number % settings.every_n == 0
+            forward.recomputed = self.mode != "none" and (self.mode != "every_n" or number % settings.every_n == 0)
         if self.mode == "budget" and units:
             self.profile = StepProfile(model_storages(model))
 
@@ -143,6 +149,8 @@ class UnitForward:
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._activations.profile is not None:
             return self._uncompiled(args, kwargs)
+        if self._activations.store is not None:
+            return self._run_around_compiled(args, kwargs)
         if not self.recomputed:
             return self._forward(*args, **kwargs)
         if self._selective:  # named here, for the compiler wants a plain function
@@ -153,10 +161,19 @@ class UnitForward:
     def _uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(args, kwargs)
 
+    @partial(torch.compiler.disable, recursive=False)
+    def _run_around_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hooks on what autograd keeps are set outside of compiled code; a checkpoint in them runs without it."""
+        return self._run(args, kwargs)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = without_caches(self.name, args, kwargs)
-        if not self.recomputed:
-            return self._forward(*args, **kwargs)
+        activations = self._activations
+        if activations.mode != "none":
+            args, kwargs = without_caches(self.name, args, kwargs)
+        with nullcontext() if activations.store is None else activations.store.unit(self.module):
+            return self._checkpointed(args, kwargs) if self.recomputed else self._forward(*args, **kwargs)
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states = self._buffers.before()
         changed: list[BufferState] = []
         replay = Replay(self._forward, args, kwargs)
