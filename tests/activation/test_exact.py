@@ -49,7 +49,7 @@ def trains(twin: Twin, build: type[nn.Module], shape: tuple[int, ...], accumulat
             twin.note(model(twin.data(50 + step, *shape)))
         model.train()
         twin.note(*model.buffers())
-        if isinstance(model, Strange) and twin.setting.stage < 3:  # stage 3 gives units containers of their own
+        if isinstance(model, Strange) and twin.setting.order == "per_step":  # stage 3 gives units lists of their own
             twin.note(list(model.log))
 
 
