@@ -6,16 +6,14 @@ import itertools
 import random
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.activation.alive import peak_of
 from tests.activation.nets import WIDTH, Transformer, seeded
 from tests.activation.test_exact import NETS, trains
 from tests.engine.nets import loss_of
@@ -24,7 +22,6 @@ from tests.launcher import Launcher
 from zero_strategy.activation.budget import Profile, UnitCall, choose
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.sharding.gatherer import tensors_in
 
 FRACTIONS = (0.3, 0.45, 0.6, 0.8, 0.95)
 
@@ -98,49 +95,6 @@ class Wide(nn.Module):
         for layer in self.more:
             hidden = layer(hidden)
         return torch.tanh(F.dropout(self.down(hidden), 0.1, self.training))
-
-
-class Alive(TorchDispatchMode):
-    """The memory of all tensors that ops have made and that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[StorageWeakRef, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            self._found[StorageWeakRef(storage)] = storage.nbytes()
-        return result
-
-    def look(self, *_: Any) -> None:
-        """Note what is alive now."""
-        self._found = {storage: nbytes for storage, nbytes in self._found.items() if not storage.expired()}
-        self.most = max(self.most, sum(self._found.values()))
-
-
-def peak_of(model: nn.Module, x: Tensor) -> int:
-    """Bytes that a step has made at the most, looked at before every node of backward."""
-    with Alive() as alive:
-        loss = loss_of(model(x))
-        nodes = nodes_of(loss.grad_fn)
-        for node in nodes:
-            node.register_prehook(alive.look)
-        del nodes, node
-        loss.backward()
-    return alive.most
-
-
-def nodes_of(root: Any) -> list[Any]:
-    found, waiting = [], [root]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.append(node)
-            waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 def measured() -> None:
