@@ -23,10 +23,12 @@ class Alive(TorchDispatchMode):
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            self._found[StorageWeakRef(storage)] = storage.nbytes()
+            if StorageWeakRef(storage) not in given:  # else a view, also of what was there before
+                self._found[StorageWeakRef(storage)] = storage.nbytes()
         return result
 
     def look(self, *_: Any) -> None:
