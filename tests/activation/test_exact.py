@@ -14,6 +14,8 @@ from tests.engine.nets import loss_of
 from tests.engine.twins import Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
 from tests.reference import Order
+from zero_strategy.activation.offload import ActivationStore
+from zero_strategy.activation.storages import model_storages
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
@@ -68,7 +70,7 @@ def test_two_ranks(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher
         assert not wrong
 
 
-def compiled(twin: Twin, when: str) -> None:
+def compiled(twin: Twin, when: str, move: bool = False) -> None:
     """Units are compiled, before or after they are sharded; no dropout, whose numbers a compiler draws differently."""
     torch._dynamo.reset()
     model = seeded(Transformer, 2, WIDTH, 0.0)
@@ -79,9 +81,11 @@ def compiled(twin: Twin, when: str) -> None:
                 block.compile(backend="aot_eager")
         if moment == "before":
             twin.shard(model)
+    if isinstance(twin, ShardedTwin) and move:
+        twin.own.activations.store = ActivationStore(torch.device("cpu"), model_storages(twin.own.model))
     twin.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
-    for step in range(2):
-        output = model(twin.data(step, 2, 5, WIDTH))
+    for step in range(3):
+        output = model(twin.data(step, 30, 5, WIDTH))
         twin.note(output)
         twin.backward(loss_of(output))
         twin.step()
@@ -90,6 +94,16 @@ def compiled(twin: Twin, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_units(when: str, ranks: Launcher) -> None:
-    settings = [s for s in SETTINGS if s.stage == 3 and s.config["activation_checkpointing"]["mode"] != "every_n"]
+    modes = [MODES["full"], MODES["selective"], {"mode": "budget", "budget": 0.7}]
+    settings = [Setting(3, "per_micro_batch", {"activation_checkpointing": mode}) for mode in modes]
     (wrong,) = ranks(1, timeout=200)(play, partial(compiled, when=when), settings, tolerance=1e-6)
+    assert not wrong
+
+
+def test_compiled_units_whose_activations_move(ranks: Launcher) -> None:
+    modes = [{"mode": "none"}, MODES["full"]]
+    host = {"offload": {"activations": "cpu"}}
+    settings = [Setting(3, "per_micro_batch", {"activation_checkpointing": mode, **host}) for mode in modes]
+    script = partial(compiled, when="before", move=True)
+    (wrong,) = ranks(1, timeout=200)(play, script, settings, tolerance=1e-6)
     assert not wrong
