@@ -1,16 +1,16 @@
-"""Our file I/O against `fio` at its best, past the page cache, on the same file of the same directory.
+"""Our file I/O against `fio` at its best, past the page cache, in files of one size in the same directory.
 
     python -m benchmarks.file_io --folder DIR --rounds 8 --out file_io.json
 
-One file is preallocated by `StateFile` and written once; then both take turns as A B B A, each moving all of its bytes
+Both have a file that is preallocated and written once; then they take turns as A B B A, each moving all of its bytes
 again and again for some seconds. Ours goes with the block size and depth that `probe` chooses. fio gets the fastest of
 libaio, io_uring (with registered buffers or without) and psync at several block sizes and depths, for reading and for
-writing. Its time is what it reports, without its start; ours is that of passes through a staging ring, whose bytes
-nobody looks at. Figures are bytes per second of ours over fio's, medians of rounds with bootstrap intervals: above 1 we
-are faster.
+writing. Its time is what it reports, without its start; ours is that of passes over the chunks of a vector of the NVMe
+tier, whose bytes nobody looks at. Figures are bytes per second of ours over fio's, medians of rounds with bootstrap
+intervals: above 1 we are faster.
 
-    sequential   the file as one record, in parts of 16 MiB
-    bucket       the file as buckets of 64 MiB
+    sequential   chunks of 16 MiB
+    bucket       chunks of 64 MiB
     update       each bucket is read and written; against the time in which fio reads and then writes as many bytes
 """
 
@@ -30,12 +30,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.ratios import TURNS, Ratio, bootstrap, round_ratio
-from zero_strategy.memory import Span, StagingRing, StateFile, open_queue, probe
+from zero_strategy.memory import probe
+from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
+from zero_strategy.memory.chunked import ChunkStore, VectorSpec
 from zero_strategy.memory.file_queue import Kind
+from zero_strategy.memory.nvme import NvmeTier
 
 SEQUENTIAL_BYTES, BUCKET_BYTES, BUFFERS = 16 << 20, 64 << 20, 4
 SUITES = ("sequential read", "sequential write", "bucket read", "bucket write", "update")
+_KEY = "values"
 KINDS: tuple[Kind, ...] = ("read", "write")
 
 
@@ -108,43 +114,38 @@ def best_pattern(path: Path, kind: Kind, nbytes: int, lasting: float) -> Pattern
 
 
 class Ours:
-    """Passes over the file.
-
-    Attributes:
-        path: The file, which fio works on too.
-    """
+    """Passes over vectors in files."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.speed = probe(folder)
         chosen = self.speed.chosen
-        self._queue = open_queue(depth=chosen.depth, block_bytes=chosen.block_bytes)
-        self._state = StateFile(folder, {"all": nbytes}, queue=self._queue, keep_name=True)
-        self.path = self._state.paths[0]
-        steps = {"sequential": SEQUENTIAL_BYTES, "bucket": BUCKET_BYTES}
-        self._rings = {name: StagingRing(BUFFERS, step) for name, step in steps.items()}
-        self._spans = {
-            name: [Span("all", at, min(at + step, nbytes)) for at in range(0, nbytes, step)]
-            for name, step in steps.items()
+        self._tier = NvmeTier([str(folder)], block_bytes=chosen.block_bytes, depth=chosen.depth)
+        self._vectors = {
+            size: ChunkStore(self._tier, step).take(size, VectorSpec(nbytes, torch.uint8))
+            for size, step in (("sequential", SEQUENTIAL_BYTES), ("bucket", BUCKET_BYTES))
         }
-        for ring in self._rings.values():
-            ring.memory.bytes.random_(0, 256)
-        self.seconds("bucket", "write", 0.0)
+        self._slots = {size: ChunkSlots(BUFFERS) for size in self._vectors}
+        for size in self._vectors:
+            self._pass(size, "write", lambda _, held: held[_KEY].random_(0, 256))
+
+    def _pass(self, size: str, what: str, work: Callable[[Chunk, dict[str, torch.Tensor]], object]) -> None:
+        vector, key = self._vectors[size], frozenset([_KEY])
+        unread, unchanged = key if what == "write" else frozenset[str](), key if what == "read" else frozenset[str]()
+        chunks = [
+            Chunk(number, *place, {_KEY: vector}, unread, unchanged) for number, place in enumerate(vector.chunks)
+        ]
+        self._slots[size].run(chunks, work)
 
     def seconds(self, size: str, what: str, lasting: float) -> float:
         """What a pass takes; passes are made for so many seconds, and at least one."""
-        ring, spans = self._rings[size], self._spans[size]
-        passes = {"read": ring.read, "write": ring.write, "update": ring.update}
         begin, made = time.perf_counter(), 0
         while not made or time.perf_counter() - begin < lasting:
-            with passes[what](self._state, spans) as parts:
-                for _ in parts:
-                    pass
+            self._pass(size, what, lambda *_: None)
             made += 1
         return (time.perf_counter() - begin) / made
 
     def close(self) -> None:
-        self._state.close()
-        self._queue.close()
+        self._tier.close()
 
 
 def rounds_of(fio: Callable[[], float], ours: Callable[[], float], rounds: int) -> list[list[float]]:
@@ -158,9 +159,12 @@ def figure(samples: Sequence[Sequence[float]]) -> Ratio:
 
 
 def measure(folder: Path, nbytes: int, rounds: int, lasting: float, suites: Sequence[str]) -> dict[str, Any]:
-    ours = Ours(folder, nbytes)
+    ours, path = Ours(folder, nbytes), folder / "fio"
     try:
-        best = {kind: best_pattern(ours.path, kind, nbytes, lasting) for kind in KINDS}
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        fio_seconds(path, [("write", Pattern("psync", 4 << 20, 1))], nbytes, lasting)
+        best = {kind: best_pattern(path, kind, nbytes, lasting) for kind in KINDS}
         report: dict[str, Any] = {
             "ours": str(ours.speed),
             "fio": {kind: asdict(pattern) for kind, pattern in best.items()},
@@ -168,7 +172,7 @@ def measure(folder: Path, nbytes: int, rounds: int, lasting: float, suites: Sequ
         }
 
         def fio(*kinds: Kind) -> float:
-            return sum(fio_seconds(ours.path, [(kind, best[kind]) for kind in kinds], nbytes, lasting))
+            return sum(fio_seconds(path, [(kind, best[kind]) for kind in kinds], nbytes, lasting))
 
         def passes(size: str, what: str) -> float:
             return ours.seconds(size, what, lasting)
@@ -187,6 +191,7 @@ def measure(folder: Path, nbytes: int, rounds: int, lasting: float, suites: Sequ
             print(show(suite, report["suites"][suite]), flush=True)
         return report
     finally:
+        path.unlink(missing_ok=True)
         ours.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,25 @@ hypothesis.settings.load_profile("default-here")
 def pytest_configure() -> None:
     # Results that are compared bit by bit with those of the ranks need the ranks' number of threads.
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No look at all objects while all libraries are loaded, nor at those of the libraries ever after.
+
+    Each would take half a second, and many tests ask for several.
+    """
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    if gc.get_freeze_count() == 0:  # the test has undone it
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

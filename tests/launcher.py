@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -46,6 +47,8 @@ T = TypeVar("T")
 MAX_WORLD = 4
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo"]
 """Loaded once, in the server; the last because the first optimizer of any process loads it."""
+PRELOADED_IF_USED = ["lightning.pytorch", "accelerate", "transformers.trainer", "peft"]
+"""Loaded there too where the test process has loaded them: seconds that each rank would need for itself."""
 _LOG_TAIL = 20_000
 
 
@@ -210,6 +213,13 @@ def _serve(rank: int, world: int, port: int, connection: Connection, log_path: s
 # ---------------------------------------------------------------------------------- the test process's side
 
 
+def fork_server() -> ForkServerContext:
+    """Starts processes that have the heavy libraries loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *(name for name in PRELOADED_IF_USED if name in sys.modules)])
+    return context
+
+
 class RankPool:
     """``world`` rank processes. After a failed run it is closed and cannot be used again."""
 
@@ -221,8 +231,7 @@ class RankPool:
         self._runs = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = fork_server()
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world):

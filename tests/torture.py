@@ -8,7 +8,7 @@ and loses one rank or all of them to SIGKILL, once or twice. After each kill
   is lost that was there, or whose save had returned;
 - the next run takes the newest one, and from there on has the losses, weights and optimizer state, bit by bit, of a run
   that was never disturbed and never saved.
-At the end nothing is left of the saves that were cut off.
+At the end nothing is left of the saves that were cut off, nor of state that was kept in files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from tests.checkpoint.killable import Script, Shape, entries, fork, reap, serve_
 from zero_strategy import ops
 from zero_strategy.checkpoint import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.verify import verify
+from zero_strategy.memory.native_queue import load_library
 
 SUMMARY = "Kills training runs at random moments, half of them inside a save, and looks at what is left."
-SHAPES = [Shape(world, stage) for world, stage in ((2, 1), (2, 2), (2, 3), (2, 3), (1, 1), (1, 3))]
+SHAPES = [
+    *(Shape(world, stage) for world, stage in ((2, 1), (2, 2), (2, 3), (2, 3), (1, 1), (1, 3))),
+    *(Shape(world, stage, in_files=True) for world, stage in ((2, 3), (2, 2), (1, 3))),
+]
 RUN_SECONDS = 60.0
 Steps = dict[tuple[int, int], tuple[str, str]]
 """(rank, step) -> loss and digest."""
@@ -134,6 +138,8 @@ class Torture:
             names = sorted(path.name for path in saves.iterdir())
             assert not [name for name in names if name.startswith(".")], f"left over in {saves}: {names}"
             assert len(_visible(saves)) <= self.script.keep_last, f"too many in {saves}: {names}"
+        state = place / "state"
+        assert not state.exists() or not list(state.iterdir()), f"state was left over in {state}"
         began, ended = entries(journals[0], "resumed")[0], entries(journals[0], "done")[0]
         if began["resumed"] == 0:
             self.tally.run_seconds.append(ended["time"] - began["time"])
@@ -142,7 +148,8 @@ class Torture:
     def _reference(self, shape: Shape) -> tuple[Steps, Contents]:
         """What undisturbed runs of a shape do: one that never saves, and one that saves in the foreground."""
         if shape not in self._references:
-            plain, saving = (self.folder / f"{name}-{shape.world}-{shape.stage}" for name in ("plain", "saving"))
+            number = len(self._references)
+            plain, saving = (self.folder / f"{name}-{number}" for name in ("plain", "saving"))
             for place in (plain, saving):
                 (place / "saves").mkdir(parents=True)
             steps = _steps(self._run(shape, replace(self.script, every=0), plain, None))
@@ -309,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     os.environ.setdefault("ZERO_STRATEGY_CACHE", str(Path(__file__).resolve().parent.parent / ".ops_cache"))
     ops.ensure("cpu")  # loaded once, for all forks
+    load_library()
     folder = Path(tempfile.mkdtemp(prefix="torture-", dir=options.folder))
     torture = Torture(folder, options.seed)
     try:

@@ -41,6 +41,7 @@ _ROOMS = (
     "registration",
     "scripts",
     "sharding",
+    "transformer",
 )
 
 __all__ = ["__version__", "ZeroStrategy", *sorted(_PUBLIC)]

@@ -114,6 +114,7 @@ class ZeroEngine:
             partly=isinstance(weights, StateReader),
             optimizer_store=self.offloaded.optimizer,
             parameter_store=self.offloaded.parameters,
+            gradient_store=self.offloaded.gradients,
         )
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
@@ -296,7 +297,7 @@ class ZeroEngine:
 
     def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         self.model.reducer.settle()
-        parts = [sharded.norm_shards(only) for sharded in self._chosen(optimizer)]
+        parts = [sharded.norm_shards(norm_type, only) for sharded in self._chosen(optimizer)]
         shards = [shard for found, _ in parts for shard in found]
         return global_norm(shards, norm_type, self.model.norm_groups, [f for _, factors in parts for f in factors])
 

@@ -44,6 +44,8 @@ class Shape:
 
     world: int
     stage: int
+    in_files: bool = False
+    """All state in files, in a folder beside that of the checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def train(shape: Shape, script: Script, rank: int, folder: Path, port: int, run:
     store = PrefixStore(run, TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=shape.world, timeout=timedelta(seconds=30))
     notes = Journal(journal)
-    engine, optimizer = _engine(shape, script)
+    engine, optimizer = _engine(shape, script, folder.with_name("state"))
     first = _resume(engine, folder, notes) if script.every else 0
     pending: PendingSave | None = None
     for step in range(first, script.steps):
@@ -163,10 +165,21 @@ def train(shape: Shape, script: Script, rank: int, folder: Path, port: int, run:
     dist.destroy_process_group()
 
 
-def _engine(shape: Shape, script: Script) -> tuple[ZeroEngine, torch.optim.Optimizer]:
+def _engine(shape: Shape, script: Script, state: Path) -> tuple[ZeroEngine, torch.optim.Optimizer]:
     model = build("transformer", 3)
     options = {"max_file_bytes": 12_000, "keep_last": script.keep_last}
-    config = load_config(stage=shape.stage, units={"min_numel": 0}, rendezvous_seconds=20.0, checkpoint=options)
+    offload: dict[str, Any] = {}
+    if shape.in_files:
+        state.mkdir(exist_ok=True)
+        parameters = "nvme" if shape.stage == 3 else "none"
+        offload = {"optimizer": "nvme", "parameters": parameters, "nvme_path": [str(state)], "probe_seconds": 0}
+    config = load_config(
+        stage=shape.stage,
+        units={"min_numel": 0},
+        rendezvous_seconds=20.0,
+        checkpoint=options,
+        offload=offload,
+    )
     engine = ZeroEngine(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     engine.attach(optimizer)
@@ -200,7 +213,7 @@ def digest(engine: ZeroEngine) -> str:
     """Of this rank's weights and optimizer state."""
     sum_of_all = xxhash.xxh3_128()
     for bucket in engine.model.buckets:
-        sum_of_all.update(_bytes(bucket.shard))
+        sum_of_all.update(_bytes(bucket.read_shard(0, bucket.layout.slice_numel)))
     for sharded in engine.optimizers:
         for parameter in sharded.parameters():
             for key, value in sorted(sharded.state_of(parameter).items()):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.launcher import Launcher
+from tests.warm import run_warm
 from zero_strategy.checkpoint.convert import convert
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -33,14 +32,7 @@ torch.save(dict(model.state_dict()), sys.argv[2])
 def from_pretrained(directory: Path, result: Path) -> dict[str, torch.Tensor]:
     """The state dict of the model that another process loads."""
     environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD, str(directory), str(result)],
-        env=environment,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_warm(_LOAD, str(directory), str(result), env=environment, cwd=directory)
     assert done.returncode == 0, done.stderr
     assert "newly initialized" not in done.stderr and "not used" not in done.stderr
     return dict(torch.load(result, weights_only=True))

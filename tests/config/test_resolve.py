@@ -127,8 +127,16 @@ def test_gradient_reduction_follows_the_stage(stage, reduction):
     assert resolved.config.origin_of("gradient_reduction") == f"derived: stage {stage}"
 
 
+@pytest.mark.parametrize(("stage", "tier", "reason"), [(1, "none", "whole gradients"), (2, "cpu", "offload.optimizer")])
+def test_gradients_follow_the_optimizer_once_they_are_reduced(stage, tier, reason):
+    resolved = resolve(load_config(stage=stage, offload={"optimizer": "cpu"}), 2)
+    assert resolved.config.offload.gradients == tier
+    assert reason in resolved.config.origin_of("offload.gradients")
+
+
 def test_what_is_set_is_not_derived():
-    config = load_config(stage=1, gradient_reduction="per_micro_batch", mesh={"shard": 4, "replicate": 2})
+    mesh, offload = {"shard": 4, "replicate": 2}, {"gradients": "none"}
+    config = load_config(stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload)
     resolved = resolve(config, 8)
     assert resolved.config == config
     assert resolved.config.origin_of("mesh.shard") == "user: keyword"

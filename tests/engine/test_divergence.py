@@ -59,7 +59,7 @@ def branches_by_rank(twin: Twin) -> None:
             loss = loss_of(model(twin.data(2 * step + micro, 2, 6), order))
             twin.note(loss)
             twin.backward(loss, sync=micro == 1)
-        twin.note(*[twin.gradient(p) for p in model.parameters()], twin.clip(2.0))
+        twin.note(*twin.gradients(), twin.clip(2.0))
         twin.step()
         twin.zero_grad()
 

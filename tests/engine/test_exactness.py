@@ -34,7 +34,7 @@ STEPS = 10
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = (1, 3)
 CLIP_NORM = 1.05
-"""The models' gradient norms lie on both sides of it."""
+"""The gradient norms lie on both sides of it within STEPS, with and without accumulation."""
 GRID = list(itertools.product(ACCUMULATIONS, (None, CLIP_NORM)))
 
 

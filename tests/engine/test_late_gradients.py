@@ -43,7 +43,7 @@ def blocks_used_again(twin: Twin, times: int, micro: int) -> None:
             loss = loss_of(model(twin.data(micro * step + number, 2, 6)))
             twin.note(loss)
             twin.backward(loss, sync=number == micro - 1)
-        twin.note(*[twin.gradient(p) for p in model.parameters()])
+        twin.note(*twin.gradients())
         twin.clip(1.0)
         twin.step()
         twin.zero_grad()
@@ -57,7 +57,7 @@ def used_again_on_one_rank(twin: Twin) -> None:
     for step in range(4):
         loss = loss_of(model(twin.data(step, 2, 6), step % 2 if twin.rank == step // 2 else -1))
         twin.backward(loss)
-        twin.note(*[twin.gradient(p) for p in model.parameters()])
+        twin.note(*twin.gradients())
         twin.step()
         twin.zero_grad()
 

@@ -129,7 +129,7 @@ def other_optimizers_in_turn(twin: Twin) -> None:
     detach(twin)
     twin.attach(adamw(model.blocks.parameters()), adamw([*model.stem.parameters(), *model.head.parameters()]))
     model.scale.requires_grad_(False)
-    twin.note(*[twin.gradient(p) for p in model.parameters()])
+    twin.note(*twin.gradients())
     twin.step()
     twin.zero_grad()
     train_one(twin, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.launcher import Launcher
-from zero_strategy.config import load_config
+from zero_strategy.config import load_config, resolve
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
 from zero_strategy.optim import FusedAdamW, FusedLamb, FusedLion
 from zero_strategy.optim.full_state import (
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
 from zero_strategy.optim.streamed import StreamedStep
@@ -122,6 +125,8 @@ def tiers(folder: Path) -> dict[str, dict[str, Any]]:
         "half": files | {"optimizer_ratio": 0.5},
         "half cpu": host | {"optimizer_ratio": 0.3},
         "half, all": files | {"parameters": "nvme", "optimizer_ratio": 0.6},
+        "gradients in memory": files | {"gradients": "cpu"},
+        "gradients in files": host | {"gradients": "nvme", "nvme_path": [str(folder)], "optimizer_ratio": 0.5},
         "kept": host | {"optimizer_ratio": 0.0},
         "mixed": files | {"parameters": "cpu"},
         "mixed too": files | host | {"parameters": "nvme"},
@@ -244,6 +249,60 @@ def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path, stage: int, tier
         assert wrong == []
 
 
+def gradients(folder: Path, stage: int, tier: str) -> list[str]:
+    """All that is done to gradients between a backward and a step."""
+    results = []
+    for offload in ({}, tiers(folder)[tier]):
+        engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
+        net, found = engine.module, dict[str, Any]()
+        for step in range(6):
+            for part in range(3):
+                torch.manual_seed(100 * step + 10 * part + engine.mesh.rank)
+                loss = net(torch.randn(4, 37, dtype=torch.bfloat16), step % 2 == 1).float().square().mean()
+                with engine.no_sync() if step == 3 and part == 0 else contextlib.nullcontext():
+                    loss.backward()
+                if step == 1 and part == 0:
+                    net.first.weight.grad = None
+                if step == 2 and part == 1:
+                    net.norm.bias.grad.zero_()
+            if step == 2:
+                engine.clip_grad_value_(1e-3)
+            if step == 3:
+                net.scale.grad = torch.full_like(net.scale, 0.25)
+            if step == 4:
+                safe_set_full_grad(net.blocks[0].bias, torch.linspace(-1, 1, 131))
+            found[f"norm {step}"] = engine.clip_grad_norm_(0.5)
+            found[f"gradient {step}"] = net.blocks[1].weight.grad.clone()
+            found[f"full {step}"] = safe_get_full_grad(net.first.weight)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 4)
+            if step == 4:
+                found["zeroed"] = float(net.first.weight.grad.abs().sum())
+        results.append(outcome(engine, optimizer) | found)
+        engine.detach()
+    return unequal(results[1], results[0])
+
+
+GRADIENTS = [(2, "nvme"), (3, "all"), (2, "gradients in memory"), (3, "gradients in files")]
+
+
+@pytest.mark.parametrize("stage, tier", GRADIENTS)
+def test_gradients_in_tiers_take_all_that_others_do(
+    ranks: Launcher, tmp_path: Path, stage: int, tier: str
+) -> None:
+    for wrong in ranks(2)(gradients, tmp_path, stage, tier):
+        assert wrong == []
+
+
+def test_whole_gradients_cannot_leave_the_device() -> None:
+    with pytest.raises(ValueError, match=r"offload.gradients is 'cpu' .* gradient_reduction is 'per_step'"):
+        resolve(load_config(stage=1, offload={"optimizer": "cpu", "gradients": "cpu"}), 2)
+    with pytest.raises(ValueError, match=r"offload.gradients is 'cpu' and offload.optimizer is 'none'"):
+        load_config(stage=2, offload={"gradients": "cpu"})
+    assert resolve(load_config(stage=1, offload={"optimizer": "cpu"}), 2).config.offload.gradients == "none"
+    assert resolve(load_config(stage=2, offload={"optimizer": "cpu"}), 2).config.offload.gradients == "cpu"
+
+
 def fused_too(folder: Path) -> list[str]:
     results = []
     for optimizer in ("adamw", "adamw, fused"):
@@ -344,14 +403,14 @@ class FullDrive(NvmeTier):
         return super().write(record, memory)
 
 
-def interrupted(folder: Path) -> tuple[list[str], list[str]]:
-    """A step that fails half-way: what is in files is refused, until a checkpoint is loaded."""
+def interrupted(folder: Path, tier: str) -> tuple[list[str], list[str]]:
+    """A drive that fails: state of two steps is refused until a checkpoint is loaded; lost gradients come again."""
     engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["none"])
     train(engine, optimizer, range(3))
     engine.save(folder / "saved")
     train(engine, optimizer, range(3, 6))
     expected = outcome(engine, optimizer)
-    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["nvme"])
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)[tier])
     store, said = engine.offloaded.optimizer, []
     assert store is not None
     train(engine, optimizer, range(2))
@@ -365,14 +424,23 @@ def interrupted(folder: Path) -> tuple[list[str], list[str]]:
             engine.reset()
             optimizer.zero_grad()
     store.tier.__class__ = whole
-    engine.load(folder / "saved")
+    if tier == "nvme":  # the gradients' turn comes first
+        train(engine, optimizer, range(2, 3))
+    else:
+        engine.load(folder / "saved")
     train(engine, optimizer, range(3, 6))
     return said, unequal(outcome(engine, optimizer), expected)
 
 
 def test_a_step_that_fails_half_way(ranks: Launcher, tmp_path: Path) -> None:
-    ((said, wrong),) = ranks(1)(interrupted, tmp_path)
+    ((said, wrong),) = ranks(1)(interrupted, tmp_path, "gradients in memory")
     assert "injected" in said[0] and "TornRecordError" in said[1] and "half-way" in said[1] and "checkpoint" in said[1]
+    assert wrong == []
+
+
+def test_gradients_that_cannot_be_written(ranks: Launcher, tmp_path: Path) -> None:
+    ((said, wrong),) = ranks(1)(interrupted, tmp_path, "nvme")
+    assert all("injected" in each and "gradients" in each for each in said) and len(said) == 2
     assert wrong == []
 
 

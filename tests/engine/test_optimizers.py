@@ -217,7 +217,7 @@ def adversaries(twin: Twin, toggle: bool, through_root: bool) -> None:
         twin.note(loss)
         twin.backward(loss, sync=step != 1)
         twin.clip_value(0.3, optimizer=judges)
-        twin.note([twin.gradient(p) is None for p in model.parameters()])
+        twin.note([gradient is None for gradient in twin.gradients()])
         twin.step(judges)
         twin.zero_grad(judges)
         only(None)

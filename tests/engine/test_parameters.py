@@ -124,7 +124,7 @@ def train_choosy(twin: Twin, use: list[list[bool]]) -> None:
             loss = loss_of(model(twin.data(2 * step + micro, 2, 6), chosen[twin.rank] and micro == step % 2))
             twin.note(loss)
             twin.backward(loss, sync=micro == 1)
-        twin.note(*[twin.gradient(p) for p in model.parameters()])
+        twin.note(*twin.gradients())
         twin.step()
         twin.zero_grad()
 

@@ -85,7 +85,7 @@ def random_script(twin: Twin, seed: int, branches: bool) -> None:
         stepping = common.choice([[first], [second], [first, second], [first, second]])
         twin.step(*stepping)
         twin.zero_grad(*stepping, set_to_none=common.random() < 0.7)
-    twin.note(*[twin.gradient(p) for p in model.parameters()])
+    twin.note(*twin.gradients())
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -96,10 +96,7 @@ class Twin:
         """Average what has not been averaged yet."""
         parameters = list(self.module.parameters())
         mine = {number: self._local.pop(id(p)) for number, p in enumerate(parameters) if id(p) in self._local}
-        everyone: list[Any] = [mine]
-        if self.world > 1:
-            everyone = [None] * self.world
-            dist.all_gather_object(everyone, mine)
+        everyone = [mine] if self.world == 1 else self._gathered(mine, parameters)
         for number in sorted({number for part in everyone for number in part}):
             p = parameters[number]
             total = torch.zeros_like(p)
@@ -108,6 +105,21 @@ class Twin:
                     total = total + part[number]
             total = total * (1 / self.world)
             p.grad = total if p.grad is None else total + p.grad
+
+    def _gathered(self, mine: dict[int, Tensor], parameters: list[nn.Parameter]) -> list[dict[int, Tensor]]:
+        """Every rank's gradients by number: one collective, in float64, which holds the bits of all narrower types."""
+        present = torch.tensor([float(number in mine) for number in range(len(parameters))])
+        values = [mine.get(n, torch.zeros_like(p)).to_dense().reshape(-1) for n, p in enumerate(parameters)]
+        packed = torch.cat([part.double() for part in (present, *values)])
+        everyone = [torch.empty_like(packed) for _ in range(self.world)]
+        dist.all_gather(everyone, packed)
+        sizes = [len(parameters), *(p.numel() for p in parameters)]
+        found = []
+        for each in everyone:
+            given, *parts = each.split(sizes)
+            pairs = zip(parameters, parts, strict=True)
+            found.append({n: part.view(p.shape).to(p.dtype) for n, (p, part) in enumerate(pairs) if given[n]})
+        return found
 
     def step(self, *optimizers: Optimizer) -> None:
         self.settle()
@@ -127,6 +139,11 @@ class Twin:
         """The whole mean gradient; all ranks call it."""
         self.settle()
         return None if p.grad is None else p.grad.clone()
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of all parameters of the model; all ranks call it."""
+        self.settle()
+        return [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
 
     def assign(self, p: nn.Parameter, gradient: Tensor | None) -> None:
         """Replace a gradient, also what is not yet averaged of it."""
@@ -198,6 +215,9 @@ class ShardedTwin(Twin):
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
         return safe_get_full_grad(p)
+
+    def gradients(self) -> list[Tensor | None]:
+        return [safe_get_full_grad(p) for p in self.module.parameters()]
 
     def clip(self, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> Tensor:
         return self.own.clip_grad_norm_(max_norm, norm_type, optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,8 @@ from zero_strategy.memory.drive_speed import BLOCKS, DEPTHS, Trial, choose
 def test_a_drive_is_measured(tmp_path: Path, backend: Backend) -> None:
     need(backend)
     open_queue(backend).close()
-    begin = time.monotonic()
     with nothing_left():
         found = probe(tmp_path / "new", seconds=0.3, backend=backend)
-    assert time.monotonic() - begin < 30
     assert list((tmp_path / "new").iterdir()) == []
     assert found.backend == backend and found.trials
     assert all(trial.read > 0 and trial.write > 0 for trial in [*found.trials, found.chosen])

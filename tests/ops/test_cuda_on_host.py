@@ -56,7 +56,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("cuda_on_host")
     place = folder / "cache" / made.source_key / f"{made.compiler_key}.so"
     place.parent.mkdir(parents=True)
-    shutil.copy(build_on_host(folder, made.compiler, headers), place)
+    shutil.copy(build_on_host(folder, headers), place)
     chosen = {cache.CACHE_VARIABLE: str(folder / "cache"), "ZERO_STRATEGY_NATIVE": "cached", "PYTHONPATH": str(ROOT)}
     return {**os.environ, **chosen, "OMP_NUM_THREADS": "1"}
 

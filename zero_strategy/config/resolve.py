@@ -84,6 +84,7 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
     if config.gradient_reduction is None:
         reduction = "per_step" if config.stage < 2 else "per_micro_batch"
         config.record("gradient_reduction", reduction, f"derived: stage {config.stage}")
+    _resolve_gradients(config)
     facts = {name: Fact(*fact) for name, fact in (facts or {}).items()}
     _check_facts(config, world_size, facts)
     return ResolvedConfig(config, world_size, facts)
@@ -116,6 +117,22 @@ def _resolve_mesh(config: ZeroConfig, world_size: int) -> None:
         both = f"mesh.shard is {mesh.shard} [{config.origin_of('mesh.shard')}] and {given}"
         ranks = f"{mesh.shard * mesh.replicate} ranks, but the world size is {world_size}"
         raise ValueError(f"{both}, {ranks}; accepted: {shard}, None")
+
+
+def _resolve_gradients(config: ZeroConfig) -> None:
+    """The tier of gradients: only reduced ones can leave the device."""
+    offload, per_step = config.offload, config.gradient_reduction == "per_step"
+    if offload.gradients is None and per_step:
+        offload.record("gradients", "none", "derived: whole gradients wait for the step on the device")
+    elif offload.gradients is None:
+        offload.record("gradients", offload.optimizer, "derived: offload.optimizer")
+    elif offload.gradients != "none" and per_step:
+        raise ValueError(
+            f"offload.gradients is {offload.gradients!r} [{config.origin_of('offload.gradients')}] and "
+            f"gradient_reduction is 'per_step' [{config.origin_of('gradient_reduction')}], where every rank keeps "
+            "whole gradients on the device until the step; use gradient_reduction: per_micro_batch (the default of "
+            "stages 2 and 3), or leave offload.gradients out"
+        )
 
 
 def _check_facts(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact]) -> None:

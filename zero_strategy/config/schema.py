@@ -181,6 +181,10 @@ class OffloadConfig(Section):
     parameters: str = field(default="none", metadata=one_of("none", "cpu", "nvme"))
     """Where stage 3 keeps this rank's part of the parameters; a unit is brought to the device when it is needed."""
 
+    gradients: str | None = field(default=None, metadata=one_of("none", "cpu", "nvme"))
+    """Where reduced gradients are kept until the step. None: derived, the optimizer's tier where gradients are reduced
+    per micro-batch, ``none`` where they stay whole on the device until the step."""
+
     activations: str = field(default="none", metadata=one_of("none", "cpu"))
     """Where what autograd keeps inside of units waits for backward: ``none``: on the device; ``cpu``: in host memory,
     brought back one unit ahead. Without effect where the device is the CPU."""
@@ -193,6 +197,10 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
     read and written at once."""
 
+    checksums: bool = False
+    """Keep a checksum of all that is in files, and compare it whenever it is read: for drives that are suspected of
+    changing bytes."""
+
     probe_seconds: float = field(default=1.5, metadata=at_least(0))
     """Seconds in which the drive is measured at the start, to choose how it is read and written and to say how long a
     step will take. 0: none."""
@@ -200,7 +208,9 @@ class OffloadConfig(Section):
     def check(self) -> None:
         """Checks the values, and that there is a place for files where one is needed."""
         super().check()
-        for key, value in (("optimizer", self.optimizer), ("parameters", self.parameters)):
+        for key, value in (
+            ("optimizer", self.optimizer), ("parameters", self.parameters), ("gradients", self.gradients)
+        ):
             if value == "nvme" and not self.nvme_path:
                 raise ValueError(
                     f"offload.{key} is 'nvme' and offload.nvme_path is empty; give one or several directories on NVMe "
@@ -211,6 +221,12 @@ class OffloadConfig(Section):
             raise ValueError(
                 f"offload.optimizer_ratio is {self.optimizer_ratio:g} and offload.optimizer is 'none': set "
                 "offload.optimizer: cpu or nvme, or leave the ratio out"
+            )
+        if self.gradients not in (None, "none") and self.optimizer == "none":
+            raise ValueError(
+                f"offload.gradients is {self.gradients!r} and offload.optimizer is 'none': gradients that are not on "
+                "the device serve an update on the host; set offload.optimizer: cpu or nvme, or leave "
+                "offload.gradients out"
             )
         if self.parameters != "none" and self.optimizer == "none":
             raise ValueError(

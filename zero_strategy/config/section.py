@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, get_origin, get_type_hints
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, cast, get_origin, get_type_hints
 
 from .rules import ACCEPTS, check_value, wrong_type
 
@@ -80,6 +81,11 @@ class Section:
         # A new dict, as shallow copies share the old one; a copy of the value, as lists can change.
         self._recorded = {**self._recorded, name: Setting(copy(value), origin)}
 
+    def is_derived(self, name: str) -> bool:
+        """Whether a field has a value that was derived from others."""
+        recorded = self._recorded.get(name)
+        return recorded is not None and recorded.value == getattr(self, name) and recorded.origin.startswith("derived")
+
     def _origin(self, field: Field[Any], value: Any) -> str:
         recorded = self._recorded.get(field.name)
         if recorded is not None and recorded.value == value:
@@ -89,6 +95,11 @@ class Section:
 
 def typed_fields(section: type[Section]) -> tuple[tuple[Field[Any], Any], ...]:
     """The fields of a section with their types resolved."""
+    return _typed_fields(cast(Any, section))  # mypy takes the class for unhashable, as its instances are
+
+
+@cache  # resolving takes as long as all the rest of loading a config
+def _typed_fields(section: type[Section]) -> tuple[tuple[Field[Any], Any], ...]:
     hints = get_type_hints(section)
     return tuple((field, hints[field.name]) for field in fields(section))
 

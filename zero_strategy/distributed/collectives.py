@@ -1,7 +1,8 @@
 """Collectives on whole buckets, in place, with a fixed order of summation.
 
 Gloo's own all-gather and reduce-scatter are two to four times slower than point-to-point exchange of the same slices,
-so on gloo they are built from it: every rank sends each slice straight to the rank that needs it. Sums are taken in
+so on gloo they are built from it: every rank sends each slice straight to the rank that needs it, through memory that
+they share where they are on one host (`shared_memory`). Sums are taken in
 rank order, ((g0 + g1) + g2) + ..., so that a result does not depend on the stage or on who computes it.
 NCCL brings its own; its order of summation is NCCL's.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.shared_memory import LEAST_BYTES, SharedMemoryExchange
 
 _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter: Callable[..., Any] = (
@@ -56,11 +58,13 @@ class Communicator:
         self.size = dist.get_world_size(group) if group is not None else 1
         self._worker = BackgroundWorker()
         self._buffers: dict[int, Tensor] = {}
+        self._shared: SharedMemoryExchange | None = None
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are kept from one exchange to the next."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
+        shared = 0 if self._shared is None else self._shared.nbytes
+        return shared + sum(buffer.numel() for buffer in self._buffers.values())
 
     def all_gather(self, flat: Tensor, first: Callable[[], None] | None = None) -> PendingWork:
         """Fill `flat` (size x n elements) in place from every rank's own n-element slice.
@@ -97,13 +101,24 @@ class Communicator:
 
     def _sum_in_rank_order(self, slices: list[Tensor]) -> None:
         own = slices[self.rank]
-        arrived = [own if rank == self.rank else self._arrivals(rank, own) for rank in range(self.size)]
-        self._exchange(slices, arrived)
+        if (shared := self._shared_memory(own)) is not None:
+            for one in shared.rounds(slices):
+                mine = own.view(torch.uint8)[one.start : one.stop].view(own.dtype)
+                others = {peer: part.view(own.dtype) for peer, part in one.parts.items()}
+                self._add_up(others, mine, one.spare.view(own.dtype))
+            return
+        arrived = {rank: self._arrivals(rank, own) for rank in range(self.size) if rank != self.rank}
+        self._exchange_by_gloo(slices, [arrived.get(rank, own) for rank in range(self.size)])
+        self._add_up(arrived, own, self._arrivals(self.rank, own) if self.rank > 1 else own)
+
+    def _add_up(self, others: dict[int, Tensor], own: Tensor, spare: Tensor) -> None:
+        """Own becomes the sum of all, in rank order; `spare` is memory of its size."""
+        parts = {**others, self.rank: own}
         if self.rank > 1:  # its own part must stay readable until its turn in the sum comes
-            arrived[self.rank] = self._arrivals(self.rank, own).copy_(own)
-        torch.add(arrived[0], arrived[1], out=own)
-        for part in arrived[2:]:
-            own.add_(part)
+            parts[self.rank] = spare.copy_(own)
+        torch.add(parts[0], parts[1], out=own)
+        for rank in range(2, self.size):
+            own.add_(parts[rank])
 
     def _arrivals(self, rank: int, like: Tensor) -> Tensor:
         """A buffer for a slice from `rank`, used again for the next one: exchanges run one at a time."""
@@ -148,7 +163,21 @@ class Communicator:
         return values
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-        """Send outgoing[r] to each other rank r while incoming[r] arrives from it."""
+        """Send outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""
+        if (shared := self._shared_memory(outgoing[self.rank])) is not None:
+            shared(outgoing, incoming)
+        else:
+            self._exchange_by_gloo(outgoing, incoming)
+
+    def _shared_memory(self, message: Tensor) -> SharedMemoryExchange | None:
+        """What large messages go through where all ranks share a host."""
+        if message.numel() * message.element_size() < LEAST_BYTES:
+            return None
+        if self._shared is None:
+            self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo)
+        return self._shared if self._shared.available else None
+
+    def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
         works = []
         for step in range(1, self.size):
             target, source = (self.rank + step) % self.size, (self.rank - step) % self.size

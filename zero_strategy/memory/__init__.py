@@ -1,6 +1,7 @@
 """Where model state lives: tiers off the device, the ledger of what is held, the same computed ahead.
 
-    StagingRing   passes over records: read ahead, change in place, write behind
+    ChunkStore    vectors in a tier, cut into chunks
+      ChunkSlots    passes over chunks: read ahead, change in place, write behind
       StateFile     records in reserved files of this process
         FileQueue     blocks between files and memory, by io_uring or threads
     probe         how fast a directory's drive is
@@ -14,14 +15,9 @@ from zero_strategy.memory.file_queue import Extent, FileQueue, OpenFile, Request
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.ownership import remove_stale
 from zero_strategy.memory.record_checksums import CorruptRecordError
-from zero_strategy.memory.spans import Span
-from zero_strategy.memory.staging import Part, StagingRing
 from zero_strategy.memory.state_file import StateFile, TornRecordError, Transfer
 
 __all__ = [
-    "StagingRing",
-    "Part",
-    "Span",
     "StateFile",
     "Transfer",
     "TornRecordError",

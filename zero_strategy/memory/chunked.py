@@ -10,62 +10,25 @@ and writes ranges through a few cached chunks. The head of a vector (`memory.cut
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.memory.cuts import Cuts, head_numel
 from zero_strategy.memory.host_memory import HostMemory
+from zero_strategy.memory.tier import Tier
 
-
-class PendingIO(Protocol):
-    """A read or a write under way."""
-
-    def wait(self) -> None:
-        """Return when it is done.
-
-        Raises:
-            OSError: Naming the path, the place and the cause.
-        """
-
-
-class Tier(Protocol):
-    """Where records are kept. Memory that is handed in is uint8, 1-D, page-aligned and of the record's size."""
-
-    name: str
-
-    def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Make room for records of these bytes; raises OSError if there is none."""
-
-    def resident(self, record: str) -> Tensor | None:
-        """The record itself where it lies in host memory, else None."""
-
-    def read(self, record: str, memory: Tensor) -> PendingIO:
-        """Begin to fill `memory` with a record that was written."""
-
-    def write(self, record: str, memory: Tensor) -> PendingIO:
-        """Begin to write a record; `memory` stays as it is until it is done."""
-
-    def staging(self, nbytes: int) -> Tensor:
-        """Memory of `nbytes` bytes, at a page boundary, that reads and writes are fastest with."""
-
-    def mark_torn(self, records: Iterable[str], reason: str) -> None:
-        """Refuse to read records until they are written anew: they are of two states."""
-
-    def is_torn(self, record: str) -> bool:
-        """Whether a record is refused."""
-
-    def release(self, records: Iterable[str]) -> None:
-        """Give the room of records back."""
-
-    def close(self) -> None:
-        """Wait for what is under way and give all room back."""
+TRANSFER_SLOTS = 3
+"""Chunks that are in memory while a whole vector is read or added to."""
+_ONLY = "values"
+_KEYS = frozenset({_ONLY})
 
 
 @dataclass(frozen=True)
@@ -103,7 +66,7 @@ class OffloadedVector:
         self.cuts = store.cuts(spec.numel)
         self.kept: Tensor | None = None
         if spec.device is not None and self.cuts.head:
-            self.kept = torch.full((self.cuts.head,), spec.fill, dtype=spec.dtype, device=spec.device)
+            self.kept = torch.empty(self.cuts.head, dtype=spec.dtype, device=spec.device)
         self.written = [False] * len(self.chunks)
 
     @property
@@ -114,11 +77,12 @@ class OffloadedVector:
     def resident(self, number: int) -> Tensor | None:
         """A chunk where it lies in memory (a kept head: the device's); None if it has to be read and written."""
         if self.kept is not None and number < self.cuts.heads:
-            return self.kept[slice(*self.chunks[number])]
-        memory = self.tier.resident(self.record(number))
-        if memory is None:
-            return None
-        chunk = memory.view(self.dtype)
+            chunk = self.kept[slice(*self.chunks[number])]
+        else:
+            memory = self.tier.resident(self.record(number))
+            if memory is None:
+                return None
+            chunk = memory.view(self.dtype)
         if not self.written[number]:
             chunk.fill_(self.fill)
             self.written[number] = True
@@ -173,37 +137,15 @@ class OffloadedVector:
 
     def _read_away(self, numbers: list[int], out: Tensor) -> None:
         """The chunks of these numbers, which have to be read."""
-        store = self.store
-        with store.lock:
-            store.flush()
-        most = max(1, min(store.chunk_numel, self.numel) * self.dtype.itemsize)
-        buffers = [HostMemory(most).bytes for _ in range(2)]
-        pending: list[PendingIO | None] = [None, None]
+        with self.store.lock:
+            self.store.flush()
+        chunks = [Chunk(number, *self.chunks[number], {_ONLY: self}, unchanged=_KEYS) for number in numbers]
 
-        def start(turn: int) -> None:
-            begin, end = self.chunks[numbers[turn]]
-            if self.written[numbers[turn]]:
-                memory = buffers[turn % 2][: (end - begin) * self.dtype.itemsize]
-                pending[turn % 2] = store.tier.read(self.record(numbers[turn]), memory)
+        def copy(chunk: Chunk, held: dict[str, Tensor]) -> None:
+            out[chunk.start : chunk.stop].copy_(held[_ONLY])
 
-        try:
-            start(0)
-            for turn, number in enumerate(numbers):
-                begin, end = self.chunks[number]
-                if (reading := pending[turn % 2]) is not None:
-                    pending[turn % 2] = None
-                    reading.wait()
-                if turn + 1 < len(numbers):
-                    start(turn + 1)
-                if reading is None:
-                    out[begin:end].fill_(self.fill)
-                else:
-                    memory = buffers[turn % 2][: (end - begin) * self.dtype.itemsize]
-                    out[begin:end].copy_(memory.view(self.dtype))
-        finally:
-            for left in pending:
-                if left is not None:
-                    left.wait()
+        with self.store.transferring:
+            self.store.transfers.run(chunks, copy)
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on."""
@@ -212,6 +154,45 @@ class OffloadedVector:
             with self.store.lock:
                 chunk = self.store.cached(self, number, change=True)
                 chunk[low - held : high - held] = flat[low - start : high - start]
+
+    def add_all(
+        self, values: Tensor, *, first: bool, look: Callable[[int, Tensor], object] | None = None
+    ) -> None:
+        """Add to every element, or with `first` replace it; goes on writing when this returns.
+
+        Args:
+            values: (numel,), of any dtype and device.
+            look: Takes the first element's number and the sums, chunk by chunk, while they are in memory.
+        """
+        chunks = [
+            Chunk(number, *place, {_ONLY: self}, unread=_KEYS if first else frozenset())
+            for number, place in enumerate(self.chunks)
+        ]
+
+        def add(chunk: Chunk, held: dict[str, Tensor]) -> None:
+            target, here = held[_ONLY], values[chunk.start : chunk.stop]
+            if first:
+                target.copy_(here)
+            else:
+                target.add_(here.to(target.device))
+            if look is not None:
+                look(chunk.start, target)
+
+        with self.store.lock:
+            self.store.flush()
+        with self.store.transferring:
+            self.store.transfers.run(chunks, add, wait=False)
+
+    def change(self, start: int, stop: int, how: Callable[[Tensor], object]) -> None:
+        """Change elements [start, stop) in place, a few at a time."""
+        for number, low, high, held in self.cuts.overlapping(start, stop):
+            with self.store.lock:
+                how(self.store.cached(self, number, change=True)[low - held : high - held])
+
+    def blank(self) -> None:
+        """Let all elements be what they are filled with; nothing is written."""
+        self.store.forget(self)
+        self.written = [False] * len(self.written)
 
     def part(self, start: int, shape: torch.Size | tuple[int, ...]) -> OffloadedPart:
         """A range of it, as a tensor of this shape that has to be read."""
@@ -225,10 +206,13 @@ class OffloadedPart:
         vector: Of which it is a part.
         start: Its first element there.
         shape: Of the tensor.
+        powers: What is known of its values without reading them: p, the sum of |x| ** p in float64 (inf: the largest
+            |x|), and how many x are not finite.
     """
 
     def __init__(self, vector: OffloadedVector, start: int, shape: torch.Size) -> None:
         self.vector, self.start, self.shape = vector, start, shape
+        self.powers: tuple[float, float, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -247,6 +231,41 @@ class OffloadedPart:
         """Replace the values."""
         self.vector.write(self.start, values)
 
+    def narrow(self, start: int, stop: int) -> OffloadedPart:
+        """Elements [start, stop) of it, flat."""
+        return self.vector.part(self.start + start, (stop - start,))
+
+
+def visit(parts: Sequence[OffloadedPart], look: Callable[[list[int], list[Tensor]], object]) -> None:
+    """Look at values in order of where they lie, as few at once as a chunk has; the next chunk is read meanwhile.
+
+    Args:
+        parts: In any order.
+        look: Takes positions in `parts`, and for each a flat view of some of its values, not to be written to.
+    """
+    by_vector: dict[int, tuple[OffloadedVector, dict[int, list[int]]]] = {}
+    for position, part in enumerate(parts):
+        _, places = by_vector.setdefault(id(part.vector), (part.vector, {}))
+        for number, *_ in part.vector.cuts.overlapping(part.start, part.start + part.numel()):
+            places.setdefault(number, []).append(position)
+    for vector, places in by_vector.values():
+
+        def show(chunk: Chunk, held: dict[str, Tensor], places: dict[int, list[int]] = places) -> None:
+            found = []
+            for position in places[chunk.number]:
+                part = parts[position]
+                low, high = max(chunk.start, part.start), min(chunk.stop, part.start + part.numel())
+                found.append(held[_ONLY][low - chunk.start : high - chunk.start])
+            look(places[chunk.number], found)
+
+        with vector.store.lock:
+            vector.store.flush()
+        chunks = [
+            Chunk(number, *vector.chunks[number], {_ONLY: vector}, unchanged=_KEYS) for number in sorted(places)
+        ]
+        with vector.store.transferring:
+            vector.store.transfers.run(chunks, show)
+
 
 class ChunkStore:
     """The vectors in one tier, and the few of their chunks that are in memory.
@@ -259,12 +278,15 @@ class ChunkStore:
 
     Attributes:
         lock: Held while a cached chunk is used; threads of a reader write into vectors.
+        transfers: Memory through which whole vectors pass.
+        transferring: Held while they do: a gather reads in a thread of its own.
     """
 
     def __init__(self, tier: Tier, chunk_numel: int, cached_chunks: int = 4, ratio: float = 1.0) -> None:
         assert chunk_numel > 0 and cached_chunks > 0
         self.tier, self.chunk_numel, self.ratio, self.lock = tier, chunk_numel, ratio, threading.RLock()
         self.vectors: dict[str, OffloadedVector] = {}
+        self.transfers, self.transferring = ChunkSlots(TRANSFER_SLOTS), threading.Lock()
         self._limit, self._numbers = cached_chunks, itertools.count()
         self._cache: OrderedDict[tuple[str, int], tuple[Tensor, list[bool]]] = OrderedDict()
 
@@ -309,6 +331,8 @@ class ChunkStore:
             return resident
         key = (vector.name, number)
         if key not in self._cache:
+            with self.transferring:
+                self.transfers.settle()
             while len(self._cache) >= self._limit:
                 self._evict()
             start, stop = vector.chunks[number]
@@ -339,9 +363,19 @@ class ChunkStore:
         with self.lock:
             while self._cache:
                 self._evict()
+        with self.transferring:
+            self.transfers.settle()
+
+    def forget(self, vector: OffloadedVector) -> None:
+        """Keep no chunk of a vector in memory, and do not write it."""
+        with self.transferring, contextlib.suppress(OSError):  # what could not be written is not wanted
+            self.transfers.settle()
+        with self.lock:
+            for number in range(len(vector.written)):
+                self._cache.pop((vector.name, number), None)
 
     def close(self) -> None:
         """Give up all vectors."""
         with self.lock:
             self._cache.clear()
-            self.tier.close()
+            self.tier.close()  # of several stores of one tier the last finds nothing to do

@@ -41,10 +41,16 @@ def ledger_of(engine: ZeroEngine) -> Ledger:
                 where = bucket.slice if category == "parameters" else bucket.owned
                 for entry in _in_a_tier(cast("Category", category), bucket, owner, vector, where.start):
                     ledger.add(entry)
+            for vector in engine.model.gradient_of(bucket).offloaded():
+                for entry in _in_a_tier("gradients", bucket, owner, vector, bucket.owned.start):
+                    ledger.add(entry)
     _add_optimizer_state(ledger, engine, owners)
-    staging = sum(sharded.staging_bytes for sharded in engine.optimizers)
-    if staging:
-        ledger.add(Entry("staging", "host", Owner("optimizer step"), staging, staging))
+    for name, staging in (
+        ("optimizer step", sum(sharded.staging_bytes for sharded in engine.optimizers)),
+        ("transfers", engine.offloaded.staging_bytes),
+    ):
+        if staging:
+            ledger.add(Entry("staging", "host", Owner(name), staging, staging))
     store = engine.activations.store
     if store is not None:  # blocks stay for the next step
         ledger.add(Entry("activations", "host", Owner("units"), store.blocks.taken, store.blocks.taken))

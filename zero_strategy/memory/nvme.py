@@ -26,6 +26,7 @@ class NvmeTier:
         label: Whose state it is, for the same.
         block_bytes: Most bytes of one read or write of a drive; see `probe`.
         depth: How many are under way at once, per directory.
+        checksums: Keep a checksum of every record in memory, and compare it on reading.
     """
 
     name = "nvme"
@@ -38,8 +39,9 @@ class NvmeTier:
         *,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         depth: int = DEFAULT_DEPTH,
+        checksums: bool = False,
     ) -> None:
-        self._directories, self._rank, self._label = list(directories), rank, label
+        self._directories, self._rank, self._label, self._checksums = list(directories), rank, label, checksums
         self._queue: FileQueue = open_queue(depth=depth * len(self._directories), block_bytes=block_bytes)
         self._files: dict[str, StateFile] = {}
         self._staging: list[HostMemory] = []
@@ -53,7 +55,14 @@ class NvmeTier:
             OSError: If there is no room, with the bytes needed and the bytes free.
         """
         with self._lock:
-            file = StateFile(self._directories, sizes, queue=self._queue, label=self._label, rank=self._rank)
+            file = StateFile(
+                self._directories,
+                sizes,
+                queue=self._queue,
+                label=self._label,
+                rank=self._rank,
+                checksums=self._checksums,
+            )
             self._files.update(dict.fromkeys(sizes, file))
 
     def resident(self, record: str) -> None:

@@ -22,18 +22,24 @@ class Offload:
         optimizer: Of optimizer state and master weights: "none" (the device), "cpu", "nvme".
         ratio: The part of optimizer state and master weights that its tier holds; the rest stays on the device.
         parameters: Of the owned slices of parameters, under stage 3.
+        gradients: Of reduced gradients; None: the optimizer's, where gradients are reduced per micro-batch.
         staging_bytes: Host memory through which state in files passes.
     """
 
     optimizer: str = "none"
     parameters: str = "none"
     ratio: float = 1.0
+    gradients: str | None = None
     staging_bytes: int = OffloadConfig().staging_bytes
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "parameters"):
-            if getattr(self, name) not in TIER_ORDER:
+        for name in ("optimizer", "parameters", "gradients"):
+            if getattr(self, name) not in (*TIER_ORDER, *([None] if name == "gradients" else [])):
                 raise ValueError(f"offload.{name} is {getattr(self, name)!r}; accepted: none, cpu, nvme")
+        if self.gradients not in (None, "none") and self.optimizer == "none":
+            raise ValueError(
+                f"offload.gradients is {self.gradients!r} and offload.optimizer is 'none': offload the optimizer too"
+            )
         if not 0.0 <= self.ratio <= 1.0:
             raise ValueError(f"offload.optimizer_ratio is {self.ratio:g}; accepted: 0 to 1")
         if self.parameters != "none" and self.optimizer == "none":
@@ -45,7 +51,8 @@ class Offload:
     @classmethod
     def of(cls, config: OffloadConfig) -> Offload:
         """What a config says."""
-        return cls(config.optimizer, config.parameters, config.optimizer_ratio, config.staging_bytes)
+        explicit = None if config.is_derived("gradients") else config.gradients
+        return cls(config.optimizer, config.parameters, config.optimizer_ratio, explicit, config.staging_bytes)
 
     def check_stage(self, stage: int) -> None:
         """Raise if parameters are offloaded below stage 3, where every rank computes with whole ones.
@@ -59,7 +66,11 @@ class Offload:
     @property
     def in_files(self) -> bool:
         """Whether anything is kept in files."""
-        return "nvme" in (self.optimizer, self.parameters)
+        return "nvme" in (self.optimizer, self.parameters, self.gradients)
+
+    def gradient_tier(self, reduction: str) -> str:
+        """Of reduced gradients, under a `gradient_reduction`."""
+        return "none" if reduction == "per_step" else self.gradients or self.optimizer
 
     @property
     def chunk_numel(self) -> int:
@@ -75,4 +86,6 @@ class Offload:
         parts = [f"{name} {tier}" for name in ("optimizer", "parameters") if (tier := getattr(self, name)) != "none"]
         if self.ratio != 1.0 and self.optimizer != "none":
             parts.insert(1, f"ratio {self.ratio:g}")
+        if self.gradients is not None:
+            parts.append(f"gradients {self.gradients}")
         return ", ".join(parts) or "none"

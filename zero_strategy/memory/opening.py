@@ -10,23 +10,25 @@ from zero_strategy.config import OffloadConfig
 from zero_strategy.distributed import Mesh
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
-from zero_strategy.memory.chunked import ChunkStore, Tier
+from zero_strategy.memory.chunked import TRANSFER_SLOTS, ChunkStore
 from zero_strategy.memory.drive_speed import DriveSpeed, probe
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.nvme import NvmeTier
+from zero_strategy.memory.tier import Tier
 
 _logger = logging.getLogger(__name__)
 SLOTS = 5
 """Chunks of each vector that a step has in memory: the one it updates, two read ahead, two written behind."""
-_BYTES = 16
-"""Of one element in all vectors of a bucket, at most: weights, master weights, two moments."""
+_BYTES = 4 * TRANSFER_SLOTS + 20 * SLOTS
+"""Of memory for an element of a chunk, at most: weights, master weights, gradient and two moments in the slots of a
+step, and one of them where whole vectors pass."""
 _PAGE_NUMEL = 2048
 """Elements of two bytes in a page."""
 
 
 def chunk_numel(staging_bytes: int) -> int:
     """Elements of a chunk such that a step stays within these bytes of memory: whole pages in every dtype."""
-    return max(1, staging_bytes // (SLOTS * _BYTES * _PAGE_NUMEL)) * _PAGE_NUMEL
+    return max(1, staging_bytes // (_BYTES * _PAGE_NUMEL)) * _PAGE_NUMEL
 
 
 class OffloadStores:
@@ -40,6 +42,7 @@ class OffloadStores:
     Attributes:
         optimizer: For master weights and optimizer state; None: on the device.
         parameters: For the slices of parameters; None: on the device.
+        gradients: For reduced gradients; None: on the device.
         drive: What the drive was measured to do, on rank 0; None: not measured.
 
     Raises:
@@ -49,12 +52,15 @@ class OffloadStores:
 
     def __init__(self, offload: OffloadConfig, device: torch.device, mesh: Mesh) -> None:
         self._offload, self._device, self._mesh = offload, device, mesh
+        self._tiers: dict[str, Tier] = {}
         self._made: dict[str, ChunkStore] = {}
         self.drive: DriveSpeed | None = None
-        if "nvme" in (offload.optimizer, offload.parameters) and offload.probe_seconds:
+        if "nvme" in (offload.optimizer, offload.parameters, offload.gradients) and offload.probe_seconds:
             self.drive = self._probe()
         self.optimizer = self._store(offload.optimizer)
         self.parameters = self._store(offload.parameters)
+        # Of their own, as a gather reads parameters in another thread while gradients are written.
+        self.gradients = self._new_store(offload.gradients or "none")
 
     def _probe(self) -> DriveSpeed:
         """One rank measures for all, for together they would measure each other."""
@@ -67,12 +73,27 @@ class OffloadStores:
         return found
 
     def _store(self, tier: str) -> ChunkStore | None:
+        if tier not in self._made and (store := self._new_store(tier)) is not None:
+            self._made[tier] = store
+        return self._made.get(tier)
+
+    def _new_store(self, tier: str) -> ChunkStore | None:
         if tier == "none":
             return None
-        if tier not in self._made:
-            size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
-            self._made[tier] = ChunkStore(self._open(tier), size, ratio=ratio)
-        return self._made[tier]
+        if tier not in self._tiers:
+            self._tiers[tier] = self._open(tier)
+        size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
+        return ChunkStore(self._tiers[tier], size, ratio=ratio)
+
+    @property
+    def stores(self) -> list[ChunkStore]:
+        """All of them."""
+        return [*self._made.values(), *([] if self.gradients is None else [self.gradients])]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory through which whole vectors have passed."""
+        return sum(store.transfers.nbytes for store in self.stores)
 
     def _open(self, tier: str) -> Tier:
         if tier == "cpu":
@@ -81,7 +102,8 @@ class OffloadStores:
         if self.drive is not None:
             block, depth = self.drive.chosen.block_bytes, self.drive.chosen.depth
         label, paths = self._mesh.rendezvous.prefix, self._offload.nvme_path
-        return NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth)
+        checksums = self._offload.checksums
+        return NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth, checksums=checksums)
 
     def tell_step(self) -> None:
         """Log what a step will read and write, and how long that takes at least."""
@@ -100,9 +122,9 @@ class OffloadStores:
 
     def in_files(self) -> bool:
         """Whether anything is kept in files."""
-        return "nvme" in self._made
+        return "nvme" in self._tiers
 
     def close(self) -> None:
         """Give all of it up."""
-        for store in self._made.values():
+        for store in self.stores:
             store.close()

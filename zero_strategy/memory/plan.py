@@ -9,7 +9,7 @@ run they equal `ZeroEngine.ledger()` to the byte. Peaks are bounds (`memory.peak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.aligned import PAGE
 from zero_strategy.config import ActivationCheckpointingConfig, ResolvedConfig, ZeroConfig, resolve
+from zero_strategy.distributed.shared_memory import LEAST_BYTES, used_bytes
 from zero_strategy.memory.bucket_facts import BucketFacts, Units, facts_of, placement_of
+from zero_strategy.memory.chunked import TRANSFER_SLOTS
 from zero_strategy.memory.ledger import Category, Entry, Ledger, Owner, Tier, allocated
 from zero_strategy.memory.offload import BLOCK, Offload
 from zero_strategy.memory.opening import SLOTS
@@ -148,23 +150,37 @@ class MemoryPlan:
         return allocated(nbytes, self.device_type)
 
     def _exchange_buffers(self, units: Units, rank: int) -> Iterator[Entry]:
-        """On gloo, a buffer for the slice of every other rank, kept from one reduction to the next."""
+        """On gloo: memory shared with the host's other ranks, or a buffer for the slice of every other rank."""
         if self.device_type != "cpu":
             return  # NCCL's own are not known
         shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
-        trained = [bucket for unit in units for bucket in unit if bucket.trainable]
-        largest = max((bucket.layout.slice_numel * bucket.reduce_dtype.itemsize for bucket in trained), default=0)
-        for name, size, place, nbytes in (
-            ("reduce", shard, rank % shard, largest),
-            ("replicate", replicas, rank // shard, largest // replicas),
+        buckets = [bucket for unit in units for bucket in unit]
+        reduced = max((b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable), default=0)
+        gathered = 0
+        if placement_of(self.resolved).shard_optimizer:
+            sharded = placement_of(self.resolved).shard_parameters
+            sizes = (b.layout.slice_numel * b.dtype.itemsize for b in buckets if b.trainable or sharded)
+            gathered = max(sizes, default=0)
+        first = rank - rank % shard
+        for name, ranks, gathers, nbytes in (
+            ("gather", range(first, first + shard), True, gathered),
+            ("reduce", range(first, first + shard), False, reduced),
+            ("replicate", range(rank % shard, shard * replicas, shard), False, reduced // replicas),
         ):
-            # From rank 2 on a rank sets its own part aside, for its turn in the sum.
-            count = 0 if size == 1 else size - 1 + (place > 1)
-            yield Entry("communication", "device", Owner(name), count * nbytes, count * nbytes)
+            size, place = len(ranks), ranks.index(rank)
+            together = len({rank // self.ranks_per_host for rank in ranks}) == 1
+            kept = 0
+            if size > 1 and together and nbytes >= LEAST_BYTES:
+                kept = used_bytes(nbytes, 1 if gathers else size - 1)
+            elif size > 1 and not gathers:
+                # From rank 2 on a rank sets its own part aside, for its turn in the sum.
+                kept = (size - 1 + (place > 1)) * nbytes
+            yield Entry("communication", "device", Owner(name), kept, kept)
 
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
         """What a step on state in files has in memory: for every vector in files, a chunk in each slot that is used."""
         slots, number = dict[tuple[int, str], int](), 0
+        gradients_in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
         placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
             start, stop = bucket.owned(placement, rank % self.resolved.shard)
@@ -174,6 +190,8 @@ class MemoryPlan:
                 keys["master weights"] = 4
             if self.offload.parameters == "nvme":
                 keys["weights"] = bucket.dtype.itemsize
+            if gradients_in_files:
+                keys["gradient"] = bucket.gradient_dtype.itemsize
             pieces = bucket.pieces(start, stop)
             cuts = self.offload.cuts(stop - start)
             for index, (begin, end) in enumerate(cuts.chunks):
@@ -183,8 +201,25 @@ class MemoryPlan:
                         if index >= cuts.heads or key == "weights":
                             slots[place] = max(slots.get(place, 0), cuts.size * itemsize)
                     number += 1
-        if slots:
-            yield Entry("staging", "host", Owner("optimizer step"), sum(slots.values()), sum(slots.values()))
+        for name, nbytes in (("optimizer step", sum(slots.values())), ("transfers", self._transfers(units, rank))):
+            if nbytes:
+                yield Entry("staging", "host", Owner(name), nbytes, nbytes)
+
+    def _transfers(self, units: Units, rank: int) -> int:
+        """Memory through which whole vectors in files pass: slices to be gathered, and reduced gradients."""
+        weights, gradients = dict[int, int](), dict[int, int]()
+        placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
+        in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
+        for bucket in (bucket for unit in units for bucket in unit):
+            cuts = self.offload.cuts(bucket.layout.slice_numel)
+            if self.offload.parameters == "nvme":
+                _fill_slots(weights, range(len(cuts.chunks)), cuts.size * bucket.dtype.itemsize)
+            if in_files and bucket.trainable:
+                start, stop = bucket.owned(placement, shard_rank)
+                cuts = self.offload.cuts(stop - start)
+                used = range(cuts.heads, len(cuts.chunks))
+                _fill_slots(gradients, used, cuts.size * bucket.gradient_dtype.itemsize)
+        return sum(weights.values()) + sum(gradients.values())
 
     def _snapshot(self, units: Units, rank: int) -> Entry:
         """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
@@ -208,6 +243,13 @@ class MemoryPlan:
         return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
 
 
+def _fill_slots(slots: dict[int, int], turns: Iterable[int], nbytes: int) -> None:
+    """Account for a pass over chunks that takes memory at these turns."""
+    for turn in turns:
+        slot = turn % TRANSFER_SLOTS
+        slots[slot] = max(slots.get(slot, 0), nbytes)
+
+
 class _BucketEntries:
     """What one rank holds of one bucket from step to step."""
 
@@ -227,12 +269,16 @@ class _BucketEntries:
         yield self._buffer("parameters", _TIERS[offload.parameters], where, bucket.dtype.itemsize)
         if not bucket.trainable:
             return
-        whole = self.owned == (0, bucket.layout.numel)
+        reduction = self.plan.resolved.gradient_reduction
+        tier = _TIERS[offload.gradient_tier(reduction)]
+        whole = self.owned == (0, bucket.layout.numel) and tier == "device"
         if not (whole and bucket.gradient_dtype == bucket.dtype):  # else p.grad is the gradient itself
             each = self.plan._allocated(bucket.dtype.itemsize)
             yield Entry("handles", "device", bucket.owner, count * bucket.dtype.itemsize, count * each)
-        reduced = (0, bucket.layout.numel) if self.plan.resolved.gradient_reduction == "per_step" else self.owned
-        yield self._buffer("gradients", "device", reduced, bucket.gradient_dtype.itemsize)
+        if reduction == "per_step":
+            yield self._buffer("gradients", "device", (0, bucket.layout.numel), bucket.gradient_dtype.itemsize)
+        else:
+            yield from self._state_buffers("gradients", tier, bucket.gradient_dtype.itemsize)
         yield from self._optimizer(_TIERS[offload.optimizer])
 
     def _optimizer(self, tier: Tier) -> Iterator[Entry]:

@@ -82,7 +82,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     gradients = model.gradient_of(bucket)
     if index not in gradients.live:
         return None
-    return _whole(bucket, index, gradients.owned_gradients().get(index), gradients.dtype)
+    return _whole(bucket, index, gradients.reduced_part(index), gradients.dtype)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:

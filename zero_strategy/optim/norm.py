@@ -16,7 +16,11 @@ from torch import Tensor
 
 from zero_strategy import ops
 from zero_strategy.distributed import Communicator
+from zero_strategy.memory.chunked import OffloadedPart, visit
 from zero_strategy.ops.arguments import FLOATS
+
+Shard = Tensor | OffloadedPart
+"""A rank's part of a gradient: in memory, or in a tier, from which it is read a few elements at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class GradientNorm:
 
 
 def global_norm(
-    shards: Iterable[Tensor], norm_type: float, groups: Iterable[Communicator], scales: Sequence[float] | None = None
+    shards: Iterable[Shard], norm_type: float, groups: Iterable[Communicator], scales: Sequence[float] | None = None
 ) -> GradientNorm:
     """The norm of all ranks' `shards` together.
 
@@ -67,17 +71,20 @@ def global_norm(
         return GradientNorm(total ** (1.0 / norm_type), True)
     # finite numbers whose powers are not: as multiples of the largest
     largest, _ = _totals(shards, math.inf, groups, factors)
-    parts = [shard.detach().double() * (factor / largest) for shard, factor in zip(shards, factors, strict=True)]
+    parts = [
+        (shard if isinstance(shard, Tensor) else shard.read()).detach().double() * (factor / largest)
+        for shard, factor in zip(shards, factors, strict=True)
+    ]
     total, _ = _totals(parts, norm_type, groups, [1.0] * len(parts))
     return GradientNorm(largest * total ** (1.0 / norm_type), True)
 
 
 def _totals(
-    shards: Sequence[Tensor], norm_type: float, groups: Sequence[Communicator], factors: Sequence[float]
+    shards: Sequence[Shard], norm_type: float, groups: Sequence[Communicator], factors: Sequence[float]
 ) -> tuple[float, bool]:
     """Sum of |x| ** norm_type (inf: the largest |x|) over all ranks, and whether every x is finite."""
     is_max = math.isinf(norm_type)
-    sums, nonfinite = _power_sums(shards, norm_type)
+    sums, nonfinite = _all_power_sums(shards, norm_type)
     scales = torch.tensor(factors, dtype=torch.float64).abs()
     nonfinite += int((~torch.isfinite(scales)).sum())
     sums = sums * (scales if is_max else scales**norm_type)
@@ -88,6 +95,35 @@ def _totals(
         summed = values.sum(dim=0)
         found = torch.stack([values[:, 0].amax(), summed[1]]) if is_max else summed
     return float(found[0]), float(found[1]) == 0
+
+
+def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, int]:
+    """`_power_sums` of tensors and of what is in tiers."""
+    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), 0
+    here = {index: shard for index, shard in enumerate(shards) if isinstance(shard, Tensor)}
+    away = dict[int, OffloadedPart]()
+    for index, shard in enumerate(shards):
+        if not isinstance(shard, OffloadedPart):
+            continue
+        if shard.powers is not None and shard.powers[0] == norm_type:
+            sums[index] = shard.powers[1]
+            nonfinite += shard.powers[2]
+        else:
+            away[index] = shard
+    is_max = math.isinf(norm_type)
+
+    def add(indices: Sequence[int], values: Sequence[Tensor]) -> None:
+        nonlocal nonfinite
+        found, count = _power_sums(values, norm_type)
+        for index, value in zip(indices, found, strict=True):
+            sums[index] = torch.maximum(sums[index], value) if is_max else sums[index] + value
+        nonfinite += count
+
+    if here:
+        add(list(here), list(here.values()))
+    keys = list(away)
+    visit(list(away.values()), lambda positions, values: add([keys[position] for position in positions], values))
+    return sums, nonfinite
 
 
 def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from zero_strategy import ops
 from zero_strategy.memory.chunked import OffloadedPart, OffloadedVector
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
-from zero_strategy.optim.norm import GradientNorm, global_norm
+from zero_strategy.optim.norm import GradientNorm, Shard, global_norm
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
 from zero_strategy.optim.streamed import Update
 from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for
@@ -217,7 +218,7 @@ class ShardedOptimizer:
         self._stepped: list[ParameterBucket] = []
         self._stepped_parameters: list[nn.Parameter] = []
         self._updates: list[Update] = []
-        gradients: dict[int, dict[int, tuple[Tensor, float]]] = {}
+        gradients: dict[int, dict[int, tuple[Shard, float]]] = {}
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             pieces = []
@@ -246,11 +247,12 @@ class ShardedOptimizer:
                     cut = bucket.piece_of[index]
                     self._updates.append(Update(group, parameter, piece, bucket, cut, gradient, factor, state))
                 else:
+                    assert isinstance(gradient, Tensor), "what is in tiers is updated by a rule"
                     piece.grad = gradient.to(piece.dtype).view(piece.shape)
             group["params"] = pieces
         self.optimizer.state.update(self.state)
 
-    def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Tensor, float]]:
+    def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:
         if self._fused:
             return gradients.scaled_gradients()
         return {index: (gradient, 1.0) for index, gradient in gradients.owned_gradients().items()}
@@ -277,13 +279,13 @@ class ShardedOptimizer:
 
     # ---- gradients ----
 
-    def _gradients(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int, Tensor, float]]:
+    def _gradients(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int, Shard, float]]:
         """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come.
 
         Args:
             only: Ids of the parameters that count; default: all.
         """
-        found: dict[int, dict[int, tuple[Tensor, float]]] = {}
+        found: dict[int, dict[int, tuple[Shard, float]]] = {}
         for parameter in self.parameters():
             if only is not None and id(parameter) not in only:
                 continue
@@ -295,19 +297,23 @@ class ShardedOptimizer:
             if index in found[id(gradients)]:
                 yield gradients, index, *found[id(gradients)][index]
 
-    def norm_shards(self, only: Container[int] | None = None) -> tuple[list[Tensor], list[float]]:
-        """Every element of the gradients once over the shard axis: tensors, and what each is to be multiplied by."""
+    def norm_shards(
+        self, norm_type: float, only: Container[int] | None = None
+    ) -> tuple[list[Shard], list[float]]:
+        """Every element of the gradients once over the shard axis: values, and what each is to be multiplied by."""
         for parameter in self.parameters():
             place = self.model.place(parameter)
             assert place is not None
             self.model.gradient_of(place[0]).round_scales()
+            self.model.gradient_of(place[0]).expect_norm(norm_type)
         shards, factors = [], []
         for gradients, index, values, factor in self._gradients(only):
             bucket = gradients.bucket
             if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
                 pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(self.model.mesh.shard_rank))
                 cuts = [piece for piece in pieces if piece.index == index]
-                values = values[cuts[0].start : cuts[0].stop] if cuts else values[:0]
+                start, stop = (cuts[0].start, cuts[0].stop) if cuts else (0, 0)
+                values = values[start:stop] if isinstance(values, Tensor) else values.narrow(start, stop)
             shards.append(values)
             factors.append(factor)
         return shards, factors
@@ -315,7 +321,7 @@ class ShardedOptimizer:
     def norm(self, norm_type: float = 2.0) -> GradientNorm:
         """Norm of this optimizer's gradients over all ranks. A collective."""
         self.model.reducer.settle()
-        shards, factors = self.norm_shards()
+        shards, factors = self.norm_shards(norm_type)
         return global_norm(shards, norm_type, [*self.model.norm_groups], factors)
 
     @torch.no_grad()
@@ -329,7 +335,7 @@ class ShardedOptimizer:
         """Clamp every element of this optimizer's gradients to [-limit, limit]."""
         self.model.reducer.settle()
         for gradients, index, _, _ in list(self._gradients(only)):
-            gradients.owned_gradients()[index].clamp_(-limit, limit)
+            gradients.change(index, partial(torch.clamp_, min=-limit, max=limit))
 
     # ---- state ----
 
@@ -450,6 +456,7 @@ def _segment(update: Update) -> Segment:
     if update.bucket.has_master:
         copy = update.bucket.owned_values[cut.offset : cut.offset + cut.numel]
     param, owner = piece.detach(), update.parameter
+    assert isinstance(update.gradient, Tensor)
     return Segment(
         update.group, param, update.gradient, update.state, like=piece, copy=copy, scale=update.factor, owner=owner
     )

@@ -1,17 +1,13 @@
 """The optimizer step on the host, where state is in a tier: chunk by chunk, read ahead and written behind.
 
-    read   chunk i+1, i+2 -->  [slot][slot]
-    update chunk i             [slot]        gradient from its bucket, new weight straight into the parameters
-    write  chunk i-1, i-2 <--  [slot][slot]
-
-Memory is that of the slots, whatever the size of the model. Chunks in host memory are updated where they lie, and those
-whose state is kept on the device (`offload.optimizer_ratio`), there. Every update rule that works element by element
-gives the same bits as with all of its state on the device.
+Memory is that of a few chunks (`memory.chunk_pass`), whatever the size of the model. New weights go straight into the
+parameters. Chunks in host memory are updated where they lie, and those whose state is kept on the device
+(`offload.optimizer_ratio`), there. Every update rule that works element by element gives the same bits as with all of
+its state on the device.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, PendingIO
+from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
+from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector
 from zero_strategy.memory.opening import SLOTS
 from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
 
-AHEAD = SLOTS // 2
-"""Chunks that are read ahead, and written behind."""
-MASTER, WEIGHTS = "master weights", "weights"
+MASTER, WEIGHTS, GRADIENT = "master weights", "weights", "gradient"
 """Keys of a chunk's vectors beside those of the optimizer's state."""
 _HOST = torch.device("cpu")
 
@@ -42,7 +37,7 @@ class Update:
         piece: What the optimizer sees of it.
         bucket: Where it lies.
         cut: Its part of the bucket's owned elements.
-        gradient: Flat.
+        gradient: Flat; where gradients are in a tier, what stands for it.
         factor: What the gradient is multiplied by first.
         state: Numbers, and `OffloadedPart` in the place of tensors; empty before the first step.
     """
@@ -52,23 +47,16 @@ class Update:
     piece: nn.Parameter
     bucket: ParameterBucket
     cut: Piece
-    gradient: Tensor
+    gradient: Tensor | OffloadedPart
     factor: float
     state: dict[str, Any]
 
 
 @dataclass
-class _Chunk:
-    """One chunk of the vectors of a bucket: elements [start, stop) of the owned ones, and what is updated there.
+class _Work(Chunk):
+    """What is updated in a chunk; with the state of one `on_device`, where the bucket is."""
 
-    The state of one `on_device` is kept where the bucket is, and updated there.
-    """
-
-    number: int
-    start: int
-    stop: int
-    on_device: bool
-    vectors: dict[str, OffloadedVector]
+    on_device: bool = False
     updates: list[Update] = field(default_factory=list)
 
 
@@ -81,13 +69,12 @@ class StreamedStep:
     """
 
     def __init__(self, store: ChunkStore, copies: bool = False) -> None:
-        self._store, self._copies = store, copies
-        self._slots: list[dict[str, Tensor]] = [{} for _ in range(SLOTS)]
+        self._store, self._copies, self._slots = store, copies, ChunkSlots(SLOTS)
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of the slots."""
-        return sum(memory.numel() for slot in self._slots for memory in slot.values())
+        """Bytes of host memory that steps have taken."""
+        return self._slots.nbytes
 
     @torch.no_grad()
     def run(
@@ -109,25 +96,7 @@ class StreamedStep:
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
         steps: dict[int, dict[str, Any]] = {}
-        reads: dict[int, list[PendingIO]] = {}
-        writes: dict[int, list[PendingIO]] = {}
-        begun: list[_Chunk] = []
-        try:
-            for index, chunk in enumerate(chunks):
-                for ahead in range(index + len(reads), min(index + AHEAD + 1, len(chunks))):
-                    _wait(writes.pop(ahead % SLOTS, []))
-                    reads[ahead] = self._read(chunks[ahead], ahead % SLOTS)
-                _wait(reads.pop(index))
-                begun.append(chunk)
-                self._update(rule, chunk, index % SLOTS, scale, steps)
-                writes[index % SLOTS] = self._write(chunk, index % SLOTS)
-            _wait([pending for part in writes.values() for pending in part])
-        except BaseException:
-            with contextlib.suppress(Exception):  # what is being raised matters more
-                _wait([pending for part in [*reads.values(), *writes.values()] for pending in part])
-            if begun:
-                _mark_torn(chunks)
-            raise
+        self._slots.run(chunks, lambda chunk, held: self._update(rule, chunk, held, scale, steps))
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
@@ -135,9 +104,9 @@ class StreamedStep:
 
     def _chunks(
         self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]]
-    ) -> list[_Chunk]:
+    ) -> list[_Work]:
         """Those that hold something to update, in the order of buckets and elements."""
-        found: dict[tuple[int, int], _Chunk] = {}
+        found: dict[tuple[int, int], _Work] = {}
         for update in updates:
             bucket, cut = update.bucket, update.cut
             cuts = self._store.cuts(bucket.owned.stop - bucket.owned.start)
@@ -149,51 +118,17 @@ class StreamedStep:
                         held[MASTER] = bucket.master_vector
                     if bucket.shard_vector is not None:
                         held[WEIGHTS] = bucket.shard_vector
-                    found[key] = _Chunk(number, *cuts.chunks[number], number < cuts.heads, held)
+                    if isinstance(update.gradient, OffloadedPart):
+                        held[GRADIENT] = update.gradient.vector
+                    place, on_device = cuts.chunks[number], number < cuts.heads
+                    found[key] = _Work(number, *place, held, unchanged=frozenset([GRADIENT]), on_device=on_device)
                 found[key].updates.append(update)
         return list(found.values())
 
-    def _memory(self, chunk: _Chunk, slot: int, key: str) -> Tensor:
-        """The slot's memory for a vector's chunk, as bytes."""
-        nbytes = (chunk.stop - chunk.start) * chunk.vectors[key].dtype.itemsize
-        known = self._slots[slot].get(key)
-        if known is None or known.numel() < nbytes:
-            vector = chunk.vectors[key]
-            self._slots[slot][key] = known = vector.tier.staging(self._store.chunk_numel * vector.dtype.itemsize)
-        return known[:nbytes]
-
-    def _read(self, chunk: _Chunk, slot: int) -> list[PendingIO]:
-        pending = []
-        for key, vector in chunk.vectors.items():
-            if vector.resident(chunk.number) is not None:
-                continue
-            memory = self._memory(chunk, slot, key)
-            if vector.written[chunk.number]:
-                pending.append(vector.tier.read(vector.record(chunk.number), memory))
-            else:
-                memory.view(vector.dtype).fill_(vector.fill)
-        return pending
-
-    def _write(self, chunk: _Chunk, slot: int) -> list[PendingIO]:
-        pending = []
-        for key, vector in chunk.vectors.items():
-            if vector.resident(chunk.number) is None:
-                pending.append(vector.tier.write(vector.record(chunk.number), self._memory(chunk, slot, key)))
-                vector.written[chunk.number] = True
-        return pending
-
-    def _held(self, chunk: _Chunk, slot: int) -> dict[str, Tensor]:
-        """The chunk's part of every vector, in memory."""
-        found = {}
-        for key, vector in chunk.vectors.items():
-            resident = vector.resident(chunk.number)
-            found[key] = self._memory(chunk, slot, key).view(vector.dtype) if resident is None else resident
-        return found
-
     def _update(
-        self, rule: UpdateRule, chunk: _Chunk, slot: int, scale: float, steps: dict[int, dict[str, Any]]
+        self, rule: UpdateRule, chunk: Chunk, held: dict[str, Tensor], scale: float, steps: dict[int, dict[str, Any]]
     ) -> None:
-        held = self._held(chunk, slot)
+        assert isinstance(chunk, _Work)
         segments, back = [], []
         for update in chunk.updates:
             low, high = _overlap(update, chunk)
@@ -222,7 +157,7 @@ class StreamedStep:
             steps[id(update.parameter)] = numbers
 
 
-def _overlap(update: Update, chunk: _Chunk) -> tuple[int, int]:
+def _overlap(update: Update, chunk: _Work) -> tuple[int, int]:
     """The owned elements of an update that lie in a chunk."""
     return max(chunk.start, update.cut.offset), min(chunk.stop, update.cut.offset + update.cut.numel)
 
@@ -236,7 +171,10 @@ def _segment(
         for key, value in update.state.items()
     }
     param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
-    gradient = update.gradient[low - update.cut.offset : high - update.cut.offset].to(home)
+    if isinstance(update.gradient, Tensor):
+        gradient = update.gradient[low - update.cut.offset : high - update.cut.offset].to(home)
+    else:
+        gradient = held[GRADIENT].to(home)
     return Segment(
         update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter
     )
@@ -254,22 +192,3 @@ def _count_only(rule: UpdateRule, update: Update, scale: float) -> dict[str, Any
         key: value.view(update.piece.shape) if isinstance(value, Tensor) and value.numel() == 0 else value
         for key, value in state.items()
     }
-
-
-def _mark_torn(chunks: Sequence[_Chunk]) -> None:
-    for chunk in chunks:
-        for vector in chunk.vectors.values():
-            record = vector.record(chunk.number)
-            vector.tier.mark_torn([record] if record in vector.records() else [], "an optimizer step stopped half-way")
-
-
-def _wait(pending: Sequence[PendingIO]) -> None:
-    """Wait for all, also where one has failed."""
-    error: BaseException | None = None
-    for each in pending:
-        try:
-            each.wait()
-        except BaseException as caught:
-            error = error or caught
-    if error is not None:
-        raise error

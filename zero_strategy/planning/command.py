@@ -102,6 +102,7 @@ def _add_offload(offload: Any) -> None:
     tiers = ("none", "cpu", "nvme")
     offload.add_argument("--offload-optimizer", choices=tiers, help="optimizer state and master weights")
     offload.add_argument("--optimizer-ratio", type=float, metavar="0.5", help="part of it that leaves the device")
+    offload.add_argument("--offload-gradients", choices=tiers, help="reduced gradients; default: as the optimizer")
     offload.add_argument("--offload-parameters", choices=tiers, help="owned slices of parameters (stage 3)")
 
 

@@ -44,6 +44,7 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
     given = {
         "optimizer": options.offload_optimizer,
         "ratio": options.optimizer_ratio,
+        "gradients": options.offload_gradients,
         "parameters": options.offload_parameters,
     }
     offload = replace(Offload.of(config.offload), **{key: value for key, value in given.items() if value is not None})

@@ -2,7 +2,8 @@
 
 `local` (whole bucket) collects this rank's own gradients; a reduction turns it into `reduced` (owned elements), the
 mean over ranks. Under `per_step` reduction `local` stays and `reduced` is its owned part; under `per_micro_batch` it
-lives only while a backward runs.
+lives only while a backward runs, and `reduced` may be in a tier (`offload.gradients`): an `OffloadedVector`, to which
+each reduction is added chunk by chunk.
 
 Order of summation (documented, so that a single process can repeat it):
     per_step         g = (sum over ranks r, in order, of (sum over micro-batches a, in order, of g[r, a])) / ranks
@@ -16,15 +17,20 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_strategy.distributed import PendingWork
+from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
+from zero_strategy.ops.arguments import FLOATS
 from zero_strategy.sharding.gradient_reading import reader_of
 from zero_strategy.sharding.handles import GradientHandle, unwritable
+from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.power_sums import PowerSums
 
 
 class GradientBucket:
@@ -35,6 +41,7 @@ class GradientBucket:
         dtype: Dtype in which gradients are accumulated.
         reduce_dtype: Dtype in which they are sent and summed over ranks.
         per_step: Keep the whole local sum until the step, instead of reducing every micro-batch.
+        store: Where reduced gradients are kept; None: on the device.
 
     Attributes:
         live: Indices of parameters that hold a reduced gradient.
@@ -42,7 +49,16 @@ class GradientBucket:
         late: Gradients that came after the bucket had left in this backward, by index.
     """
 
-    def __init__(self, bucket: ParameterBucket, dtype: torch.dtype, reduce_dtype: torch.dtype, per_step: bool) -> None:
+    def __init__(
+        self,
+        bucket: ParameterBucket,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        per_step: bool,
+        store: ChunkStore | None = None,
+    ) -> None:
+        assert store is None or not per_step, "whole sums stay on the device"
+        self._store, self._vector = store, None if store is None else store.vectors.get(gradients_name(bucket.names[0]))
         self.bucket, self.dtype, self.reduce_dtype, self.per_step = bucket, dtype, reduce_dtype, per_step
         self.live: set[int] = set()
         self.local_live: set[int] = set()
@@ -53,8 +69,11 @@ class GradientBucket:
         self._work: PendingWork | None = None
         self._spread: PendingWork | None = None
         self._summed = False
-        self._empty = True  # `reduced` holds no sum yet
-        self._shows_gradient = bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype
+        self._empty = True  # whatever is in `reduced` is no sum
+        self._shows_gradient = (
+            bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype and store is None
+        )
+        self._powers: PowerSums | None = None  # of what is in a tier, where a norm was asked for
         self._scales: dict[int, float] = {}  # what reduced gradients are yet to be multiplied by
         self._handles: dict[int, Tensor] = {}
         self._poisons: dict[int, Tensor] = {}  # the memory of those handles that are no gradients
@@ -156,8 +175,8 @@ class GradientBucket:
             self._spread = mesh.reduce.all_gather(self._sent)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for a reduction under way and add its result to what is already reduced."""
+    def finish(self, *, keep: bool = True) -> None:
+        """Wait for a reduction under way and add its result to what is already reduced, unless nobody wants it."""
         if self._work is None:
             return
         self.finish_sum()
@@ -175,31 +194,64 @@ class GradientBucket:
                 self._earlier = None
                 self._show_all()
         else:
-            if self.reduced is None:
-                self.reduced = torch.empty(owned.stop - owned.start, dtype=self.dtype, device=self.bucket.device)
-            if self._empty:
-                self.reduced.copy_(self._sent[owned])
-            else:
-                self.reduced.add_(self._sent[owned])
+            if keep:
+                self._add(self._sent[owned])
             self.local = None
         self._empty = False
         del self._sent
 
+    def _add(self, values: Tensor) -> None:
+        """Add the owned elements of a reduction to the sum of earlier ones."""
+        if self._store is not None:
+            look = None if self._powers is None else self._powers.begin(self.bucket.pieces)
+            self._in_tier(self._store).add_all(values, first=self._empty, look=look)
+            return
+        if self.reduced is None:
+            self.reduced = torch.empty(values.numel(), dtype=self.dtype, device=self.bucket.device)
+        if self._empty:
+            self.reduced.copy_(values)
+        else:
+            self.reduced.add_(values)
+
+    def expect_norm(self, norm_type: float) -> None:
+        """From the next reduction on know the norm of what is in a tier without reading it again."""
+        if self._store is not None and (self._powers is None or self._powers.norm_type != norm_type):
+            self._powers = PowerSums(norm_type) if self.dtype in FLOATS else None
+
+    def _forget_powers(self) -> None:
+        if self._powers is not None:
+            self._powers = PowerSums(self._powers.norm_type)
+
+    def _in_tier(self, store: ChunkStore) -> OffloadedVector:
+        """The vector of reduced gradients, made when the bucket was frozen until now."""
+        if self._vector is None:
+            numel = self.bucket.owned.stop - self.bucket.owned.start
+            spec = VectorSpec(numel, self.dtype, device=self.bucket.device)
+            self._vector = store.take(gradients_name(self.bucket.names[0]), spec)
+        return self._vector
+
     @torch.no_grad()
     def clear(self) -> None:
         """Drop every gradient, also one under way."""
-        self.finish()
+        self.finish(keep=False)
         self.live.clear()
         self.local_live.clear()
         self.late.clear()
         for parameter in self.bucket.parameters:
             parameter.grad = None
-        self._earlier, self._empty = None, True
         self._scales.clear()
-        if self.reduced is not None:
-            self.reduced.zero_()
+        self._forget_sums()
         if not self.per_step:
             self.local = None
+
+    def _forget_sums(self) -> None:
+        """No reduced sum is of use any more."""
+        self._earlier, self._empty = None, True
+        self._forget_powers()
+        if self._vector is not None:
+            self._vector.blank()
+        elif self.reduced is not None:
+            self.reduced.zero_()
 
     # ---- what p.grad shows ----
 
@@ -242,6 +294,10 @@ class GradientBucket:
     @torch.no_grad()
     def sync_handles(self) -> None:
         """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
+        if self.live and all(self.bucket.parameters[index].grad is None for index in self.live):
+            self._forget_sums()  # at once, as `zero_grad` means it
+            for index in list(self.live):
+                self._forget(index)
         for index, parameter in enumerate(self.bucket.parameters):
             shown, handle = parameter.grad, self._handles.get(index)
             if shown is None:
@@ -256,13 +312,16 @@ class GradientBucket:
                 self.show(index)
 
     def _drop(self, index: int) -> None:
+        self._forget(index)
+        if not self.live:
+            self._earlier, self._empty = None, True
+        self._change(index, Tensor.zero_)
+
+    def _forget(self, index: int) -> None:
+        """Hold no gradient of a parameter; its values are the caller's business."""
         self.live.discard(index)
         self.local_live.discard(index)
         self._scales.pop(index, None)
-        if not self.live:
-            self._earlier, self._empty = None, True
-        for values in self._reduced_parts(index):
-            values.zero_()
         if index in self._versions and self._poisons[index]._version != self._versions[index]:
             del self._handles[index], self._versions[index]  # zeroed in place, then removed
 
@@ -280,8 +339,7 @@ class GradientBucket:
     def _zero(self, index: int) -> None:
         if index in self.local_live:
             self._local_view(index).zero_()
-        for values in self._reduced_parts(index):
-            values.zero_()
+        self._change(index, Tensor.zero_)
 
     def replace(self, index: int, gradient: Tensor) -> None:
         """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
@@ -295,21 +353,26 @@ class GradientBucket:
             assert self.local is not None
             if self._earlier is None:
                 self._earlier = torch.zeros_like(self.local[owned])
-            target = self._earlier
+            target: Tensor | OffloadedVector | None = self._earlier
         else:
             if self.reduced is None and self.per_step:
                 assert self.local is not None
                 self.reduced = self.local[owned].zero_()
                 self._restore()
-            elif self.reduced is None:
+            elif self.reduced is None and self._store is None:
                 numel = owned.stop - owned.start
                 self.reduced = torch.zeros(numel, dtype=self.dtype, device=self.bucket.device)
-            target = self.reduced
+            target = self.reduced if self._store is None else self._in_tier(self._store)
             self._empty = False
         piece = self.bucket.piece_of.get(index)
         if piece is not None:
-            view = target[piece.offset : piece.offset + piece.numel]
-            view.copy_(gradient.detach().reshape(-1)[piece.start : piece.stop])
+            values = gradient.detach().reshape(-1)[piece.start : piece.stop]
+            if isinstance(target, OffloadedVector):
+                self._forget_powers()
+                target.write(piece.offset, values)
+            else:
+                assert target is not None
+                target[piece.offset : piece.offset + piece.numel].copy_(values)
         self.live.add(index)
         self.show(index)
 
@@ -346,8 +409,13 @@ class GradientBucket:
         return self._local_view(index) if index in self.local_live else None
 
     def reduced_part(self, index: int) -> Tensor | None:
-        """This rank's part of a reduced gradient, flat; None if it owns none of it."""
+        """This rank's part of a reduced gradient, flat; None if it owns none of it. Not to be written to."""
         self._apply_scales()
+        if self._vector is not None:
+            piece = self.bucket.piece_of.get(index)
+            if piece is None:
+                return None
+            return self._vector.read(piece.offset, piece.offset + piece.numel).to(self.bucket.device)
         parts = self._reduced_parts(index)
         return sum(parts[1:], parts[0]) if parts else None
 
@@ -356,11 +424,31 @@ class GradientBucket:
         buffers = [buffer for buffer in (self.reduced, self._earlier) if buffer is not None]
         return [] if piece is None else [buffer[piece.offset : piece.offset + piece.numel] for buffer in buffers]
 
+    @torch.no_grad()
+    def change(self, index: int, how: Callable[[Tensor], object]) -> None:
+        """Change this rank's part of a reduced gradient in place, element by element.
+
+        Args:
+            index: Of the parameter.
+            how: Takes a few elements, flat.
+        """
+        self._apply_scales()
+        self._change(index, how)
+
+    def _change(self, index: int, how: Callable[[Tensor], object]) -> None:
+        piece = self.bucket.piece_of.get(index)
+        if self._vector is not None and piece is not None:
+            if not self._empty:
+                self._forget_powers()
+                self._vector.change(piece.offset, piece.offset + piece.numel, how)
+            return
+        for values in self._reduced_parts(index):
+            how(values)
+
     def scale(self, index: int, factor: float) -> None:
         """Multiply a reduced gradient; where `p.grad` does not show it, not before somebody reads it."""
         if self._shows_gradient:
-            for values in self._reduced_parts(index):
-                values.mul_(factor)
+            self._change(index, lambda values: values.mul_(factor))
         else:
             waiting = self._scales.get(index, 1.0)
             if not (_is_power_of_two(waiting) or _is_power_of_two(factor)):
@@ -377,28 +465,31 @@ class GradientBucket:
     def _apply_scales(self) -> None:
         scales, self._scales = self._scales, {}
         for index, factor in scales.items():
-            for values in self._reduced_parts(index):
-                values.mul_(factor)
+            self._change(index, partial(_multiply, factor=factor))
 
-    def owned_gradients(self) -> dict[int, Tensor]:
+    def owned_gradients(self) -> dict[int, Tensor | OffloadedPart]:
         """The owned part of every reduced gradient, flat, by parameter index."""
         self._apply_scales()
         return {index: values for index, (values, _) in self.scaled_gradients().items()}
 
-    def scaled_gradients(self) -> dict[int, tuple[Tensor, float]]:
+    def scaled_gradients(self) -> dict[int, tuple[Tensor | OffloadedPart, float]]:
         """The same in two factors, so that a reader who multiplies anyway saves a pass over memory."""
         assert not self.local_live and self._work is None
         self._restore()
-        if self.reduced is None or not self.live:
+        if not self.live:
             return {}
         return {
-            piece.index: (
-                self.reduced[piece.offset : piece.offset + piece.numel],
-                self._scales.get(piece.index, 1.0),
-            )
+            piece.index: (values, self._scales.get(piece.index, 1.0))
             for piece in self.bucket.pieces
-            if piece.index in self.live
+            if piece.index in self.live and (values := self._owned(piece)) is not None
         }
+
+    def _owned(self, piece: Piece) -> Tensor | OffloadedPart | None:
+        if self._vector is not None:
+            part = self._vector.part(piece.offset, (piece.numel,))
+            part.powers = None if self._powers is None else self._powers.of(piece.index)
+            return part
+        return None if self.reduced is None else self.reduced[piece.offset : piece.offset + piece.numel]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger."""
@@ -416,11 +507,27 @@ class GradientBucket:
             if index in self._versions:  # else the handle is the gradient itself
                 yield "handles", poison
 
+    def offloaded(self) -> Iterator[OffloadedVector]:
+        """What is in a tier."""
+        if self._vector is not None:
+            yield self._vector
+
     def persistent_bytes(self) -> int:
-        """Bytes of gradients that stay between backwards."""
+        """Bytes of gradients that stay between backwards, in whatever tier."""
+        if self._vector is not None:
+            return self._vector.numel * self._vector.dtype.itemsize
         if self.per_step:
             return 0 if self.local is None else self.local.numel() * self.local.element_size()
         return 0 if self.reduced is None else self.reduced.numel() * self.reduced.element_size()
+
+
+def gradients_name(first: str) -> str:
+    """The vector of a bucket's reduced gradients, by the name of its first parameter."""
+    return f"{first}/gradients"
+
+
+def _multiply(values: Tensor, factor: float) -> None:
+    values.mul_(factor)
 
 
 def _is_power_of_two(factor: float) -> bool:

@@ -16,7 +16,7 @@ from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore, VectorSpec
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
-from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.sharding.gradients import GradientBucket, gradients_name
 from zero_strategy.sharding.grouping import LOW_PRECISION, gradient_dtypes, group_parameters
 from zero_strategy.sharding.guards import ModuleGuards
 from zero_strategy.sharding.layout import build_layout
@@ -68,8 +68,10 @@ class ShardedModel:
         partly: bool = False,
         optimizer_store: ChunkStore | None = None,
         parameter_store: ChunkStore | None = None,
+        gradient_store: ChunkStore | None = None,
     ) -> None:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
+        self._gradient_store = gradient_store
         _check_module(module)
         _check_precision(config, compute_dtype)
         self.device, self._moves = device or device_of(module), device is not None
@@ -116,7 +118,7 @@ class ShardedModel:
         return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves)
 
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
-        """Make room in tiers for all weights and master weights, before anything is built.
+        """Make room in tiers for all weights, master weights and gradients, before anything is built.
 
         Raises:
             OSError: If there is none, with bytes needed and bytes free.
@@ -135,6 +137,10 @@ class ShardedModel:
                 owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
                 spec = VectorSpec(owned, torch.float32, device=self.device)
                 wanted.setdefault(self.optimizer_store, {})[master_name(first)] = spec
+            if self._gradient_store is not None and trainable:
+                owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
+                spec = VectorSpec(owned, gradient_dtypes(dtype, self.config.precision)[0], device=self.device)
+                wanted.setdefault(self._gradient_store, {})[gradients_name(first)] = spec
 
         def reserve() -> None:
             for store, vectors in wanted.items():
@@ -180,7 +186,8 @@ class ShardedModel:
                 buffer.copy_(values)
 
     def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool) -> GradientBucket:
-        return GradientBucket(bucket, *gradient_dtypes(bucket.dtype, self.config.precision), per_step)
+        dtypes = gradient_dtypes(bucket.dtype, self.config.precision)
+        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store)
 
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""

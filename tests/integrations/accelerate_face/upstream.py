@@ -1,4 +1,4 @@
-"""A script of Accelerate with our class in place of Accelerate's: `upstream.py NAME STAGE [REDUCTION]`.
+"""Accelerate's scripts with our class in place of its own; a script itself: `upstream.py NAME STAGE [REDUCTION]`.
 
 `test_sync_matrix` is the part of `test_sync` that it leaves out on the CPU: accumulation with all kinds of loaders.
 """
@@ -11,39 +11,46 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 
-NAME, STAGE, REDUCTION = sys.argv[1], int(sys.argv[2]), (*sys.argv, None)[3]
+
+def staged(stage: int, reduction: str | None) -> type[ZeroAccelerator]:
+    class Staged(ZeroAccelerator):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            config = {"stage": stage, "units": {"min_numel": 0}, "gradient_reduction": reduction}
+            super().__init__(*arguments, zero_config=config, **keywords)
+
+    return Staged
 
 
-class Staged(ZeroAccelerator):
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        config = {"stage": STAGE, "units": {"min_numel": 0}, "gradient_reduction": REDUCTION}
-        super().__init__(*arguments, zero_config=config, **keywords)
-
-
-def run(name: str) -> None:
-    if name != "test_sync_matrix":
-        script: Any = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
-        script.Accelerator = Staged
-        script.main()
-        return
-    script = importlib.import_module("accelerate.test_utils.scripts.test_sync")
-    script.Accelerator = Staged
-    for case in itertools.product([True, False], repeat=3):
-        script.test_gradient_accumulation(*case)
-        script.test_gradient_accumulation_with_opt_and_scheduler(*case)
-
-
-def main() -> None:
+def run(name: str, stage: int, reduction: str | None = None) -> str:
+    """What it prints in the end; the script raises where it is not satisfied."""
     processes = ZeroAccelerator().num_processes  # the scripts ask for the state before they make one
-    run(NAME)
-    if os.environ["RANK"] == "0":
-        print(f"passed: {NAME} {STAGE} {processes}")
+    script: Any = importlib.import_module(f"accelerate.test_utils.scripts.{name.removesuffix('_matrix')}")
+    with patch.object(script, "Accelerator", staged(stage, reduction), create=name == "test_ops"):  # which makes none
+        if name == "test_sync_matrix":
+            for case in itertools.product([True, False], repeat=3):
+                script.test_gradient_accumulation(*case)
+                script.test_gradient_accumulation_with_opt_and_scheduler(*case)
+        else:
+            script.main()
+    return f"passed: {name} {stage} {processes}"
+
+
+def run_here(*words: str) -> str:
+    """On the ranks of a pool, which are set up as the launcher sets up its processes."""
+    from tests.integrations.accelerate_face.training import fresh_state
+
+    name, stage, *reduction = words
+    with fresh_state():
+        return run(name, int(stage), *reduction)
 
 
 if __name__ == "__main__":
-    main()
+    passed = run(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    if os.environ["RANK"] == "0":
+        print(passed)

@@ -83,7 +83,7 @@ def test_arguments_come_in_the_documented_order_with_the_documented_defaults(nam
 # ---- module paths ----
 
 PATHS = {
-    "": ["DeepSpeedEngine", "initialize", "init_distributed", "add_config_arguments"],
+    "": ["DeepSpeedEngine", "initialize", "init_distributed", "add_config_arguments", "DeepSpeedTransformerLayer"],
     "config": ["Config", "TrainingConfig", "BatchConfig", "FP16Config"],
     "checkpoint": ["DeepSpeedCheckpoint", "model_3d_desc", "reshape_meg_2d_parallel", "ZeROCheckpoint", "merge_state"],
     "checkpoint.deepspeed_checkpoint": ["DeepSpeedCheckpoint"],
@@ -95,9 +95,10 @@ PATHS = {
     "runtime.state_dict_factory": ["SDLoaderFactory", "SDLoaderBase", "MegatronSDLoader"],
     "runtime.model_checkpointing.data_parallel_writer_factory": ["DataParallelWriterFactory"],
     "runtime.zero": ["Init", "GatheredParameters"],
+    "ops.transformer": ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"],
 }
 ABSENT = {
-    "": ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "PipelineModule"],
+    "": ["PipelineModule"],
     "checkpointing": ["configure", "checkpoint", "CudaRNGStatesTracker"],
     "runtime.activation_checkpointing.checkpointing": ["checkpoint"],
     "pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"],
@@ -107,7 +108,6 @@ ABSENT = {
     "runtime.pipe.module": ["PipelineModule"],
     "runtime.swap_tensor": ["AsyncPartitionedParameterSwapper"],
     "runtime.utils": ["see_memory_usage"],
-    "ops.transformer": ["DeepSpeedTransformerLayer"],
 }
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from tests.integrations.transformers_face.training import (
     whole,
 )
 from tests.launcher import Launcher
+from tests.warm import run_warm
 from zero_strategy.integrations.transformers import ZeroTrainer
 
 STAGES = {"gpt2": [1, 2, 3], "llama": [3], "bert": [2, 3], "t5": [1, 3]}
@@ -53,7 +52,7 @@ def test_the_same_training(ranks: Launcher, tmp_path: Path, kind: str) -> None:
         assert difference(plain, ours) < 1e-5 and len(ours) > 8
         folders.append(str(folder / "model"))
         expected[folders[-1]] = {name: float(value.double().abs().sum()) for name, value in state.items()}
-    done = subprocess.run([sys.executable, "-c", RELOAD, *folders], capture_output=True, text=True, timeout=120)
+    done = run_warm(RELOAD, *folders, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from zero_strategy.ops import cache
 from zero_strategy.ops.build import SOURCES, TARGET_ABI, recipe
 
 HERE = Path(__file__).resolve().parent
@@ -34,12 +35,25 @@ def cuda_headers() -> Path | None:
     return next((place for place in places if (place / "cuda_runtime.h").is_file()), None)
 
 
-def build_on_host(folder: Path, compiler: str, headers: Path) -> Path:
-    """The library, registering its kernels for tensors on the CPU.
+def build_on_host(folder: Path, headers: Path) -> Path:
+    """The library, registering its kernels for tensors on the CPU; kept in the cache of all native libraries.
 
     The kernels' text is as it is: launches, barriers and thread numbers are replaced by `launch.cuh`. In the binding
     the words for the device are changed.
     """
+    made = recipe("cpu")
+    assert made.compiler is not None and made.compiler_key is not None
+    files = [*recipe("cuda", ("90",)).files, *HERE.iterdir()]
+    key = cache.source_key([file for file in files if file.is_file()], [str(headers), *include_paths()], TARGET_ABI)
+    with cache.turn(key):
+        known = cache.find(key, made.compiler_key)
+        if known is not None:
+            return known
+        built = _compile(folder, made.compiler, headers)
+        return cache.keep(built, key, made.compiler_key) or built
+
+
+def _compile(folder: Path, compiler: str, headers: Path) -> Path:
     sources = folder / "cpp" / "cuda"
     shutil.copytree(SOURCES / "cuda", sources)
     for header in SOURCES.glob("*.h"):

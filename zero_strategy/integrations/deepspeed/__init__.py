@@ -8,6 +8,7 @@
 | `zero.Init`, `zero.GatheredParameters`, `zero.register_external_parameter`; `runtime.zero` | the same |
 | `comm.init_distributed`, `comm.get_rank` and all of torch.distributed | the same |
 | `utils.safe_get_full_fp32_param` and its family, `utils.RepeatingLoader` | the same |
+| `DeepSpeedTransformerConfig`, `DeepSpeedTransformerLayer`; `ops.transformer` | the same |
 | `config`, `ops.adam`, `runtime.config`, `runtime.dataloader`, `runtime.engine`, `runtime.lr_schedules` | the same |
 | `runtime.zero.stage_1_and_2.estimate_zero2_...`, `runtime.zero.stage3.estimate_zero3_...` | the same |
 | `checkpoint`: `DeepSpeedCheckpoint`, `ZeROCheckpoint`, `model_3d_desc`, `reshape_meg_2d_parallel`, ... | the same |
@@ -32,6 +33,8 @@ _WRITERS = "runtime.model_checkpointing.data_parallel_writer_factory"
 _NAMES = MappingProxyType(
     {
         "DeepSpeedEngine": "runtime.engine",
+        "DeepSpeedTransformerConfig": "ops.transformer",
+        "DeepSpeedTransformerLayer": "ops.transformer",
         "add_config_arguments": "zero_strategy.scripts",
         "init_distributed": "comm",
         "initialize": "zero_strategy.scripts",

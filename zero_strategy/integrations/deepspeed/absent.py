@@ -20,14 +20,10 @@ _ACTIVATIONS = (
     "DeepSpeed's activation checkpointing is not part of this version; use torch.utils.checkpoint.checkpoint(function, "
     "*args, use_reentrant=False), or gradient_checkpointing_enable() in transformers"
 )
-_TRANSFORMER = "the transformer kernels are not part of this version; use torch.nn.TransformerEncoderLayer"
 _REASONS = MappingProxyType(
     {
-        "DeepSpeedTransformerConfig": _TRANSFORMER,
-        "DeepSpeedTransformerLayer": _TRANSFORMER,
         "PipelineModule": _PIPELINE,
         "checkpointing": _ACTIVATIONS,
-        "ops.transformer": _TRANSFORMER,
         "pipe": _PIPELINE,
         "runtime.activation_checkpointing": _ACTIVATIONS,
         "runtime.pipe": _PIPELINE,
@@ -40,7 +36,7 @@ _REASONS = MappingProxyType(
 )
 """By the place below `deepspeed`; a module's reason holds for what is below it."""
 
-CLASSES = ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "PipelineModule")
+CLASSES = ("PipelineModule",)
 """What is missing at the top of the package itself."""
 
 

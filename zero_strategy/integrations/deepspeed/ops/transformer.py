@@ -1,5 +1,6 @@
-"""`deepspeed.ops.transformer`: not part of this version."""
+"""`deepspeed.ops.transformer`: the transformer layer, by DeepSpeed's names."""
 
-from zero_strategy.integrations.deepspeed.absent import absent
+from zero_strategy.transformer import TransformerConfig as DeepSpeedTransformerConfig
+from zero_strategy.transformer import TransformerLayer as DeepSpeedTransformerLayer
 
-__getattr__ = absent(__name__)
+__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"]

@@ -1,0 +1,100 @@
+"""Large exchanges through memory that ranks share: the bits of gloo's, or gloo itself where there is no such memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.launcher import Launcher
+from zero_strategy.distributed import CommunicationCounters, Communicator, shared_memory
+from zero_strategy.distributed.shared_memory import LEAST_BYTES, SLOT_BYTES, VARIABLE
+
+SIZES = (LEAST_BYTES // 4, LEAST_BYTES // 2 + 7, SLOT_BYTES // 4 + 1, 5 * SLOT_BYTES // 8 + 333)
+"""Elements of a slice."""
+
+
+def results(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What three kinds of exchanges give, one after the other, with a small one in between."""
+    exchange = Communicator(dist.group.WORLD, CommunicationCounters())
+    generator = torch.Generator().manual_seed(17 * exchange.rank)
+    found = []
+    for _ in range(2):
+        numbers = torch.randn(size * exchange.size, generator=generator).mul(50).to(dtype)
+        gathered = numbers.clone()
+        exchange.all_gather(gathered).wait()
+        found.append(gathered)
+        summed = numbers.clone()
+        exchange.reduce_scatter(summed).wait()
+        found.append(summed.chunk(exchange.size)[exchange.rank].clone())
+        found += exchange.exchange_small(numbers[:2])
+        everywhere = numbers.clone()
+        exchange.all_reduce(everywhere)
+        found.append(everywhere)
+    wanted = size * dtype.itemsize >= LEAST_BYTES and os.environ.get(VARIABLE) != "0"
+    assert (exchange._shared is not None and exchange._shared.available) == wanted
+    return found
+
+
+def unequal(dtype: torch.dtype) -> list[str]:
+    wrong = []
+    for size in SIZES:
+        ours = results(size, dtype)
+        os.environ[VARIABLE] = "0"
+        try:
+            theirs = results(size, dtype)
+        finally:
+            del os.environ[VARIABLE]
+        same = [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True)]
+        wrong += [f"{size} {dtype}: result {index}" for index, equal in enumerate(same) if not equal]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_bits_are_those_of_gloo(ranks: Launcher, world: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for wrong in ranks(world)(unequal, dtype):
+            assert wrong == []
+
+
+def fallen_back(how: str) -> tuple[bool, bool, int]:
+    rank, known = dist.get_rank(), shared_memory._host
+    if rank == 1 and how == "switched off":
+        os.environ[VARIABLE] = "0"
+    if rank == 1 and how == "another host":
+        shared_memory._host = lambda: "elsewhere"
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        exchange = Communicator(dist.group.WORLD, CommunicationCounters())
+        flat = torch.full((2 * LEAST_BYTES,), float(rank))
+        exchange.all_gather(flat).wait()
+        right = flat.view(2, -1).mean(dim=1).tolist() == [0.0, 1.0]
+    finally:
+        os.environ.pop(VARIABLE, None)
+        shared_memory._host = known
+    assert exchange._shared is not None
+    return right, exchange._shared.available, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize("how", ["switched off", "another host", "nothing"])
+def test_all_ranks_share_or_none_does(ranks: Launcher, how: str) -> None:
+    for right, available, descriptors in ranks(2)(fallen_back, how):
+        assert right and available == (how == "nothing")
+        assert descriptors <= 2  # the mappings' own, and none of peers
+
+
+def different() -> str:
+    exchange = Communicator(dist.group.WORLD, CommunicationCounters())
+    exchange.all_gather(torch.zeros(2 * LEAST_BYTES)).wait()
+    try:
+        exchange.all_gather(torch.zeros((2 + 2 * exchange.rank) * LEAST_BYTES)).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_exchange_different_things(ranks: Launcher) -> None:
+    for said in ranks(2)(different):
+        assert "do not run the same program" in said and "exchange 1" in said

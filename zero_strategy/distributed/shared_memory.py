@@ -1,0 +1,213 @@
+"""Exchange of large tensors between ranks of one host through memory that they share; gloo carries who is ready.
+
+    round k, every rank:   copy what goes out into slot k % 2 of its own memory
+                           tell each peer "k is there", wait for the same from each peer
+                           copy what comes in from slot k % 2 of each peer's memory
+
+Two slots are enough: a rank that overwrites slot k % 2 in round k + 2 has heard "k + 1" from every peer, who said so
+after it had read round k. The memory is anonymous (memfd): it has no name, no limit but that of memory, and is gone
+with its process, however that ends. Whether peers can open it is tried once; where one cannot, nobody does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VARIABLE = "ZERO_STRATEGY_SHARED_MEMORY"
+"""Set to 0, exchanges go through gloo alone."""
+SLOT_BYTES = 4 << 20
+LEAST_BYTES = 64 << 10
+"""Of a message to one peer, below which gloo alone is as fast."""
+_HEADER, _CARD = 4096, 256
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Exchange = Callable[[list[Tensor], list[Tensor]], None]
+"""Sends outgoing[r] to each other rank r while incoming[r] arrives from it."""
+
+
+class Round(NamedTuple):
+    """A part of every message.
+
+    Attributes:
+        start, stop: Its bytes of each message.
+        parts: What came from each peer: uint8.
+        spare: As many bytes for whoever needs them until the next round.
+    """
+
+    start: int
+    stop: int
+    parts: dict[int, Tensor]
+    spare: Tensor
+
+
+class SharedMemoryExchange:
+    """This rank's memory and its views of the peers'. Made by all ranks together.
+
+    Args:
+        rank: In the group.
+        size: Of the group.
+        plain: Moves small tensors.
+
+    Attributes:
+        available: Whether all ranks can read each other's memory.
+    """
+
+    def __init__(self, rank: int, size: int, plain: Exchange) -> None:
+        self._rank, self._size, self._plain, self._round = rank, size, plain, 0
+        self._used = 0
+        self._memory: dict[int, mmap.mmap] = {}
+        own = _create() if _is_wanted() else None
+        cards = [torch.zeros(_CARD, dtype=torch.uint8) for _ in range(size)]
+        if own is not None:
+            descriptor, self._memory[rank], token = own
+            cards[rank] = _card(f"{_host()} {os.getpid()} {descriptor} {token}")
+        plain([cards[rank]] * size, cards)
+        opened = own is not None
+        for peer in (peer for peer in range(size) if peer != rank):
+            memory = _open(_read_card(cards[peer])) if opened else None
+            opened = memory is not None
+            if memory is not None:
+                self._memory[peer] = memory
+        flags = [torch.tensor([int(opened)]) for _ in range(size)]
+        plain([flags[rank]] * size, flags)
+        self.available = all(map(bool, flags))
+        if own is not None:
+            os.close(own[0])
+        if not self.available:
+            self._memory.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's memory that have been used; the rest takes no memory."""
+        return 2 * self._used
+
+    def rounds(self, outgoing: Sequence[Tensor]) -> Iterator[Round]:
+        """Sends outgoing[r] to each other rank r, a part of it in each round.
+
+        Args:
+            outgoing: Contiguous, all of the same bytes, on all ranks.
+
+        Yields:
+            What came, to be read before the next round.
+        """
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        alike = all(outgoing[peer] is outgoing[peers[0]] for peer in peers)
+        sent = [outgoing[peer].view(-1).view(torch.uint8) for peer in (peers[:1] if alike else peers)]
+        step, total = step_bytes(len(sent)), sent[0].numel()
+        for start in range(0, total, step):
+            stop = min(start + step, total)
+            slot, size = _slot(self._round), stop - start
+            spare = self._view(self._rank, _slot(self._round + 1), size)  # nobody reads the last round's any more
+            for part, message in enumerate(sent):
+                self._view(self._rank, slot + part * step, size).copy_(message[start:stop])
+            self._used = max(self._used, size * len(sent))
+            self._meet(size)
+            # A peer's parts are in the order of its own peers.
+            mine = {peer: 0 if alike else self._rank - (peer < self._rank) for peer in peers}
+            parts = {peer: self._view(peer, slot + mine[peer] * step, size) for peer in peers}
+            yield Round(start, stop, parts, spare)
+
+    def __call__(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Sends outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""
+        for one in self.rounds(outgoing):
+            for peer, part in one.parts.items():
+                incoming[peer].view(-1).view(torch.uint8)[one.start : one.stop].copy_(part)
+
+    def _view(self, rank: int, offset: int, nbytes: int) -> Tensor:
+        return torch.frombuffer(self._memory[rank], dtype=torch.uint8, offset=offset, count=nbytes)
+
+    def _meet(self, nbytes: int) -> None:
+        """Everybody has written this round's bytes."""
+        mine = torch.tensor([self._round, nbytes])
+        found = [mine if peer == self._rank else torch.empty_like(mine) for peer in range(self._size)]
+        self._plain([mine] * self._size, found)
+        different = [peer for peer in range(self._size) if not torch.equal(found[peer], mine)]
+        if different:
+            raise RuntimeError(
+                f"rank {self._rank} of the group is at exchange {self._round} of {nbytes} bytes, rank {different[0]} "
+                f"at exchange {int(found[different[0]][0])} of {int(found[different[0]][1])} bytes: they do not run "
+                "the same program"
+            )
+        self._round += 1
+
+
+def _slot(number: int) -> int:
+    return _HEADER + number % 2 * SLOT_BYTES
+
+
+def step_bytes(parts: int) -> int:
+    """Most bytes of each message in a round, where so many different ones go out."""
+    return SLOT_BYTES // parts // 64 * 64
+
+
+def used_bytes(message: int, parts: int) -> int:
+    """Bytes of a rank's memory that exchanges of so many messages of this size take."""
+    return 2 * min(message, step_bytes(parts)) * parts if message >= LEAST_BYTES else 0
+
+
+def _is_wanted() -> bool:
+    """Whether this system has such memory and nobody has switched it off."""
+    off = os.environ.get(VARIABLE, "1").lower() in ("0", "false", "no", "off")
+    return sys.platform.startswith("linux") and not off
+
+
+def _create() -> tuple[int, mmap.mmap, str] | None:
+    """Descriptor, new memory and the token in it; None where there is none."""
+    try:
+        descriptor = os.memfd_create("zero_strategy exchange")
+        os.ftruncate(descriptor, _HEADER + 2 * SLOT_BYTES)
+        memory = mmap.mmap(descriptor, _HEADER + 2 * SLOT_BYTES)
+    except OSError:
+        return None
+    token = secrets.token_hex(16)
+    memory[: len(token)] = token.encode()
+    return descriptor, memory, token
+
+
+def _open(card: str) -> mmap.mmap | None:
+    """A peer's memory; None if it is on another host, out of reach, or another one under the same numbers."""
+    try:
+        host, pid, number, token = card.rsplit(" ", 3)
+        if host != _host():
+            return None
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        if os.fstat(descriptor).st_size != _HEADER + 2 * SLOT_BYTES:
+            return None
+        memory = mmap.mmap(descriptor, _HEADER + 2 * SLOT_BYTES)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return memory if memory[: len(token)] == token.encode() else None
+
+
+def _host() -> str:
+    """Of this boot of this machine, and its PID namespace, without which a number says nothing."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _card(text: str) -> Tensor:
+    encoded = text.encode()
+    assert len(encoded) <= _CARD
+    card = torch.zeros(_CARD, dtype=torch.uint8)
+    card[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    return card
+
+
+def _read_card(card: Tensor) -> str:
+    return bytes(card.tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,172 @@
+"""A pass over chunks: the next ones are read and the last ones written while one is worked on.
+
+    read       chunk i+1, i+2 -->  [slot][slot]
+    work on    chunk i             [slot]
+    write      chunk i-1, i-2 <--  [slot][slot]
+
+Memory is that of the slots, whatever the number of chunks; a chunk that is resident is worked on where it lies. A pass
+that fails leaves chunks of two states, which are marked torn: their tier refuses them until they are written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zero_strategy.memory.tier import PendingIO
+
+if TYPE_CHECKING:
+    from zero_strategy.memory.chunked import OffloadedVector
+
+
+@dataclass
+class Chunk:
+    """Elements [start, stop) of vectors that are cut alike.
+
+    Attributes:
+        number: Of the chunk, in each vector.
+        start, stop: Its elements.
+        vectors: By key.
+        unread: Keys whose old values nobody needs.
+        unchanged: Keys that are not written back.
+    """
+
+    number: int
+    start: int
+    stop: int
+    vectors: dict[str, OffloadedVector]
+    unread: frozenset[str] = frozenset()
+    unchanged: frozenset[str] = frozenset()
+
+
+class ChunkSlots:
+    """Memory for the chunks that a pass has under way. One pass at a time.
+
+    Args:
+        count: Slots: one is worked on, half of the others are being filled, half written.
+    """
+
+    def __init__(self, count: int) -> None:
+        assert count > 0
+        self._slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self._ahead = count // 2
+        self._writes: dict[int, tuple[Chunk, list[PendingIO]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that have been taken."""
+        return sum(memory.numel() for slot in self._slots for memory in slot.values())
+
+    def run(
+        self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], object], *, wait: bool = True
+    ) -> None:
+        """Works on each chunk.
+
+        Args:
+            chunks: In this order.
+            work: Takes a chunk and its part of every vector, in memory, and changes it in place.
+            wait: Return when all is written; else `settle` does, or the next pass.
+
+        Raises:
+            OSError: If the tier fails; what `work` raises.
+        """
+        count, reads, begun = len(self._slots), dict[int, list[PendingIO]](), False
+        try:
+            for index, chunk in enumerate(chunks):
+                for ahead in range(index + len(reads), min(index + self._ahead + 1, len(chunks))):
+                    self._settle_slot(ahead % count)
+                    reads[ahead] = self._read(chunks[ahead], ahead % count)
+                _wait(reads.pop(index))
+                begun = True
+                work(chunk, self._held(chunk, index % count))
+                self._writes[index % count] = chunk, self._write(chunk, index % count)
+            if wait:
+                self.settle()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what is being raised matters more
+                _wait([pending for part in reads.values() for pending in part])
+                self.settle()
+            if begun:
+                _mark_torn(chunks)
+            raise
+
+    def settle(self) -> None:
+        """Waits for what is being written.
+
+        Raises:
+            OSError: If the tier has failed.
+        """
+        for slot in list(self._writes):
+            self._settle_slot(slot)
+
+    def _settle_slot(self, slot: int) -> None:
+        if slot not in self._writes:
+            return
+        chunk, pending = self._writes.pop(slot)
+        try:
+            _wait(pending)
+        except BaseException:
+            _mark_torn([chunk])
+            raise
+
+    def _memory(self, chunk: Chunk, slot: int, key: str) -> Tensor:
+        """The slot's memory for a vector's chunk, as bytes."""
+        vector, known = chunk.vectors[key], self._slots[slot].get(key)
+        wanted = vector.cuts.size * vector.dtype.itemsize  # of a whole chunk, so that it serves for all of this dtype
+        if known is None or known.numel() < wanted:
+            self._slots[slot][key] = known = vector.tier.staging(wanted)
+        return known[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
+
+    def _read(self, chunk: Chunk, slot: int) -> list[PendingIO]:
+        pending = []
+        for key, vector in chunk.vectors.items():
+            if vector.resident(chunk.number) is not None:
+                continue
+            memory = self._memory(chunk, slot, key)
+            if key in chunk.unread:
+                continue
+            if vector.written[chunk.number]:
+                pending.append(vector.tier.read(vector.record(chunk.number), memory))
+            else:
+                memory.view(vector.dtype).fill_(vector.fill)
+        return pending
+
+    def _write(self, chunk: Chunk, slot: int) -> list[PendingIO]:
+        pending = []
+        for key, vector in chunk.vectors.items():
+            if key not in chunk.unchanged and vector.resident(chunk.number) is None:
+                pending.append(vector.tier.write(vector.record(chunk.number), self._memory(chunk, slot, key)))
+                vector.written[chunk.number] = True
+        return pending
+
+    def _held(self, chunk: Chunk, slot: int) -> dict[str, Tensor]:
+        """The chunk's part of every vector, in memory."""
+        found = {}
+        for key, vector in chunk.vectors.items():
+            resident = vector.resident(chunk.number)
+            found[key] = self._memory(chunk, slot, key).view(vector.dtype) if resident is None else resident
+        return found
+
+
+def _mark_torn(chunks: Sequence[Chunk]) -> None:
+    for chunk in chunks:
+        for key, vector in chunk.vectors.items():
+            record = vector.record(chunk.number)
+            if key not in chunk.unchanged and record in vector.records():
+                vector.tier.mark_torn([record], "a pass over it stopped half-way")
+
+
+def _wait(pending: Sequence[PendingIO]) -> None:
+    """Waits for all, also where one has failed."""
+    error: BaseException | None = None
+    for each in pending:
+        try:
+            each.wait()
+        except BaseException as caught:
+            error = error or caught
+    if error is not None:
+        raise error
