@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.activation.alive import peak_of
 from tests.activation.nets import WIDTH, Transformer, seeded
@@ -20,6 +21,7 @@ from tests.engine.nets import loss_of
 from tests.engine.twins import Setting, play
 from tests.launcher import Launcher
 from zero_strategy.activation.budget import Profile, UnitCall, choose
+from zero_strategy.activation.profile import StepProfile
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
@@ -183,3 +185,13 @@ def test_ranks_choose_alike(ranks: Launcher) -> None:
     (before, after), (_, other) = ranks(2)(chosen)
     assert len(before) == 8 and 0 < len(after) < 8
     assert after == other
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_that_compiles_itself_is_measured() -> None:
+    query, weight = torch.randn(1, 2, 16, 8), nn.Parameter(torch.ones(8))
+    profile = StepProfile(frozenset())
+    result = profile.measure(0, nn.Module(), lambda: flex_attention(query, query, query) * weight, [query])
+    result(query * weight)
+    found = profile.result()
+    assert found is not None and found.calls[0].kept == query.nbytes and found.calls[0].cost > 0

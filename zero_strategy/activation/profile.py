@@ -70,7 +70,8 @@ class StepProfile:
             return tensor
 
         devices = sorted({tensor.device.index for tensor in inputs if tensor.device.type == "cuda"})
-        with torch.random.fork_rng(devices=devices), _casts_apart(), _Operations() as operations:
+        eager = torch.compiler.set_stance("force_eager")  # nothing is compiled inside of a dispatch mode
+        with torch.random.fork_rng(devices=devices), _casts_apart(), eager, _Operations() as operations:
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = run()
         seen = _Seen(unit, operations.cost, kept)
@@ -132,6 +133,8 @@ def _casts_apart() -> Iterator[None]:
 
 class _Operations(TorchDispatchMode):
     """Counts the operations of products and attention by torch's formulas, and the elements that other ops write."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
