@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zero_strategy import loading
 from zero_strategy.activation.configure import configure_from, timings
 from zero_strategy.activation.timings import CheckpointTimings
+from zero_strategy.activation.units import UnitActivations
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
@@ -67,6 +68,7 @@ class ZeroEngine:
         module: The module.
         config: The resolved config.
         model: Units and buckets of the module.
+        activations: What autograd keeps of its units, and which are computed again.
         optimizers: The attached optimizers.
         scaler: The loss scaler, for fp16 only.
         offloaded: Where state is that is not on the device.
@@ -118,6 +120,7 @@ class ZeroEngine:
             parameter_store=self.offloaded.parameters,
             gradient_store=self.offloaded.gradients,
         )
+        self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
@@ -208,6 +211,7 @@ class ZeroEngine:
 
     def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps.before(skipped=self.sharded(optimizer).skip_next)
+        self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
 

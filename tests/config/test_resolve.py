@@ -263,3 +263,12 @@ def test_resolved_config_is_frozen_and_pickles():
         resolved.world_size = 8
     twin = pickle.loads(pickle.dumps(resolved))
     assert twin == resolved and twin.explain() == resolved.explain()
+
+
+def test_explain_marks_numbers_of_another_activation_mode():
+    config = load_config(activation_checkpointing={"mode": "full", "every_n": 3, "budget": 0.5})
+    table = rows(resolve(config, 1).explain())
+    assert table["activation_checkpointing.every_n"][1].endswith("(no effect: mode is 'full')")
+    assert table["activation_checkpointing.budget"][1].endswith("(no effect: mode is 'full')")
+    table = rows(resolve(load_config(activation_checkpointing={"mode": "every_n", "every_n": 3}), 1).explain())
+    assert "no effect" not in table["activation_checkpointing.every_n"][1]

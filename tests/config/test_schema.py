@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from zero_strategy.config import (
+    ActivationCheckpointingConfig,
     CheckpointConfig,
     LossScaleConfig,
     MeshConfig,
@@ -31,6 +32,7 @@ SECTIONS = {
     "precision": PrecisionConfig,
     "loss_scale": LossScaleConfig,
     "offload": OffloadConfig,
+    "activation_checkpointing": ActivationCheckpointingConfig,
     "checkpoint": CheckpointConfig,
 }
 
@@ -57,10 +59,14 @@ DEFAULTS = {
     "offload.optimizer_ratio": 1.0,
     "offload.gradients": None,
     "offload.parameters": "none",
+    "offload.activations": "none",
     "offload.nvme_path": [],
     "offload.staging_bytes": 256 << 20,
     "offload.checksums": False,
     "offload.probe_seconds": 1.5,
+    "activation_checkpointing.mode": "none",
+    "activation_checkpointing.every_n": 2,
+    "activation_checkpointing.budget": 0.5,
     "checkpoint.max_file_bytes": 5_000_000_000,
     "checkpoint.layout": "auto",
     "checkpoint.asynchronous": True,
@@ -102,6 +108,11 @@ BAD_VALUES = [
     ("loss_scale.growth_interval", 0),
     ("loss_scale.minimum", 0.0),
     ("loss_scale.hysteresis", 0),
+    ("offload.activations", "nvme"),
+    ("activation_checkpointing.mode", "some"),
+    ("activation_checkpointing.every_n", 0),
+    ("activation_checkpointing.budget", 0.0),
+    ("activation_checkpointing.budget", 1.5),
     ("checkpoint.max_file_bytes", 0),
     ("elementwise_optimizers", ["Lion", ""]),
     ("timeout_seconds", 0.0),

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
+from tests.activation.alive import Alive
 from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.shapes import ModelShape, gpt_shape
 
 SIZE = GPTSize(width=64, depth=3, heads=2, vocabulary=512)
@@ -73,6 +75,53 @@ def test_the_plan_counts_them() -> None:
         plan = config.plan(shape, device="cpu", compute_dtype=torch.bfloat16, tokens=4096, recompute=recompute)
         due = shape.costs.nbytes(4096, 2, recompute=recompute)
         assert plan.ledger().only(category="activations").total.taken == due == plan.ledger().total.taken - without
+
+
+MODES: list[tuple[dict[str, Any], float]] = [
+    ({"mode": "none"}, 0.02),
+    ({"mode": "full"}, 0.02),
+    ({"mode": "every_n", "every_n": 2}, 0.02),
+    ({"mode": "selective"}, 0.03),
+]
+
+
+@pytest.mark.parametrize("mode, tolerance", MODES)
+def test_modes_keep_what_is_planned(mode: dict[str, Any], tolerance: float) -> None:
+    """The blocks alone, as their engine leaves them after a forward."""
+    config = load_config(stage=0, units={"classes": ["Block"]}, activation_checkpointing=mode)
+    shape = gpt_shape(SIZE.width, SIZE.depth, SIZE.vocabulary)
+    assert shape.costs is not None
+    planned = config.plan(shape, device="cpu", tokens=ROWS * LENGTH).ledger().only(category="activations").total.taken
+    moving, staying, _ = shape.costs._blocks(config.activation_checkpointing)
+    model = GPT(SIZE, LENGTH)
+    ZeroEngine(model, config)
+    x = torch.randn(ROWS, LENGTH, SIZE.width, requires_grad=True)
+    with Alive() as alive:
+        y = x
+        for block in model.blocks:
+            y = block(y)
+        alive.look()
+    assert alive.most == pytest.approx(ROWS * LENGTH * 4 * (moving + staying), rel=tolerance)
+    assert planned >= ROWS * LENGTH * 4 * (moving + staying)
+
+
+def test_offloaded_activations_are_planned_on_the_host() -> None:
+    shape = gpt_shape(256, 8, 1000)
+    assert shape.costs is not None
+    offload = {"activations": "cpu"}
+    for mode, per_block in (("none", shape.costs.per_layer), ("full", 256), ("selective", 256)):
+        config = load_config(stage=3, offload=offload, activation_checkpointing={"mode": mode})
+        here = load_config(stage=3, activation_checkpointing={"mode": mode})
+        found, kept = (one.plan(shape, device="cuda", tokens=512).ledger() for one in (config, here))
+        assert found.only(category="activations", tier="host").total.taken == 8 * per_block * 512 * 4
+        less = kept.tier_bytes("device") - found.tier_bytes("device")
+        assert less == 6 * per_block * 512 * 4  # two blocks' part is on the device
+        cpu = config.plan(shape, device="cpu", tokens=512).ledger()
+        assert cpu.only(category="activations", tier="host").total.taken == 0
+    budget = load_config(activation_checkpointing={"mode": "budget", "budget": 0.25}).plan(shape, tokens=512)
+    none = load_config().plan(shape, tokens=512)
+    found, kept = (plan.ledger().only(category="activations").total.taken for plan in (budget, none))
+    assert kept - found == 8 * shape.costs.per_layer * 512 * 3
 
 
 def test_other_models_reserve() -> None:

@@ -49,7 +49,8 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert "It does not fit.\nIt fits with" in out and "too large" in out and "offload.optimizer: cpu" in out
     assert "activations come on top" in out and "gradient buckets  inside a step" in out
-    status, out, _ = run(capsys, "--params", "1e9", "--gpu-mem", "40GB", "--micro-batch", "4", "--sequence", "1024")
+    options = ("--micro-batch", "4", "--sequence", "1024", "--host-mem", "64GB")
+    status, out, _ = run(capsys, "--params", "1e9", "--gpu-mem", "40GB", *options)
     assert status == 0 and "activations       inside a step" in out and "come on top" not in out
     options = ("--by-unit", "--rank", "0", "--activations", "1MB")
     status, out, _ = run(capsys, f"{MODELS}:Stack", "--device", "cpu", *options)

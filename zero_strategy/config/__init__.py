@@ -12,6 +12,7 @@ from .hydra_groups import register_hydra
 from .load import load_config, load_layers
 from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import (
+    ActivationCheckpointingConfig,
     CheckpointConfig,
     LossScaleConfig,
     MeshConfig,
@@ -24,6 +25,7 @@ from .section import Setting
 from .sources import Layer, preset
 
 __all__ = [
+    "ActivationCheckpointingConfig",
     "CheckpointConfig",
     "DeepSpeedSettings",
     "Fact",

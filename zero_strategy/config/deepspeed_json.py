@@ -15,18 +15,18 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .batch import BatchSettings
 from .deepspeed.classify import AUTO, KeyReport, classify
-from .deepspeed.keys import REJECTED, WITHOUT_EFFECT
+from .deepspeed.keys import REJECTED, WITHOUT_EFFECT, Group
 from .deepspeed.named import Named
-from .deepspeed.runtime_keys import DEFAULTS_VERSION, TOP_LEVEL
+from .deepspeed.runtime_keys import DEFAULTS_VERSION, ROOT, TOP_LEVEL
 from .deepspeed.text import read_source
 from .deepspeed.translate import Translation
 from .rules import from_origin
 from .schema import ZeroConfig
-from .section import Setting, typed_fields
+from .section import Setting, is_section, typed_fields
 from .sources import Layer
 from .unknown import owned_key
 
@@ -125,16 +125,36 @@ def is_deepspeed(values: Mapping[Any, Any], origin: str) -> bool:
     Raises:
         ValueError: If it has keys of both.
     """
-    ours = {field.name for field, _ in typed_fields(ZeroConfig)}
-    theirs = [name for name in values if isinstance(name, str) and name in TOP_LEVEL - ours]
+    kinds = {name: _kind(name, value) for name, value in values.items() if isinstance(name, str)}
+    theirs = [name for name, kind in kinds.items() if kind == "theirs"]
     if not theirs:
         return False
-    both = [name for name in values if isinstance(name, str) and name in ours - TOP_LEVEL]
+    both = [name for name in own_keys(values) if name not in TOP_LEVEL]
     if not both:
         return True
     mixed = f"'{theirs[0]}' is a key of DeepSpeed's JSON and '{both[0]}' is one of ours; a config has keys of one kind"
     owned = owned_key(ZeroConfig, theirs[0], origin)
     raise ValueError(f"{owned} ({mixed})" if owned else f"{mixed}{from_origin(origin)}")
+
+
+def own_keys(values: Mapping[Any, Any]) -> list[str]:
+    """The top-level keys that can only be meant as ours."""
+    return [name for name, value in values.items() if isinstance(name, str) and _kind(name, value) == "ours"]
+
+
+def _kind(name: str, value: Any) -> Literal["ours", "theirs", "either"]:
+    """Whose key it is; a section that both have is told by what is in it."""
+    sections = {field.name: hint for field, hint in typed_fields(ZeroConfig)}
+    if name not in sections:
+        return "theirs" if name in TOP_LEVEL else "either"
+    if name not in TOP_LEVEL:
+        return "ours"
+    if not isinstance(value, Mapping) or not value or not is_section(sections[name]):
+        return "either"
+    if {field.name for field, _ in typed_fields(sections[name])} & value.keys():
+        return "ours"
+    group = ROOT.keys[name]
+    return "theirs" if isinstance(group, Group) and group.keys.keys() & value.keys() else "either"
 
 
 def _check_kind(layer: Layer) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .schema import ZeroConfig
-from .section import Setting, table
+from .section import DEFAULT, Setting, table
 
 WORLD_SIZE = "world_size"
 
@@ -156,7 +156,13 @@ def _check_count(name: str, value: object) -> None:
 
 def _without_effect(config: ZeroConfig) -> dict[str, str]:
     """Settings that the other settings leave without effect, with the reason."""
-    if config.stage == 3:
-        return {}
-    reason = f"stage {config.stage} keeps parameters whole"
-    return {"prefetch": reason, "release_after_forward": reason}
+    inert = {}
+    if config.stage != 3:
+        reason = f"stage {config.stage} keeps parameters whole"
+        inert = {"prefetch": reason, "release_after_forward": reason}
+    mode = config.activation_checkpointing.mode
+    for key in ("every_n", "budget"):
+        full = f"activation_checkpointing.{key}"
+        if mode != key and config.origin_of(full) != DEFAULT:
+            inert[full] = f"mode is {mode!r}"
+    return inert

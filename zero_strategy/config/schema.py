@@ -185,6 +185,10 @@ class OffloadConfig(Section):
     """Where reduced gradients are kept until the step. None: derived, the optimizer's tier where gradients are reduced
     per micro-batch, ``none`` where they stay whole on the device until the step."""
 
+    activations: str = field(default="none", metadata=one_of("none", "cpu"))
+    """Where what autograd keeps inside of units waits for backward: ``none``: on the device; ``cpu``: in host memory,
+    brought back one unit ahead. Without effect where the device is the CPU."""
+
     nvme_path: list[str] = field(default_factory=list, metadata=non_empty())
     """Directories on NVMe drives; with several, state is striped over them. Each rank has files of its own there, for
     the duration of the run."""
@@ -232,6 +236,24 @@ class OffloadConfig(Section):
 
 
 @dataclass
+class ActivationCheckpointingConfig(Section):
+    """Which activations are computed again in backward instead of being kept; the units are those of sharding."""
+
+    prefix: ClassVar[str] = "activation_checkpointing."
+
+    mode: str = field(default="none", metadata=one_of("none", "full", "selective", "every_n", "budget"))
+    """``none``: all are kept; ``full``: of each unit its inputs; ``selective``: those, matrix products and what
+    attention gives; ``every_n``: one unit in ``every_n`` as in full; ``budget``: as many units as it takes."""
+
+    every_n: int = field(default=2, metadata=at_least(1))
+    """Mode ``every_n``: of so many units one is recomputed, the first of each group."""
+
+    budget: float = field(default=0.5, metadata=between(0, 1))
+    """Mode ``budget``: the part of the bytes that units keep in mode ``none`` which they may take at any moment. Units
+    are chosen after the first step, by what that step would have kept and computed."""
+
+
+@dataclass
 class ZeroConfig(Section):
     """The whole config."""
 
@@ -262,6 +284,9 @@ class ZeroConfig(Section):
 
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Where state is kept that the device has no room for."""
+
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    """Which activations are computed again in backward instead of being kept."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """How checkpoints are written."""

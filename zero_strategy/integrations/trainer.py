@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.config import (
     LATER_KEYS,
+    ActivationCheckpointingConfig,
     CheckpointConfig,
     Fact,
     LossScaleConfig,
@@ -78,6 +79,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         release_after_forward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
         offload: OffloadConfig | dict[str, Any] | None = None,
+        activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
@@ -107,6 +109,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             release_after_forward: Free gathered parameters between forward and backward under stage 3.
             loss_scale: Dynamic loss scaling for fp16.
             offload: Where state is kept that the device has no room for.
+            activation_checkpointing: Which activations are computed again in backward instead of being kept.
             checkpoint: How checkpoints are written.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
@@ -136,6 +139,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             release_after_forward=release_after_forward,
             loss_scale=loss_scale,
             offload=offload,
+            activation_checkpointing=activation_checkpointing,
             checkpoint=checkpoint,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,

@@ -51,6 +51,9 @@ def ledger_of(engine: ZeroEngine) -> Ledger:
     ):
         if staging:
             ledger.add(Entry("staging", "host", Owner(name), staging, staging))
+    store = engine.activations.store
+    if store is not None:  # blocks stay for the next step
+        ledger.add(Entry("activations", "host", Owner("units"), store.blocks.taken, store.blocks.taken))
     for name, buffer in engine.module.named_buffers():
         nbytes = buffer.numel() * buffer.itemsize
         taken = allocated(nbytes, buffer.device.type)

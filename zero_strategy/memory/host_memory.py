@@ -36,7 +36,7 @@ class HostMemory:
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         if nbytes <= 0:
             raise ValueError(f"host memory needs a positive number of bytes, got {nbytes}")
-        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self.nbytes = self.rounded(nbytes)
         mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with contextlib.suppress(OSError, AttributeError):  # a kernel without it
@@ -45,6 +45,11 @@ class HostMemory:
         self.pinned, self.reason = False, ""
         if pinned:
             self._pin()
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """What `nbytes` take: whole pages."""
+        return -(-nbytes // PAGE) * PAGE
 
     def _pin(self) -> None:
         if not torch.cuda.is_available():

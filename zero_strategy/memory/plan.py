@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.aligned import PAGE
-from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
+from zero_strategy.config import ActivationCheckpointingConfig, ResolvedConfig, ZeroConfig, resolve
 from zero_strategy.distributed.shared_memory import LEAST_BYTES, used_bytes
 from zero_strategy.memory.bucket_facts import BucketFacts, Units, facts_of, placement_of
 from zero_strategy.memory.chunked import TRANSFER_SLOTS
@@ -52,7 +52,7 @@ class MemoryPlan:
         snapshots: Checkpoints are written in the background, from a copy in host memory.
         activations: Bytes per rank to be kept free on the device for activations.
         tokens: Of a micro-batch, where activations shall be computed (models of plain numbers).
-        recompute: Blocks are run again in backward, so that less is kept.
+        recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
     """
 
     model: ModelShape
@@ -127,15 +127,20 @@ class MemoryPlan:
             ledger.add(self._snapshot(units, rank))
         for entry in peaks_of(units, self.resolved.config, self.device_type):
             ledger.add(entry)
-        for owner, nbytes in (("reserved", self.activations), ("micro-batch", self._activation_bytes())):
+        device, host = self._activation_bytes()
+        for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
             ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
+        ledger.add(Entry("activations", "host", Owner("units"), host, host))  # blocks stay for the next step
         return ledger
 
-    def _activation_bytes(self) -> int:
+    def _activation_bytes(self) -> tuple[int, int]:
+        """On the device and on the host."""
         if self.model.costs is None:
-            return 0
-        itemsize = (self.compute_dtype or torch.float32).itemsize
-        return self.model.costs.nbytes(self.tokens, itemsize, recompute=self.recompute)
+            return 0, 0
+        itemsize, config = (self.compute_dtype or torch.float32).itemsize, self.resolved.config
+        settings = ActivationCheckpointingConfig("full") if self.recompute else config.activation_checkpointing
+        offload = config.offload.activations == "cpu" and self.device_type != "cpu"
+        return self.model.costs.in_tiers(self.tokens, itemsize, settings, offload=offload)
 
     def _buffer_bytes(self, buffer: BufferShape) -> int:
         follows = self.compute_dtype is not None and buffer.dtype.is_floating_point

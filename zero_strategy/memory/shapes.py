@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_strategy.config import UnitsConfig
+from zero_strategy.config import ActivationCheckpointingConfig, UnitsConfig
 from zero_strategy.sharding.units import aliases, find_units
 
 _ANYWHERE = torch.device("cpu")
@@ -66,13 +66,41 @@ class TokenCosts(NamedTuple):
     logits: int
     """At the end; kept in the parameters' dtype, and in float32 as probabilities and as their gradient."""
 
+    products: int = 0
+    """Inside a block: results of matrix products and of attention."""
+
     def nbytes(self, tokens: int, itemsize: int, *, recompute: bool = False) -> int:
         """Bytes for a micro-batch of `tokens`; `recompute`: every block is run again in backward."""
-        blocks = self.layers * self.per_layer
-        if recompute:
-            blocks = self.layers * self.boundary + self.per_layer
+        return sum(self.in_tiers(tokens, itemsize, ActivationCheckpointingConfig("full" if recompute else "none")))
+
+    def in_tiers(
+        self, tokens: int, itemsize: int, settings: ActivationCheckpointingConfig, *, offload: bool = False
+    ) -> tuple[int, int]:
+        """Bytes for a micro-batch of `tokens`, on the device and on the host.
+
+        Args:
+            tokens: Of a rank's micro-batch.
+            itemsize: Of the dtype that is computed in.
+            settings: What is run again in backward.
+            offload: What autograd keeps of blocks waits on the host; two blocks' part of it is on the device.
+        """
+        moving, staying, again = self._blocks(settings)
+        here = min(moving, 2 * -(-moving // self.layers)) if offload else moving
         last_norm = 2 * self.boundary
-        return tokens * (itemsize * (blocks + last_norm + self.logits) + 2 * 4 * self.logits)
+        device = itemsize * (here + staying + again + last_norm + self.logits) + 2 * 4 * self.logits
+        return tokens * device, tokens * itemsize * moving if offload else 0
+
+    def _blocks(self, settings: ActivationCheckpointingConfig) -> tuple[int, int, int]:
+        """Elements per token that autograd keeps of blocks, that checkpoints keep, and of a block that is run again."""
+        whole = self.layers * self.per_layer
+        if settings.mode == "none":
+            return whole, 0, 0
+        if settings.mode == "budget":  # at any moment
+            return int(settings.budget * whole), 0, 0
+        again = -(-self.layers // settings.every_n) if settings.mode == "every_n" else self.layers
+        kept = again * self.boundary + (self.layers - again) * self.per_layer
+        products = self.layers * self.products if settings.mode == "selective" else 0
+        return kept, products, self.per_layer - (self.products if settings.mode == "selective" else 0)
 
 
 NamedShapes = tuple[tuple[str, ParameterShape], ...]
@@ -194,7 +222,7 @@ def gpt_shape(
     ]
     units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
     # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
-    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary)
+    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary, products=6 * hidden + inner)
     return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from zero_strategy.config import Layer, ZeroConfig, load_config, load_layers
 from zero_strategy.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSettings
 from zero_strategy.config.deepspeed.named import Named
 from zero_strategy.config.deepspeed.text import read_base64, read_json_file
-from zero_strategy.config.deepspeed_json import DeepSpeedSettings, read_deepspeed
+from zero_strategy.config.deepspeed_json import DeepSpeedSettings, own_keys, read_deepspeed
 from zero_strategy.config.load import config_of
 from zero_strategy.config.section import PYTHON
 from zero_strategy.config.sources import read_file, read_mapping
@@ -72,7 +72,7 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
     if isinstance(config, ZeroConfig):
         return _settings(load_config(config), {}, 0.0, world)
     layer = _read(config)
-    native = {field.name for field in fields(ZeroConfig)} & layer.values.keys()
+    native = own_keys(layer.values)
     if native and ZERO in layer.values:
         raise ValueError(
             f"{sorted(native)[0]!r} is this package's spelling and {ZERO!r} DeepSpeed's; one config has one of them"

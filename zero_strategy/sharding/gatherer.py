@@ -9,6 +9,7 @@ the next unit early; it is never relied on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,7 @@ class ParameterGatherer:
         self.announce: Callable[[int], None] | None = None
         self._hints: dict[bool, list[Unit]] = {True: [], False: []}
         self._grad_trace = True
-        self._next_call = 0
+        self._next_call = self._replays = 0
         self._backward_queued = self._creates_graph = False
         self._handles: list[Any] = []
         for unit in self.units:
@@ -130,9 +131,20 @@ class ParameterGatherer:
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
         """A forward that used `unit` ends."""
         unit.depth = max(0, unit.depth - 1)
+        if self._replays and unit.awaited:  # the backward of this unit comes when that of the one around it goes on
+            return
         keeps = unit is self.units[0] or not self.release_after_forward or self._is_next(unit)
         if not (backward_follows and keeps):
             unit.release()
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Inside, a unit is computed again in backward: units inside of it stay whole for theirs."""
+        self._replays += 1
+        try:
+            yield
+        finally:
+            self._replays -= 1
 
     def _is_next(self, unit: Unit) -> bool:
         """Whether `unit` was the next to be gathered last time, as the last unit of a forward is in backward."""

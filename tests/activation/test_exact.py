@@ -1,0 +1,109 @@
+"""With every mode, stage and number of ranks training has the bits of plain torch that keeps everything."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.activation.unit_nets import WIDTH, Adapters, Strange, Transformer, seeded
+from tests.engine.nets import loss_of
+from tests.engine.twins import Setting, ShardedTwin, Twin, play
+from tests.launcher import Launcher
+from tests.reference import Order
+from zero_strategy.activation.offload import ActivationStore
+from zero_strategy.activation.storages import model_storages
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"mode": "full"},
+    "selective": {"mode": "selective"},
+    "every_n": {"mode": "every_n", "every_n": 2},
+}
+ORDERS: tuple[Order, ...] = ("per_step", "per_step", "per_micro_batch", "per_micro_batch")
+SETTINGS = [
+    Setting(stage, ORDERS[stage], {"activation_checkpointing": mode}) for mode in MODES.values() for stage in range(4)
+]
+
+
+def trains(twin: Twin, build: type[nn.Module], shape: tuple[int, ...], accumulate: bool = True) -> None:
+    """Two micro-batches, the forward twice before a backward, evaluation in between, gradients and buffers noted."""
+    torch.manual_seed(7 + twin.rank)
+    model = seeded(build)
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=False))
+    for step in range(3):
+        for micro in range(2 if accumulate else 1):
+            x = twin.data(10 * step + micro, *shape)
+            output = model(x)
+            if step == 1:
+                output = output + model(x * 0.5)
+            twin.note(output, torch.rand(2))
+            twin.backward(loss_of(output), sync=not accumulate or micro == 1)
+            twin.note(torch.rand(2))  # backward leaves the generator where it was
+        twin.note(*[twin.gradient(p) for p in model.parameters() if p.requires_grad])
+        twin.step()
+        twin.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            twin.note(model(twin.data(50 + step, *shape)))
+        model.train()
+        twin.note(*model.buffers())
+        if isinstance(model, Strange) and twin.setting.order == "per_step":  # stage 3 gives units lists of their own
+            twin.note(list(model.log))
+
+
+NETS = [(Transformer, (2, 5, WIDTH)), (Strange, (4, WIDTH)), (Adapters, (2, 5, WIDTH))]
+
+
+@pytest.mark.parametrize("net, shape", NETS, ids=lambda value: getattr(value, "__name__", ""))
+def test_one_rank(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
+    (wrong,) = ranks(1)(play, partial(trains, build=net, shape=shape), SETTINGS)
+    assert not wrong
+
+
+@pytest.mark.parametrize("net, shape", NETS, ids=lambda value: getattr(value, "__name__", ""))
+def test_two_ranks(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
+    for wrong in ranks(2)(play, partial(trains, build=net, shape=shape), SETTINGS):
+        assert not wrong
+
+
+def compiled(twin: Twin, when: str, move: bool = False) -> None:
+    """Units are compiled, before or after they are sharded; no dropout, whose numbers a compiler draws differently."""
+    torch._dynamo.reset()
+    model = seeded(Transformer, 2, WIDTH, 0.0)
+    own = isinstance(twin, ShardedTwin)
+    for moment in ("before", "after"):
+        if own and moment == when:
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        if moment == "before":
+            twin.shard(model)
+    if isinstance(twin, ShardedTwin) and move:
+        twin.own.activations.store = ActivationStore(torch.device("cpu"), model_storages(twin.own.model))
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
+    for step in range(3):
+        output = model(twin.data(step, 30, 5, WIDTH))
+        twin.note(output)
+        twin.backward(loss_of(output))
+        twin.step()
+        twin.zero_grad()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_units(when: str, ranks: Launcher) -> None:
+    modes = [MODES["full"], MODES["selective"], {"mode": "budget", "budget": 0.7}]
+    settings = [Setting(3, "per_micro_batch", {"activation_checkpointing": mode}) for mode in modes]
+    (wrong,) = ranks(1, timeout=200)(play, partial(compiled, when=when), settings, tolerance=1e-6)
+    assert not wrong
+
+
+def test_compiled_units_whose_activations_move(ranks: Launcher) -> None:
+    modes = [{"mode": "none"}, MODES["full"]]
+    host = {"offload": {"activations": "cpu"}}
+    settings = [Setting(3, "per_micro_batch", {"activation_checkpointing": mode, **host}) for mode in modes]
+    script = partial(compiled, when="before", move=True)
+    (wrong,) = ranks(1, timeout=200)(play, script, settings, tolerance=1e-6)
+    assert not wrong

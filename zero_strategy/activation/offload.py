@@ -1,0 +1,180 @@
+"""What autograd keeps inside of units waits in host memory, and is brought back one unit ahead in backward.
+
+    forward     unit 1 | unit 2           | unit 3
+                       | 1 to the host    | 2 to the host
+    backward    unit 3        | unit 2        | unit 1
+                2 comes back  | 1 comes back
+
+What moves is memory, not tensors: views of the same memory move it once, and come back as views of one copy. On a GPU
+copies have two streams of their own, one each way. Memory of less than a page stays, and so do parameters, buffers, and
+tensors of other kinds than plain ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zero_strategy.activation.host_blocks import HostBlocks
+from zero_strategy.activation.storages import is_plain, storage_keys
+from zero_strategy.checkpoint.aligned import PAGE
+
+
+class ActivationStore:
+    """Where units' activations wait.
+
+    Args:
+        device: Where the module computes.
+        parameters: Memory that never moves.
+
+    Attributes:
+        blocks: The host memory.
+        fetched: How many blocks were brought back ahead of their use, and on demand.
+    """
+
+    def __init__(self, device: torch.device, parameters: frozenset[int]) -> None:
+        self.blocks = HostBlocks(pinned=device.type == "cuda")
+        self.parameters = parameters
+        self.fetched = {"ahead": 0, "on demand": 0}
+        self.streams = _Streams(device)
+        self.moved: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], _Moved] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[_UnitMemory] | None = None
+
+    def unit(self, module: nn.Module) -> AbstractContextManager[object]:
+        """Inside, one forward of a unit runs."""
+        before = None if self._last is None else self._last()
+        memory = _UnitMemory(self, self.parameters | storage_keys(module.buffers()), before)
+        self._last = weakref.ref(memory)
+        return saved_tensors_hooks(memory.pack, memory.unpack)
+
+
+class _Kept(NamedTuple):
+    """A tensor that autograd keeps: how it lies in memory that has moved; and its unit's, which lives as long."""
+
+    unit: _UnitMemory
+    moved: _Moved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _UnitMemory:
+    """The memory of one forward of a unit. It lives as long as something of it is kept."""
+
+    def __init__(self, store: ActivationStore, stays: frozenset[int], before: _UnitMemory | None) -> None:
+        self.store, self._stays = store, stays
+        self._before = None if before is None else weakref.ref(before)
+        self._moved: weakref.WeakSet[_Moved] = weakref.WeakSet()
+        self._fetched = False
+
+    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+        """Called by autograd for each tensor that it keeps."""
+        if not is_plain(tensor) or tensor.is_meta:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < PAGE or storage._cdata in self._stays:
+            return tensor
+        # What is changed in place afterwards is other memory.
+        key = (StorageWeakRef(storage), tensor._version)
+        moved = self.store.moved.get(key)
+        if moved is None:
+            moved = self.store.moved[key] = _Moved(self.store, tensor)
+        self._moved.add(moved)
+        return _Kept(self, moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: Tensor | _Kept) -> Tensor:
+        """Called by autograd when it needs one."""
+        if isinstance(kept, Tensor):
+            return kept
+        kept.moved.fetch("on demand")
+        self.fetch_ahead()
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.fetch_ahead()
+        memory = kept.moved.back()
+        return torch.empty(0, dtype=kept.dtype, device=memory.device).set_(
+            memory.untyped_storage(), kept.offset, kept.size, kept.stride
+        )
+
+    def fetch_ahead(self) -> None:
+        """Begin to bring all of it back."""
+        if not self._fetched:
+            self._fetched = True
+            for moved in list(self._moved):
+                moved.fetch("ahead")
+
+
+class _Moved:
+    """Memory that is on the host. It is given back with the last tensor that is kept of it."""
+
+    def __init__(self, store: ActivationStore, tensor: Tensor) -> None:
+        self._fetches, self._streams, self._device = store.fetched, store.streams, tensor.device
+        self._nbytes = tensor.untyped_storage().nbytes()
+        self._memory = store.blocks.take(self._nbytes)
+        weakref.finalize(self, store.blocks.give_back, self._memory)
+        self._here: Tensor | None = None
+        self._arrival: torch.cuda.Event | None = None
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
+        with self._streams.leaving(flat):
+            self._memory.bytes[: self._nbytes].copy_(flat, non_blocking=True)
+
+    def fetch(self, how: str) -> None:
+        """Begin to bring it back, unless that has begun."""
+        if self._here is None:
+            self._fetches[how] += 1
+            with self._streams.coming():
+                self._here = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+                self._here.copy_(self._memory.bytes[: self._nbytes], non_blocking=True)
+                self._arrival = self._streams.note_arrival()
+
+    def back(self) -> Tensor:
+        """The memory on the device, (bytes,), once it is there."""
+        assert self._here is not None
+        if self._arrival is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._arrival)
+            self._here.record_stream(current)
+        return self._here
+
+
+class _Streams:
+    """Two streams of a GPU, to the host and back; on the CPU copies are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._out = torch.cuda.Stream(device) if cuda else None
+        self._in = torch.cuda.Stream(device) if cuda else None
+
+    @contextmanager
+    def leaving(self, memory: Tensor) -> Iterator[None]:
+        """Copies to the host, into blocks from which earlier copies may still be on their way back."""
+        if self._out is None or self._in is None:
+            yield
+            return
+        self._out.wait_stream(torch.cuda.current_stream(memory.device))
+        self._out.wait_stream(self._in)
+        memory.record_stream(self._out)
+        with torch.cuda.stream(self._out):
+            yield
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """Copies to the device, of what has arrived on the host."""
+        if self._out is None or self._in is None:
+            yield
+            return
+        self._in.wait_stream(self._out)
+        with torch.cuda.stream(self._in):
+            yield
+
+    def note_arrival(self) -> torch.cuda.Event | None:
+        """What tells that the copies to the device so far have ended; None where they have."""
+        return None if self._in is None else self._in.record_event()

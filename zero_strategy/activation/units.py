@@ -1,0 +1,260 @@
+"""Which units are computed again in backward: their `forward` runs inside of a checkpoint.
+
+The checkpoint lies inside of the unit's hooks. So a unit of stage 3 is gathered when the gradient of its output
+arrives, computed again while it is whole, and released when the gradients of its inputs are done; and hooks of a
+user's own see one forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zero_strategy.activation.budget import Profile, choose
+from zero_strategy.activation.offload import ActivationStore
+from zero_strategy.activation.policies import selective_contexts
+from zero_strategy.activation.profile import StepProfile
+from zero_strategy.activation.replay import Around, BufferState, BufferStates, Replay
+from zero_strategy.activation.storages import model_storages
+from zero_strategy.config import ActivationCheckpointingConfig
+from zero_strategy.distributed import Communicator
+from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
+from zero_strategy.sharding.model import ShardedModel
+
+_logger = logging.getLogger(__name__)
+
+
+class UnitActivations:
+    """What autograd keeps of the units of a sharded model.
+
+    Units inside of another one are computed again with that one. The root is no such unit.
+
+    Args:
+        model: The model; `forward` of its units is replaced where there is anything to do.
+        settings: What is computed again.
+        tier: Where what is kept waits: "none" (the device) or "cpu".
+
+    Attributes:
+        forwards: In the order of registration.
+        profile: What is being measured, until units have been chosen by a budget.
+        store: Where what is kept waits; None: on the device.
+    """
+
+    def __init__(self, model: ShardedModel, settings: ActivationCheckpointingConfig, tier: str = "none") -> None:
+        self.mode, self._budget = settings.mode, settings.budget
+        self.forwards: list[UnitForward] = []
+        self.profile: StepProfile | None = None
+        self.store: ActivationStore | None = None
+        if tier == "cpu" and model.device.type != "cpu":  # else they are there already
+            self.store = ActivationStore(model.device, model_storages(model))
+        if self.mode == "none" and tier == "none":
+            return
+        units = outermost(model.units)
+        if not units:
+            warnings.warn(
+                f"activation_checkpointing.mode is {self.mode!r}, offload.activations {tier!r}, and this model has no "
+                "units besides the root, so they change nothing; name its layers in units.classes or units.patterns",
+                stacklevel=3,
+            )
+        self.forwards = [UnitForward(unit, number, self, model.gatherer) for number, unit in enumerate(units)]
+        for number, forward in enumerate(self.forwards):
+            forward.recomputed = self.mode != "none" and (self.mode != "every_n" or number % settings.every_n == 0)
+        if self.mode == "budget" and units:
+            self.profile = StepProfile(model_storages(model))
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Names of the units that are computed again."""
+        return [forward.name for forward in self.forwards if forward.recomputed]
+
+    def choose(self, control: Communicator) -> None:
+        """Choose units by the budget once something was measured; all ranks call it before an optimizer step.
+
+        Ranks take the measurement of the rank that keeps most.
+
+        Raises:
+            ValueError: If the budget is too small for any choice; says what is enough.
+        """
+        if self.profile is None:
+            return
+        found = [profile for profile in control.gather_objects(self.profile.result()) if profile is not None]
+        if not found:
+            return  # a step without a forward
+        profile: Profile = max(found, key=lambda one: one.kept)
+        limit = int(self._budget * profile.kept)
+        chosen = choose(profile, limit)
+        if chosen is None:
+            least = profile.peak(profile.units) / max(profile.kept, 1)
+            raise ValueError(
+                f"activation_checkpointing.budget is {self._budget:g}: of the {profile.kept} bytes that units keep "
+                f"without recomputation {least:.1%} are taken even if all of them are computed again; accepted here: "
+                f"{math.ceil(least * 1000) / 1000:g} or more, or mode: full"
+            )
+        for number, forward in enumerate(self.forwards):
+            forward.recomputed = number in chosen
+        self.profile = None
+        _logger.info(
+            "activation_checkpointing.budget %g: %d of %d units are computed again; %d bytes at most of %d",
+            self._budget,
+            len(chosen),
+            len(self.forwards),
+            profile.peak(chosen),
+            profile.kept,
+        )
+
+
+class UnitForward:
+    """Stands in for the `forward` of one unit's module. A copy of the module has the class's own.
+
+    Args:
+        unit: The unit.
+        number: Its place among those of `activations`.
+        activations: Those it is one of.
+        gatherer: Of the model, at stage 3.
+
+    Attributes:
+        name: Of the unit.
+        recomputed: Whether it is computed again in backward.
+    """
+
+    def __init__(
+        self, unit: Unit, number: int, activations: UnitActivations, gatherer: ParameterGatherer | None
+    ) -> None:
+        self.name, self.module, self.recomputed = unit.name, unit.module, True
+        self._number = number
+        self._activations, self._gatherer = activations, gatherer
+        self._selective = activations.mode == "selective"
+        self._buffers = BufferStates(unit.module)
+        self._bound = "forward" not in vars(unit.module)
+        self._forward: Callable[..., Any] = unit.module.forward
+        update_wrapper(self, self._forward, updated=())
+        object.__setattr__(unit.module, "forward", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # torch's compiler decides inside of its graphs what is computed again
+            return self._traced(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._activations.profile is not None:
+            return self._uncompiled(args, kwargs)
+        if self._activations.store is not None:
+            return self._run_around_compiled(args, kwargs)
+        if not self.recomputed:
+            return self._forward(*args, **kwargs)
+        if self._selective:  # named here, for the compiler wants a plain function
+            return checkpoint(self._forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+    @torch.compiler.disable
+    def _uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(args, kwargs)
+
+    @partial(torch.compiler.disable, recursive=False)
+    def _run_around_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hooks on what autograd keeps are set outside of compiled code; a checkpoint in them runs without it."""
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        activations = self._activations
+        if activations.mode != "none":
+            args, kwargs = without_caches(self.name, args, kwargs)
+        with nullcontext() if activations.store is None else activations.store.unit(self.module):
+            return self._checkpointed(args, kwargs) if self.recomputed else self._forward(*args, **kwargs)
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states = self._buffers.before()
+        changed: list[BufferState] = []
+        replay = Replay(self._forward, args, kwargs)
+        measured = self._measure(replay, states)
+        contexts = partial(self._around, changed)
+        result = checkpoint(replay, *replay.take_tensors(), use_reentrant=False, context_fn=contexts)
+        changed += self._buffers.after(states)
+        measured(result)
+        return result
+
+    def _measure(self, replay: Replay, states: Sequence[BufferState]) -> Callable[[Any], None]:
+        """Measure this forward, if that is asked for; gives what is to be called with its result."""
+        profile = self._activations.profile
+        if profile is None:
+            return lambda result: None
+        copied = [state for state in states if state.copy is not None]
+        with self._buffers.restored(copied):
+            inputs = replay.tensors
+            return profile.measure(self._number, self.module, lambda: replay.again(inputs), inputs)
+
+    def _around(self, changed: list[BufferState]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What a forward and its replays run in."""
+        first, again = selective_contexts() if self._selective else (nullcontext(), nullcontext())
+        held = nullcontext if self._gatherer is None else self._gatherer.replay
+        if (profile := self._activations.profile) is not None:
+            return first, Around(profile.replay, held, partial(self._buffers.restored, changed))
+        return first, Around(held, partial(self._buffers.restored, changed), lambda: again)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _PlainForward(memo.get(id(self.module)), self._forward if not self._bound else None)
+
+    def __reduce__(self) -> Any:
+        return _PlainForward, (self.module, self._forward if not self._bound else None)
+
+
+class _PlainForward:
+    """The class's own `forward`, in a copy of a unit."""
+
+    def __init__(self, module: nn.Module | None, forward: Callable[..., Any] | None) -> None:
+        self.module, self.forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.forward is not None:
+            return self.forward(*args, **kwargs)
+        assert self.module is not None
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def outermost(units: Sequence[Unit]) -> list[Unit]:
+    """Units that are in no other one, the root apart; containers without a forward are none."""
+    found: list[Unit] = []
+    for unit in units[1:]:
+        if isinstance(unit.module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        if not any(unit.name.startswith(f"{outer.name}.") for outer in found):
+            found.append(unit)
+    return found
+
+
+def without_caches(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a forward without the keys and values that a transformers model collects for generation.
+
+    They are on in training, too, by default; a replay would add the same keys once more.
+
+    Raises:
+        ValueError: If there are keys in one already, which the forward needs; names the unit.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches and not kwargs.get("use_cache"):
+        return args, kwargs
+    if any(cache.get_seq_length() for cache in caches):
+        raise ValueError(
+            f"unit {name!r} is given keys and values from outside (past_key_values, such as a trained prefix), which "
+            "cannot be computed again; set activation_checkpointing.mode: none"
+        )
+    kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    kinds = type(value).__mro__
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in kinds)
