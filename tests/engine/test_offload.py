@@ -444,6 +444,37 @@ def test_gradients_that_cannot_be_written(ranks: Launcher, tmp_path: Path) -> No
     assert wrong == []
 
 
+def failing_writes(folder: Path) -> tuple[list[str], list[int]]:
+    """Each write of a backward's gradients fails once, those after the backward's last gradient with them."""
+    engine, optimizer = make(2, "adamw", None, tiers(folder)["gradients in files"])
+    train(engine, optimizer, range(1))
+    tier, said = engine.offloaded.gradients.tier, []
+    wrong, expected = [], dict[str, Any]()
+    for left in range(-1, 12):
+        if left >= 0:
+            whole, tier.__class__ = tier.__class__, FullDrive
+            vars(tier)["left"] = left
+            try:
+                engine.module(torch.full((4, 37), 3.0), True).square().mean().backward()
+            except OSError as error:
+                said.append(str(error))
+            tier.__class__ = whole
+            engine.reset()
+            optimizer.zero_grad()
+        engine.module(torch.ones(4, 37), True).square().mean().backward()
+        found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+        expected = expected or found
+        if unequal(found, expected):
+            wrong.append(left)
+        optimizer.zero_grad()
+    return said, wrong
+
+
+def test_gradients_of_a_backward_that_failed_are_gone(ranks: Launcher, tmp_path: Path) -> None:
+    ((said, wrong),) = ranks(1)(failing_writes, tmp_path)
+    assert len(said) > 8 and wrong == []
+
+
 def refusals(folder: Path) -> list[str]:
     nvme = {"optimizer": "nvme", "nvme_path": [str(folder)], "probe_seconds": 0}
     said = []
