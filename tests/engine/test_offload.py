@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,25 @@ def failing_writes(folder: Path) -> tuple[list[str], list[int]]:
 def test_gradients_of_a_backward_that_failed_are_gone(ranks: Launcher, tmp_path: Path) -> None:
     ((said, wrong),) = ranks(1)(failing_writes, tmp_path)
     assert len(said) > 8 and wrong == []
+
+
+def odd_orders(folder: Path) -> list[str]:
+    """Orders of a norm that there are not leave nothing behind."""
+    said = []
+    for order in (0, -1.0, math.nan):
+        engine, optimizer = make(2, "adamw", None, tiers(folder)["nvme"])
+        for again in range(2):
+            engine.module(torch.ones(4, 37), True).square().mean().backward()
+            if again == 0:
+                with pytest.raises(ValueError, match="norm_type must be positive or inf"):
+                    engine.clip_grad_norm_(1.0, order)
+        optimizer.step()
+        said.append("stepped")
+    return said
+
+
+def test_an_order_that_is_refused_is_forgotten(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(1)(odd_orders, tmp_path) == [["stepped"] * 3]
 
 
 def refusals(folder: Path) -> list[str]:
