@@ -476,6 +476,25 @@ def test_gradients_of_a_backward_that_failed_are_gone(ranks: Launcher, tmp_path:
     assert len(said) > 8 and wrong == []
 
 
+def zeroed_after_a_norm_of_nan(folder: Path) -> list[str]:
+    """Zeros are zeros, whatever the gradients before them were yet to be multiplied by."""
+    wrong = []
+    for stage, tier in ((1, "none"), (2, "none"), (2, "nvme"), (3, "half")):
+        engine, optimizer = make(stage, "adamw", None, tiers(folder)[tier])
+        engine.module(torch.full((4, 37), math.nan), True).square().mean().backward()
+        assert engine.clip_grad_norm_(1.0).isnan()
+        optimizer.zero_grad(set_to_none=False)
+        engine.module(torch.ones(4, 37), True).square().mean().backward()
+        if not safe_get_full_grad(engine.module.first.weight).isfinite().all():
+            wrong.append(f"stage {stage}, {tier}")
+    return wrong
+
+
+def test_zeroing_ends_a_clip_by_nan(ranks: Launcher, tmp_path: Path) -> None:
+    for wrong in ranks(2)(zeroed_after_a_norm_of_nan, tmp_path):
+        assert wrong == []
+
+
 def odd_orders(folder: Path) -> list[str]:
     """Orders of a norm that there are not leave nothing behind."""
     said = []

@@ -337,6 +337,7 @@ class GradientBucket:
         raise RuntimeError(unwritable(self.bucket.names[index], self.bucket.placement.stage, "fill_"))
 
     def _zero(self, index: int) -> None:
+        self._scales.pop(index, None)  # nan times zero is no zero
         if index in self.local_live:
             self._local_view(index).zero_()
         self._change(index, Tensor.zero_)
