@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import pytest
 import torch
@@ -83,6 +84,26 @@ def test_all_ranks_share_or_none_does(ranks: Launcher, how: str) -> None:
     for right, available, descriptors in ranks(2)(fallen_back, how):
         assert right and available == (how == "nothing")
         assert descriptors <= 2  # the mappings' own, and none of peers
+
+
+def no_memory() -> tuple[bool, int]:
+    """As where no file may be that large."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    before, available = len(os.listdir("/proc/self/fd")), False
+    try:
+        for _ in range(3):
+            exchange = Communicator(dist.group.WORLD, CommunicationCounters())
+            exchange.all_gather(torch.zeros(2 * LEAST_BYTES)).wait()
+            assert exchange._shared is not None
+            available = available or exchange._shared.available
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return available, len(os.listdir("/proc/self/fd")) - before
+
+
+def test_memory_that_cannot_be_had_leaves_no_descriptor(ranks: Launcher) -> None:
+    assert ranks(2)(no_memory) == [(False, 0)] * 2
 
 
 def different() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -442,6 +443,75 @@ def test_gradients_that_cannot_be_written(ranks: Launcher, tmp_path: Path) -> No
     ((said, wrong),) = ranks(1)(interrupted, tmp_path, "nvme")
     assert all("injected" in each and "gradients" in each for each in said) and len(said) == 2
     assert wrong == []
+
+
+def failing_writes(folder: Path) -> tuple[list[str], list[int]]:
+    """Each write of a backward's gradients fails once, those after the backward's last gradient with them."""
+    engine, optimizer = make(2, "adamw", None, tiers(folder)["gradients in files"])
+    train(engine, optimizer, range(1))
+    tier, said = engine.offloaded.gradients.tier, []
+    wrong, expected = [], dict[str, Any]()
+    for left in range(-1, 12):
+        if left >= 0:
+            whole, tier.__class__ = tier.__class__, FullDrive
+            vars(tier)["left"] = left
+            try:
+                engine.module(torch.full((4, 37), 3.0), True).square().mean().backward()
+            except OSError as error:
+                said.append(str(error))
+            tier.__class__ = whole
+            engine.reset()
+            optimizer.zero_grad()
+        engine.module(torch.ones(4, 37), True).square().mean().backward()
+        found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+        expected = expected or found
+        if unequal(found, expected):
+            wrong.append(left)
+        optimizer.zero_grad()
+    return said, wrong
+
+
+def test_gradients_of_a_backward_that_failed_are_gone(ranks: Launcher, tmp_path: Path) -> None:
+    ((said, wrong),) = ranks(1)(failing_writes, tmp_path)
+    assert len(said) > 8 and wrong == []
+
+
+def zeroed_after_a_norm_of_nan(folder: Path) -> list[str]:
+    """Zeros are zeros, whatever the gradients before them were yet to be multiplied by."""
+    wrong = []
+    for stage, tier in ((1, "none"), (2, "none"), (2, "nvme"), (3, "half")):
+        engine, optimizer = make(stage, "adamw", None, tiers(folder)[tier])
+        engine.module(torch.full((4, 37), math.nan), True).square().mean().backward()
+        assert engine.clip_grad_norm_(1.0).isnan()
+        optimizer.zero_grad(set_to_none=False)
+        engine.module(torch.ones(4, 37), True).square().mean().backward()
+        if not safe_get_full_grad(engine.module.first.weight).isfinite().all():
+            wrong.append(f"stage {stage}, {tier}")
+    return wrong
+
+
+def test_zeroing_ends_a_clip_by_nan(ranks: Launcher, tmp_path: Path) -> None:
+    for wrong in ranks(2)(zeroed_after_a_norm_of_nan, tmp_path):
+        assert wrong == []
+
+
+def odd_orders(folder: Path) -> list[str]:
+    """Orders of a norm that there are not leave nothing behind."""
+    said = []
+    for order in (0, -1.0, math.nan):
+        engine, optimizer = make(2, "adamw", None, tiers(folder)["nvme"])
+        for again in range(2):
+            engine.module(torch.ones(4, 37), True).square().mean().backward()
+            if again == 0:
+                with pytest.raises(ValueError, match="norm_type must be positive or inf"):
+                    engine.clip_grad_norm_(1.0, order)
+        optimizer.step()
+        said.append("stepped")
+    return said
+
+
+def test_an_order_that_is_refused_is_forgotten(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(1)(odd_orders, tmp_path) == [["stepped"] * 3]
 
 
 def refusals(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,27 @@ def test_a_drive_that_fails_in_mid_pass(tmp_path: Path, monkeypatch: pytest.Monk
     made["b"].write(0, torch.zeros(5000))
     assert not any(values.any() for values in values_of(made))
     tier.close()
+
+
+def test_no_write_under_way_takes_the_mark_of_a_torn_chunk_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(IO_VARIABLE, "python")
+    for after in range(1, 6):
+        tier = NvmeTier([str(tmp_path)])
+        store = ChunkStore(tier, 1000)
+        vector, slots = store.add({"a": VectorSpec(6000, torch.float32)})["a"], ChunkSlots(5)
+        vector.add_all(torch.zeros(6000), first=True)
+        store.flush()
+        with monkeypatch.context() as patch, pytest.raises(OSError, match=r"Input/output error"):
+            failing(patch, "preadv", after)
+            slots.run([Chunk(number, *place, {"a": vector}) for number, place in enumerate(vector.chunks)], add_one)
+        refused = []
+        for start in range(0, 6000, 1000):
+            with contextlib.suppress(TornRecordError):
+                refused.append(not isinstance(vector.read(start, start + 1), Tensor))
+        assert refused in ([], [False] * 6), after  # all of two states, or nothing begun
+        tier.close()
 
 
 def test_a_drive_that_changes_bytes(tmp_path: Path) -> None:

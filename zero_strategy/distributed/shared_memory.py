@@ -164,9 +164,13 @@ def _create() -> tuple[int, mmap.mmap, str] | None:
     """Descriptor, new memory and the token in it; None where there is none."""
     try:
         descriptor = os.memfd_create("zero_strategy exchange")
+    except OSError:
+        return None
+    try:
         os.ftruncate(descriptor, _HEADER + 2 * SLOT_BYTES)
         memory = mmap.mmap(descriptor, _HEADER + 2 * SLOT_BYTES)
     except OSError:
+        os.close(descriptor)
         return None
     token = secrets.token_hex(16)
     memory[: len(token)] = token.encode()

@@ -79,17 +79,21 @@ class ChunkSlots:
             for index, chunk in enumerate(chunks):
                 for ahead in range(index + len(reads), min(index + self._ahead + 1, len(chunks))):
                     self._settle_slot(ahead % count)
-                    reads[ahead] = self._read(chunks[ahead], ahead % count)
+                    self._read(chunks[ahead], ahead % count, reads.setdefault(ahead, []))
                 _wait(reads.pop(index))
                 begun = True
                 work(chunk, self._held(chunk, index % count))
-                self._writes[index % count] = chunk, self._write(chunk, index % count)
+                self._write(chunk, index % count)
             if wait:
                 self.settle()
         except BaseException:
-            with contextlib.suppress(Exception):  # what is being raised matters more
+            # What is being raised matters more. Nothing stays under way: a write that ended later would be taken for
+            # one that mends what is torn, and a read would come into memory of the next pass.
+            with contextlib.suppress(Exception):
                 _wait([pending for part in reads.values() for pending in part])
-                self.settle()
+            for slot in list(self._writes):
+                with contextlib.suppress(Exception):
+                    self._settle_slot(slot)
             if begun:
                 _mark_torn(chunks)
             raise
@@ -121,8 +125,8 @@ class ChunkSlots:
             self._slots[slot][key] = known = vector.tier.staging(wanted)
         return known[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
 
-    def _read(self, chunk: Chunk, slot: int) -> list[PendingIO]:
-        pending = []
+    def _read(self, chunk: Chunk, slot: int, pending: list[PendingIO]) -> None:
+        """Begins to read; what is under way is in `pending`, also where the next read raises."""
         for key, vector in chunk.vectors.items():
             if vector.resident(chunk.number) is not None:
                 continue
@@ -133,15 +137,14 @@ class ChunkSlots:
                 pending.append(vector.tier.read(vector.record(chunk.number), memory))
             else:
                 memory.view(vector.dtype).fill_(vector.fill)
-        return pending
 
-    def _write(self, chunk: Chunk, slot: int) -> list[PendingIO]:
-        pending = []
+    def _write(self, chunk: Chunk, slot: int) -> None:
+        pending: list[PendingIO] = []
+        self._writes[slot] = chunk, pending
         for key, vector in chunk.vectors.items():
             if key not in chunk.unchanged and vector.resident(chunk.number) is None:
                 pending.append(vector.tier.write(vector.record(chunk.number), self._memory(chunk, slot, key)))
                 vector.written[chunk.number] = True
-        return pending
 
     def _held(self, chunk: Chunk, slot: int) -> dict[str, Tensor]:
         """The chunk's part of every vector, in memory."""

@@ -57,8 +57,7 @@ def global_norm(
     Raises:
         ValueError: If `norm_type` is not positive.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
+    check_norm_type(norm_type)
     shards, groups = list(shards), list(groups)
     factors = [1.0] * len(shards) if scales is None else scales
     if math.isinf(norm_type):
@@ -77,6 +76,16 @@ def global_norm(
     ]
     total, _ = _totals(parts, norm_type, groups, [1.0] * len(parts))
     return GradientNorm(largest * total ** (1.0 / norm_type), True)
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raise if there is no such norm.
+
+    Raises:
+        ValueError: Saying so.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
 
 
 def _totals(

@@ -21,7 +21,7 @@ from zero_strategy import ops
 from zero_strategy.memory.chunked import OffloadedPart, OffloadedVector
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
-from zero_strategy.optim.norm import GradientNorm, Shard, global_norm
+from zero_strategy.optim.norm import GradientNorm, Shard, check_norm_type, global_norm
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
 from zero_strategy.optim.streamed import Update
 from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for
@@ -301,6 +301,7 @@ class ShardedOptimizer:
         self, norm_type: float, only: Container[int] | None = None
     ) -> tuple[list[Shard], list[float]]:
         """Every element of the gradients once over the shard axis: values, and what each is to be multiplied by."""
+        check_norm_type(norm_type)  # before anybody expects it of gradients to come
         for parameter in self.parameters():
             place = self.model.place(parameter)
             assert place is not None

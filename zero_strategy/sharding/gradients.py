@@ -183,11 +183,12 @@ class GradientBucket:
         if self._spread is not None:
             self._spread.wait()
         assert self.local is not None
-        owned = self.bucket.owned
+        owned, sent = self.bucket.owned, self._sent
         self._work = self._spread = None
+        del self._sent
         if self.per_step:
-            if self._sent is not self.local:
-                self.local[owned].copy_(self._sent[owned])
+            if sent is not self.local:
+                self.local[owned].copy_(sent[owned])
             self.reduced = self.local[owned]
             if self._earlier is not None:
                 self.reduced.add_(self._earlier)
@@ -195,10 +196,9 @@ class GradientBucket:
                 self._show_all()
         else:
             if keep:
-                self._add(self._sent[owned])
+                self._add(sent[owned])
             self.local = None
         self._empty = False
-        del self._sent
 
     def _add(self, values: Tensor) -> None:
         """Add the owned elements of a reduction to the sum of earlier ones."""
@@ -337,6 +337,7 @@ class GradientBucket:
         raise RuntimeError(unwritable(self.bucket.names[index], self.bucket.placement.stage, "fill_"))
 
     def _zero(self, index: int) -> None:
+        self._scales.pop(index, None)  # nan times zero is no zero
         if index in self.local_live:
             self._local_view(index).zero_()
         self._change(index, Tensor.zero_)

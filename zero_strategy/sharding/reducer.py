@@ -256,17 +256,28 @@ class GradientReducer:
         Raises:
             RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3).
         """
-        if self._gatherer is None:
-            for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
-                if self.plan.expected[number]:
-                    self._launch(number)
-        else:
-            for unit in self._gatherer.unfinished():  # on another rank an input may have shown its end
-                self._launch_unit(unit.buckets)
-        self._begin_kept()
-        if self.announce is not None:
-            self.announce("agree", outside)
-        self._agree()
+        with self._torn_by_errors():
+            if self._gatherer is None:
+                for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
+                    if self.plan.expected[number]:
+                        self._launch(number)
+            else:
+                for unit in self._gatherer.unfinished():  # on another rank an input may have shown its end
+                    self._launch_unit(unit.buckets)
+            self._begin_kept()
+            if self.announce is not None:
+                self.announce("agree", outside)
+            same_gathers = self._agree()
+        _check_gathers(same_gathers)
+
+    @contextmanager
+    def _torn_by_errors(self) -> Iterator[None]:
+        """Where some buckets took their sums and others did not, `reset` drops all, as those of half a backward."""
+        try:
+            yield
+        except BaseException:
+            self._active = True
+            raise
 
     def _begin_kept(self) -> None:
         """What `no_sync` kept back: was it dropped by `zero_grad` since?"""
@@ -296,10 +307,13 @@ class GradientReducer:
             if value:
                 self.plan.expect_nothing()
                 self._left.clear()
-            self._begin_kept()
-            self._agree()
+            with self._torn_by_errors():
+                self._begin_kept()
+                same_gathers = self._agree()
+            _check_gathers(same_gathers)
 
-    def _agree(self) -> None:
+    def _agree(self) -> bool:
+        """Ends the reduction; returns whether all ranks gathered the same units."""
         touched = [
             bucket.local_live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
             for number, bucket in enumerate(self.buckets)
@@ -330,12 +344,7 @@ class GradientReducer:
             for index in indices:
                 bucket.live.add(index)
                 bucket.show(index)
-        if not agreed.same_gathers:
-            raise RuntimeError(
-                "ranks ran different modules in this step, or in a different order, so that stage 3 gathered one unit "
-                "on one rank while another rank sent a different one: losses and gradients may be wrong. Every rank "
-                "must run the same units in the same order; use stage 2 for models whose branches differ by rank."
-            )
+        return agreed.same_gathers
 
     def _sequence(self) -> int:
         """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
@@ -381,6 +390,15 @@ class GradientReducer:
     def _check_whole(self) -> None:
         if self._active and torch._C._current_graph_task_id() == -1:
             raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
+
+
+def _check_gathers(same: bool) -> None:
+    if not same:
+        raise RuntimeError(
+            "ranks ran different modules in this step, or in a different order, so that stage 3 gathered one unit "
+            "on one rank while another rank sent a different one: losses and gradients may be wrong. Every rank "
+            "must run the same units in the same order; use stage 2 for models whose branches differ by rank."
+        )
 
 
 class _ParameterHook:
