@@ -154,27 +154,27 @@ class MemoryPlan:
         if self.device_type != "cpu":
             return  # NCCL's own are not known
         shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
-        buckets = [bucket for unit in units for bucket in unit]
-        reduced = max((b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable), default=0)
-        gathered = 0
-        if placement_of(self.resolved).shard_optimizer:
-            sharded = placement_of(self.resolved).shard_parameters
-            sizes = (b.layout.slice_numel * b.dtype.itemsize for b in buckets if b.trainable or sharded)
-            gathered = max(sizes, default=0)
+        placement, buckets = placement_of(self.resolved), [bucket for unit in units for bucket in unit]
+        reduced = [b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable]
+        gathered = [
+            b.layout.slice_numel * b.dtype.itemsize
+            for b in buckets
+            if placement.shard_optimizer and (b.trainable or placement.shard_parameters)
+        ]
         first = rank - rank % shard
-        for name, ranks, gathers, nbytes in (
+        for name, ranks, gathers, messages in (
             ("gather", range(first, first + shard), True, gathered),
             ("reduce", range(first, first + shard), False, reduced),
-            ("replicate", range(rank % shard, shard * replicas, shard), False, reduced // replicas),
+            ("replicate", range(rank % shard, shard * replicas, shard), False, [each // replicas for each in reduced]),
         ):
             size, place = len(ranks), ranks.index(rank)
             together = len({rank // self.ranks_per_host for rank in ranks}) == 1
-            kept = 0
-            if size > 1 and together and nbytes >= LEAST_BYTES:
-                kept = used_bytes(nbytes, 1 if gathers else size - 1)
-            elif size > 1 and not gathers:
+            shared = [each for each in messages if together and each >= LEAST_BYTES]
+            sent = [each for each in messages if each not in shared]
+            kept = 0 if size == 1 else used_bytes(max(shared, default=0), 1 if gathers else size - 1)
+            if size > 1 and not gathers:
                 # From rank 2 on a rank sets its own part aside, for its turn in the sum.
-                kept = (size - 1 + (place > 1)) * nbytes
+                kept += (size - 1 + (place > 1)) * max(sent, default=0)
             yield Entry("communication", "device", Owner(name), kept, kept)
 
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
