@@ -26,6 +26,7 @@ from torch import Tensor
 from zero_strategy.distributed import PendingWork
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
 from zero_strategy.ops.arguments import FLOATS
+from zero_strategy.sharding.buffer_reuse import BufferReuse
 from zero_strategy.sharding.gradient_reading import reader_of
 from zero_strategy.sharding.handles import GradientHandle, unwritable
 from zero_strategy.sharding.layout import Piece
@@ -47,6 +48,7 @@ class GradientBucket:
         live: Indices of parameters that hold a reduced gradient.
         local_live: Indices of parameters with local, not yet reduced gradients.
         late: Gradients that came after the bucket had left in this backward, by index.
+        reuse: Where memory comes from and goes to that lives in a backward only.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GradientBucket:
         self.live: set[int] = set()
         self.local_live: set[int] = set()
         self.late: dict[int, Tensor] = {}
+        self.reuse: BufferReuse | None = None
         self.local: Tensor | None = None
         self.reduced: Tensor | None = None
         self._earlier: Tensor | None = None
@@ -121,13 +124,26 @@ class GradientBucket:
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
             return
         if self.local is None:
-            self.local = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+            self.local = self._buffer()
         view = self._local_view(index)
         if index in self.local_live:
             view.add_(gradient)
         else:
             view.copy_(gradient)
             self.local_live.add(index)
+
+    def _buffer(self) -> Tensor:
+        """A buffer for whole gradients, of which all is written before it is sent."""
+        numel, device = self.bucket.layout.numel, self.bucket.device
+        buffer = None if self.reuse is None else self.reuse.take(numel, self.dtype, device)
+        if buffer is None:
+            return torch.zeros(numel, dtype=self.dtype, device=device)
+        end = 0
+        for segment in self.bucket.layout.segments:  # what lies between parameters
+            buffer[end : segment.offset].zero_()
+            end = segment.stop
+        buffer[end:].zero_()
+        return buffer
 
     def _local_view(self, index: int) -> Tensor:
         segment = self.bucket.layout.segments[index]
@@ -197,6 +213,8 @@ class GradientBucket:
         else:
             if keep:
                 self._add(sent[owned])
+            if self.reuse is not None:
+                self.reuse.give(self.local)
             self.local = None
         self._empty = False
 

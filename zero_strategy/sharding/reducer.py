@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zero_strategy.distributed import Mesh
+from zero_strategy.sharding.buffer_reuse import BufferReuse
 from zero_strategy.sharding.gatherer import InertHook, ParameterGatherer
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -67,6 +68,10 @@ class GradientReducer:
         self, buckets: Sequence[GradientBucket], mesh: Mesh, per_step: bool, gatherer: ParameterGatherer | None = None
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
+        self._reuse = BufferReuse()
+        if not per_step:
+            for bucket in self.buckets:
+                bucket.reuse = self._reuse
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
         self._gatherer = gatherer
         if gatherer is not None:
@@ -183,6 +188,7 @@ class GradientReducer:
         if self.announce is not None:
             self.announce("backward", self.shown())
         self._active = True
+        self._reuse.open()
         self._forget_backward()
         Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -244,6 +250,7 @@ class GradientReducer:
             self.reduce()
         else:
             self._unreduced = True
+            self._reuse.close()
 
     # ---- the end of a backward, or of a step ----
 
@@ -268,6 +275,7 @@ class GradientReducer:
             if self.announce is not None:
                 self.announce("agree", outside)
             same_gathers = self._agree()
+        self._reuse.close()
         _check_gathers(same_gathers)
 
     @contextmanager
@@ -359,6 +367,7 @@ class GradientReducer:
             for bucket in self.buckets:
                 bucket.clear()
             self._in_flight.clear()
+            self._reuse.close()
             self._active, self._next, self._unreduced = False, 0, False
 
     def settle(self) -> None:
