@@ -237,6 +237,18 @@ def test_work_that_fails(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_write_that_fails_leaves_no_other_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IO_VARIABLE, "python")
+    tier = NvmeTier([str(tmp_path)])
+    made, slots = vectors(tier), ChunkSlots(5)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"write of .* Input/output error"):
+        failing(patch, "pwritev", 6)
+        slots.run(chunks_of(made), add_one, wait=False)
+        slots.settle()
+    slots.settle()  # nothing is left that could fail in the place of something else
+    tier.close()
+
+
 @pytest.mark.parametrize("how", [lambda v: v.read(0, 10), lambda v: v.read_all(torch.empty(5000))])
 def test_what_is_being_written_is_there_for_readers(
     tmp_path: Path, how: Callable[[OffloadedVector], Tensor | None]

@@ -91,21 +91,26 @@ class ChunkSlots:
             # one that mends what is torn, and a read would come into memory of the next pass.
             with contextlib.suppress(Exception):
                 _wait([pending for part in reads.values() for pending in part])
-            for slot in list(self._writes):
-                with contextlib.suppress(Exception):
-                    self._settle_slot(slot)
+            with contextlib.suppress(Exception):
+                self.settle()
             if begun:
                 _mark_torn(chunks)
             raise
 
     def settle(self) -> None:
-        """Waits for what is being written.
+        """Waits for all that is being written, also where some of it fails.
 
         Raises:
             OSError: If the tier has failed.
         """
+        error: BaseException | None = None
         for slot in list(self._writes):
-            self._settle_slot(slot)
+            try:
+                self._settle_slot(slot)
+            except BaseException as caught:
+                error = error or caught
+        if error is not None:
+            raise error
 
     def _settle_slot(self, slot: int) -> None:
         if slot not in self._writes:
