@@ -58,7 +58,9 @@ def engine_at_a_url(root: str) -> None:
         model(torch.full((2, 7), 1.0 + step)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        engine.save_checkpoint(url, client_state={"step": step}, asynchronous=True).wait()
+        saving = engine.save_checkpoint(url, client_state={"step": step}, asynchronous=True)
+        saving.wait()
+    saving.finish()  # what is no longer kept is removed after `wait`
     trained = engine.full_state_dict()
     other = torch.nn.Linear(7, 5)
     twin = ZeroEngine(other, load_config(stage=2, units={"min_numel": 0}))
