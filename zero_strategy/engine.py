@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,15 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy import loading
 from zero_strategy.activation.configure import configure_from, timings
 from zero_strategy.activation.timings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
+from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
@@ -38,9 +37,8 @@ from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
 from zero_strategy.optim.norm import global_norm
-from zero_strategy.saving import PendingSave, Saver, pretrained, random_state, tagged
+from zero_strategy.saving import Saver
 from zero_strategy.saving.contents import state_dict_entries
-from zero_strategy.saving.preemption import save_on_signal
 from zero_strategy.saving.step_watch import StepWatch
 from zero_strategy.sharding import ShardedModel
 from zero_strategy.sharding.materialize import cast_buffers
@@ -50,7 +48,7 @@ from zero_strategy.sharding.outside import check_outside_uses
 _engine_numbers = itertools.count()
 
 
-class ZeroEngine:
+class ZeroEngine(EngineCheckpoints):
     """Shards a module in place and trains it like plain torch.
 
     Args:
@@ -63,6 +61,7 @@ class ZeroEngine:
             that are on the meta device.
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
             else the CPU.
+        lanes: Of a model in several parts, the ranks that train each part; this engine is for the part of this rank.
 
     Attributes:
         module: The module.
@@ -87,8 +86,9 @@ class ZeroEngine:
         compute_dtype: torch.dtype | None = None,
         weights: str | os.PathLike[str] | StateReader | None = None,
         device: torch.device | None = None,
+        lanes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        world = world_size()
+        world = world_size() if lanes is None else len(lanes[0])
         if isinstance(config, ResolvedConfig):
             self.config = config
         else:
@@ -104,6 +104,7 @@ class ZeroEngine:
             timeout=zero.timeout_seconds,
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
+            lanes=lanes,
         )
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
@@ -389,146 +390,6 @@ class ZeroEngine:
             ValueError: If its param groups do not fit.
         """
         self.sharded(optimizer).load_whole(state_dict)
-
-    # ---- checkpoints ----
-
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        user: Mapping[str, Any] | None = None,
-        extra_files: Mapping[str, bytes] | None = None,
-        own_files: Mapping[str, bytes] | None = None,
-        optimizers: bool = True,
-        update_latest: bool = True,
-        asynchronous: bool = False,
-        weights_dtype: torch.dtype | None = None,
-    ) -> PendingSave:
-        """Write a checkpoint directory; all ranks call it, each writes its own part in place.
-
-        Args:
-            directory: The checkpoint; replaced atomically if it exists. `latest` beside it names it afterwards.
-            user: JSON-able values for the manifest.
-            extra_files: Further small files, {relative path: bytes}; rank 0's are written.
-            own_files: Small files of this rank alone, under paths that no other rank uses.
-            optimizers: Write optimizer state and master weights too.
-            update_latest: Let `latest` beside the directory name it.
-            asynchronous: Return as soon as this rank's bytes are copied; they are written in the background.
-            weights_dtype: Save floating-point weights in this dtype; only without optimizers.
-
-        Returns:
-            The save; its `wait()` returns when the checkpoint is there.
-
-        Raises:
-            RendezvousError: If a rank does not call it in time, or with another directory.
-            OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was. Of a save in the
-                background: at the next optimizer step, the next save, `wait()`, or at exit.
-        """
-        return self.saver.save(
-            directory,
-            user=user or {},
-            extra_files=extra_files or {},
-            own_files=own_files or {},
-            counters=self.steps.counters(),
-            optimizers=optimizers,
-            update_latest=update_latest,
-            asynchronous=asynchronous,
-            weights_dtype=weights_dtype,
-        )
-
-    def save_pretrained(self, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-        """Write weights and config for Hugging Face's `from_pretrained`; see `saving.pretrained.save_pretrained`."""
-        pretrained.save_pretrained(self, directory, dtype=dtype)
-
-    def load(
-        self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True
-    ) -> StateReader:
-        """Load a checkpoint written at any world size and stage; all ranks call it.
-
-        Args:
-            directory: The checkpoint, or the folder with `latest`.
-            strict: Missing and unexpected names are errors.
-            optimizers: Resume: load optimizer state, master weights, counters and the random state too.
-
-        Returns:
-            The reader, for the manifest and extra files.
-
-        Raises:
-            ValueError: Listing every tensor that does not fit.
-        """
-        reader = self.load_weights(directory, strict=strict)
-        if optimizers and self.optimizers and reader.has_manifest:
-            loading.load_optimizers(self, reader)
-            self.steps.load_counters(reader.manifest.counters)
-            self.load_random_state(reader)
-        return reader
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        *,
-        lr_scheduler: Any = None,
-        asynchronous: bool = False,
-    ) -> PendingSave:
-        """Write the checkpoint `save_dir/tag`; see `saving.tagged.save_checkpoint`."""
-        return tagged.save_checkpoint(
-            self, save_dir, tag, client_state or {}, save_latest, lr_scheduler=lr_scheduler, asynchronous=asynchronous
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        *,
-        lr_scheduler: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load `load_dir/tag`; returns its path and the client state; see `saving.tagged.load_checkpoint`."""
-        return tagged.load_checkpoint(
-            self,
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            lr_scheduler=lr_scheduler,
-        )
-
-    def load_random_state(self, reader: StateReader) -> None:
-        """Give this rank its random state back, where the config says so; see `saving.random_state`."""
-        if self.config.config.checkpoint.random_state:
-            random_state.load(reader, self.mesh.rank, self.mesh.world_size)
-
-    def load_weights(
-        self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True
-    ) -> StateReader:
-        """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
-        self.saver.wait()
-        reader = self._reader(source)
-        loading.load_weights(self, reader, strict=strict)
-        return reader
-
-    def _reader(self, source: str | os.PathLike[str] | StateReader) -> StateReader:
-        if isinstance(source, StateReader):
-            return source
-        self.mesh.rendezvous.meet("loading a checkpoint")
-        return loading.open_together(self, lambda: open_any(source, verify=self.config.config.checkpoint.verify))
-
-    def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
-        """Load optimizer state, master weights and the loss scale only."""
-        reader = self._reader(source)
-        loading.load_optimizers(self, reader)
-
-    def save_on_signal(
-        self, directory: str | os.PathLike[str], **options: Any
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """In the block a signal to any rank lets all ranks save; see `saving.preemption.save_on_signal`."""
-        return save_on_signal(self, directory, **options)
 
     # ---- ranks with different numbers of batches ----
 

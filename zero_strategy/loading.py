@@ -31,7 +31,7 @@ _MOMENT_SETTINGS = {"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "
 
 def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
     """Open a checkpoint on all ranks; what hinders one of them is raised on all; see `together`."""
-    return together(engine.mesh.control, opened)
+    return together(engine.mesh.team.control, opened)
 
 
 def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> None:
@@ -59,12 +59,12 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
                 shape = tuple(buffer.shape)
                 wanted.append(Wanted(sources[name], 0, buffer.numel(), then=_copier(buffer, shape)))
 
-    together(engine.mesh.control, lambda: _check_small_files(engine, reader))
+    together(engine.mesh.team.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
         _release(engine)
-        together(engine.mesh.control, want)
+        together(engine.mesh.team.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.control, lambda: reader.read_many(wanted))
+            together(engine.mesh.team.control, lambda: reader.read_many(wanted))
         load_extra_state(engine.module, reader)
         for bucket in engine.model.buckets:
             if not bucket.placement.shard_parameters:
@@ -103,9 +103,9 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
                     wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
 
     with torch.no_grad():
-        together(engine.mesh.control, want)
+        together(engine.mesh.team.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.control, lambda: reader.read_many(wanted))
+            together(engine.mesh.team.control, lambda: reader.read_many(wanted))
 
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
@@ -252,7 +252,7 @@ def _load_state(
 
 def _check_same(engine: ZeroEngine, reader: StateReader) -> None:
     """Ranks that read different checkpoints would make a model of pieces of both."""
-    everyone = engine.mesh.control.gather_objects((str(reader.directory), reader.identity()))
+    everyone = engine.mesh.team.control.gather_objects((str(reader.directory), reader.identity()))
     if len({identity for _, identity in everyone}) > 1:
         raise ValueError(
             "the ranks would load different checkpoints: "
@@ -269,5 +269,5 @@ def _check_small_files(engine: ZeroEngine, reader: StateReader) -> None:
     with_tensors = {record.file for record in manifest.weights.values()}
     with_tensors |= {path for record in manifest.optimizers.values() for path in record.states.values()}
     small = sorted(manifest.files.keys() - with_tensors)
-    for path in small[engine.mesh.rank :: engine.mesh.world_size]:
+    for path in small[engine.mesh.team.rank :: engine.mesh.team.world_size]:
         reader.extra(path)

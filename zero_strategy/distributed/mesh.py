@@ -3,10 +3,14 @@
 Rank r sits at (r // shard, r % shard): neighbours, which usually share a node, shard among themselves, and the copies
 on other nodes replicate (hybrid sharding). Parameter gathers, gradient reductions and control messages each have a
 group of their own, so that an early gather never waits behind a reduction.
+
+Where the world trains one model in parts (pipeline stages), every part has a mesh of its own, over its *lane* of ranks;
+what concerns all of the model (checkpoints, above all) is for the *team*, the ranks of all lanes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,6 +19,29 @@ import torch.distributed as dist
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.rendezvous import StoreRendezvous
+
+
+@dataclass(frozen=True)
+class Team:
+    """All ranks that train one model, in whatever parts, from this rank's point of view.
+
+    Attributes:
+        control: Them, on the host, for flags and objects.
+        rendezvous: Bounded meeting of them.
+    """
+
+    control: Communicator
+    rendezvous: StoreRendezvous
+
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+        return self.control.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+        return self.control.size
 
 
 @dataclass
@@ -28,6 +55,7 @@ class Mesh:
         control: All data-parallel ranks, on the host, for flags, norms and objects.
         shard_control: The ranks of the shard axis, on the host, for norms.
         rendezvous: Bounded meeting of all data-parallel ranks.
+        team: The ranks of all lanes; the data-parallel ranks where there is one lane.
         counters: What this rank sent.
     """
 
@@ -37,6 +65,7 @@ class Mesh:
     control: Communicator
     shard_control: Communicator
     rendezvous: StoreRendezvous
+    team: Team
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
 
     @property
@@ -60,7 +89,16 @@ class Mesh:
         return self.gather.size
 
     @classmethod
-    def build(cls, *, replicate: int, shard: int, timeout: float, rendezvous_seconds: float, name: str) -> Mesh:
+    def build(
+        cls,
+        *,
+        replicate: int,
+        shard: int,
+        timeout: float,
+        rendezvous_seconds: float,
+        name: str,
+        lanes: Sequence[Sequence[int]] | None = None,
+    ) -> Mesh:
         """Make the groups; a collective over the default process group.
 
         Args:
@@ -69,17 +107,19 @@ class Mesh:
             timeout: Seconds after which a collective of these groups fails.
             rendezvous_seconds: Bound of our own waits.
             name: Tells engines of one process apart; equal on all ranks.
+            lanes: The ranks of every mesh, this rank's among them; the same on all ranks, every rank in one.
+                Default: one lane of all ranks.
 
         Raises:
-            ValueError: If replicate x shard is not the world size.
+            ValueError: If replicate x shard is not the size of a lane, or a rank is in no lane or in two.
         """
         counters = CommunicationCounters()
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if replicate * shard != world:
-            raise ValueError(f"mesh.replicate {replicate} x mesh.shard {shard} is not the world size {world}")
+        lanes = [range(world)] if lanes is None else lanes
+        _check_lanes(lanes, world, replicate, shard)
         if world == 1:
-            alone = Communicator(None, counters)
-            return cls(alone, alone, alone, alone, alone, StoreRendezvous(0, 1, 0.0, name), counters)
+            alone, meeting = Communicator(None, counters), StoreRendezvous(0, 1, 0.0, name)
+            return cls(alone, alone, alone, alone, alone, meeting, Team(alone, meeting), counters)
         limit = timedelta(seconds=timeout)
 
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
@@ -90,19 +130,36 @@ class Mesh:
                     mine = group
             return Communicator(mine, counters)
 
-        rows = [[row * shard + column for column in range(shard)] for row in range(replicate)]
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        control = group_of([list(range(world))], backend="gloo")
+        rows = [list(lane[row * shard : (row + 1) * shard]) for lane in lanes for row in range(replicate)]
+        columns = [list(lane[column::shard]) for lane in lanes for column in range(shard)]
+        everyone = group_of([list(range(world))], backend="gloo")
+        control = everyone if len(lanes) == 1 else group_of([list(lane) for lane in lanes], backend="gloo")
         if shard == 1 or replicate == 1:
             shard_control = control if replicate == 1 else Communicator(None, counters)
         else:
             shard_control = group_of(rows, backend="gloo")
+        meeting = StoreRendezvous(dist.get_rank(), world, rendezvous_seconds, name)
+        lane = next(number for number, ranks in enumerate(lanes) if dist.get_rank() in ranks)
+        rank = list(lanes[lane]).index(dist.get_rank())
+        own = StoreRendezvous(rank, replicate * shard, rendezvous_seconds, f"{name}.lane{lane}")
         return cls(
             gather=group_of(rows) if shard > 1 else Communicator(None, counters),
             reduce=group_of(rows) if shard > 1 else Communicator(None, counters),
             replicate=group_of(columns) if replicate > 1 else Communicator(None, counters),
             control=control,
             shard_control=shard_control,
-            rendezvous=StoreRendezvous(dist.get_rank(), world, rendezvous_seconds, name),
+            rendezvous=meeting if len(lanes) == 1 else own,
+            team=Team(everyone, meeting),
             counters=counters,
+        )
+
+
+def _check_lanes(lanes: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:
+    size = len(lanes[0])
+    if replicate * shard != size:
+        what = f"the world size {world}" if len(lanes) == 1 else f"{size}, the ranks of a lane"
+        raise ValueError(f"mesh.replicate {replicate} x mesh.shard {shard} is not {what}")
+    if sorted(rank for lane in lanes for rank in lane) != list(range(world)) or {len(lane) for lane in lanes} != {size}:
+        raise ValueError(
+            f"lanes {[list(lane) for lane in lanes]} must hold each of the {world} ranks once, and be of one size"
         )

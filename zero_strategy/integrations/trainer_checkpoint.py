@@ -164,7 +164,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
             return
         if engine is None:
             super().remove_checkpoint(filepath)
-        elif engine.saver.places.removes(filepath, engine.mesh.rank):
+        elif engine.saver.places.removes(filepath, engine.mesh.team.rank):
             remove: Callable[[Any], object] = self.checkpoint_io.remove_checkpoint
             if is_remote(filepath) and is_directory_checkpoint(filepath):
                 remove = remove_remote

@@ -94,7 +94,7 @@ class Agreement:
         as_before = error is None and not frozen and self._is_as_before(own)
         flags = _AS_BEFORE * as_before | _BUSY * busy | _KNOWS_PLACE * places.knows(directory)
         row = torch.tensor([flags, uuid.uuid4().int >> 80, _digest(own) if as_before else 0])
-        rows = [row.tolist() for row in self._engine.mesh.control.exchange_small(row)]
+        rows = [row.tolist() for row in self._engine.mesh.team.control.exchange_small(row)]
         if all(flags & _AS_BEFORE for flags, _, _ in rows) and len({digest for _, _, digest in rows}) == 1:
             tables, referenced = self._with_scalars_of(own), dict[str, str]()
         else:
@@ -109,7 +109,7 @@ class Agreement:
     ) -> tuple[list[OptimizerTable], dict[str, str]]:
         self._all = None
         mine = _Contribution(own, digests, None if error is None else f"{error}")
-        everyone: list[_Contribution] = self._engine.mesh.control.gather_objects(mine)
+        everyone: list[_Contribution] = self._engine.mesh.team.control.gather_objects(mine)
         if error is not None:
             raise error
         if failed := {rank: other.error for rank, other in enumerate(everyone) if other.error is not None}:

@@ -228,7 +228,7 @@ class Saver:
             raise ValueError("weights_dtype is for weights alone, which cannot be resumed from: give optimizers=False")
         if settings.while_saving == "wait":
             self.wait()
-        engine.mesh.rendezvous.meet(f"save({os.fspath(directory)!r})")
+        engine.mesh.team.rendezvous.meet(f"save({os.fspath(directory)!r})")
         engine.model.reducer.follow_edits()
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
@@ -246,7 +246,7 @@ class Saver:
             plan = self._plan(order, agreed.tables, weights_dtype)
             job = self._job(directory, plan, agreed, board, saved, dict(user), dict(counters), update_latest)
             job.extra_files = {**extra_files, **extra_state_file(engine.module)}
-            job.own_files = {**own_files, random_state.path_of(engine.mesh.rank): random_state.capture()}
+            job.own_files = {**own_files, random_state.path_of(engine.mesh.team.rank): random_state.capture()}
             live = pieces_of(engine, order, states, agreed.tables, weights_dtype)
             job.pieces = self._snapshot.take(job.plan, live) if asynchronous else in_file_order(job.plan, live)
         except BaseException as error:
@@ -278,7 +278,7 @@ class Saver:
         counters: dict[str, Any],
         update_latest: bool,
     ) -> SaveJob:
-        engine, mesh = self._engine, self._engine.mesh
+        engine, team = self._engine, self._engine.mesh.team
         tables, settings = agreed.tables, engine.config.config.checkpoint
         own = {
             "scalar_dtypes": [table.scalar_dtypes for table in tables],
@@ -286,7 +286,7 @@ class Saver:
             references.KEY: references.describe(engine, agreed.references),
         }
         manifest = plan.manifest(
-            world_size=mesh.world_size,
+            world_size=team.world_size,
             stage=engine.stage,
             scalars={str(number): table.scalars for number, table in enumerate(tables)},
             param_groups={str(number): groups_of(engine, sharded) for number, sharded in enumerate(saved)},
@@ -332,13 +332,13 @@ class Saver:
         return self._last_plan[1]
 
     def _next_board(self) -> SaveBoard:
-        mesh, timeout = self._engine.mesh, self._engine.config.config.checkpoint.timeout_seconds
+        team, timeout = self._engine.mesh.team, self._engine.config.config.checkpoint.timeout_seconds
         self._number += 1
         if self._store is None:
-            self._store = own_store(mesh.world_size)
-        key = f"{mesh.rendezvous.prefix}/{self._number}"
+            self._store = own_store(team.world_size)
+        key = f"{team.rendezvous.prefix}/{self._number}"
         # All ranks have met since the save before, so all have left it.
-        self._board = SaveBoard(mesh.rank, mesh.world_size, timeout, key, self._store, earlier=self._board)
+        self._board = SaveBoard(team.rank, team.world_size, timeout, key, self._store, earlier=self._board)
         return self._board
 
 

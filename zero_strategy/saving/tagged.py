@@ -94,8 +94,8 @@ def load_checkpoint(
     """
     engine.saver.wait()
     source = os.fspath(load_dir) if tag is None else join(load_dir, str(tag))
-    engine.mesh.rendezvous.meet("load_checkpoint()")
-    if not any(engine.mesh.control.gather_objects(_is_there(source, tag))):  # one decision for all ranks
+    engine.mesh.team.rendezvous.meet("load_checkpoint()")
+    if not any(engine.mesh.team.control.gather_objects(_is_there(source, tag))):  # one decision for all ranks
         warnings.warn(f"{source}: no checkpoint found; nothing was loaded", stacklevel=3)
         return None, {}
     reader = engine.load(source, strict=strict, optimizers=optimizers)
