@@ -249,6 +249,25 @@ class ZeroEngine(EngineCheckpoints):
         """
         check_outside_uses(loss, self.model)
 
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that no backward of this engine gave: this rank's, of which the mean over ranks is taken.
+
+        It counts as one more micro-batch: the sum over ranks is added to that of the micro-batches. All ranks call it,
+        for the same parameters, after the last backward and before the norm or the step.
+
+        Args:
+            parameter: A trainable parameter of the module.
+            gradient: Of its shape.
+
+        Raises:
+            ValueError: If the parameter is not the module's, is frozen, or has another shape.
+        """
+        if self.model.place(parameter) is None or not parameter.requires_grad:
+            raise ValueError("add_gradient takes a trainable parameter of the engine's module")
+        if gradient.shape != parameter.shape:
+            raise ValueError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
+        self.model.reducer.add(parameter, gradient)
+
     def clip_grad_norm_(
         self,
         max_norm: float,

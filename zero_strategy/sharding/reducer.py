@@ -386,6 +386,29 @@ class GradientReducer:
             self._left.clear()
             self.reduce(outside=True)
 
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to this rank's gradient outside of a backward, as one more micro-batch would; `settle` reduces it.
+
+        Args:
+            parameter: A trainable one of the buckets.
+            gradient: Of its shape; any floating-point dtype.
+
+        Raises:
+            RuntimeError: If the last backward did not finish.
+        """
+        self._check_whole()
+        for bucket in self.buckets:
+            for index, known in enumerate(bucket.bucket.parameters):
+                if known is parameter:
+                    bucket.bucket.make_master()
+                    bucket.begin()
+                    bucket.accumulate(index, gradient)
+                    bucket.show(index)
+                    self._unreduced = True
+                    return
+        raise AssertionError("not a parameter that may be trained")
+
     def follow_edits(self) -> None:
         """Before parameters are saved: take over what the user wrote into them. Gradients are left alone.
 

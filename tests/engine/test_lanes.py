@@ -1,0 +1,93 @@
+"""Engines for parts of a model, each on a lane of ranks of its own, and gradients that come from elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.launcher import Launcher
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+
+STAGES = (0, 1, 2, 3)
+STEPS = 3
+
+
+def part(lane: int) -> nn.Module:
+    torch.manual_seed(lane)
+    return nn.Sequential(nn.Linear(5 + lane, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def rows(lane: int, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * lane + 10 * rank + step)
+    return torch.randn(4, 5 + lane, generator=generator)
+
+
+def extra(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 7, generator=torch.Generator().manual_seed(1000 + 10 * rank + step))
+
+
+def train_plain(lane: int, ranks: int) -> dict[str, Tensor]:
+    model = part(lane)
+    weight = model[2].weight  # type: ignore[index]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        copies = [copy.deepcopy(model) for _ in range(ranks)]
+        for rank, each in enumerate(copies):
+            each(rows(lane, rank, step)).square().mean().backward()
+        for parameter, *theirs in zip(model.parameters(), *(each.parameters() for each in copies)):
+            parameter.grad = sum(each.grad for each in theirs) / ranks  # type: ignore[misc,operator]
+        if lane == 0:
+            weight.grad += sum(extra(rank, step) for rank in range(ranks)) / ranks
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+def train(stage: int, lanes: list[list[int]] | None) -> dict[str, Any]:
+    me = torch.distributed.get_rank()
+    lane = 0 if lanes is None else next(number for number, ranks in enumerate(lanes) if me in ranks)
+    model = part(lane)
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), lanes=lanes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine.attach(optimizer)
+    rank = engine.mesh.rank
+    for step in range(STEPS):
+        model(rows(lane, rank, step)).square().mean().backward()
+        if lane == 0:
+            engine.add_gradient(model[2].weight, extra(rank, step))  # type: ignore[index]
+        engine.clip_grad_norm_(0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"lane": lane, "team": engine.mesh.team.world_size, "weights": engine.full_state_dict()}
+
+
+@pytest.mark.parametrize("lanes", [None, [[0, 1], [2, 3]], [[0, 2], [3, 1]], [[2], [0], [3], [1]]])
+def test_every_lane_trains_its_own_part(ranks: Launcher, lanes: list[list[int]] | None) -> None:
+    world = 2 if lanes is None else 4
+    for stage in STAGES:
+        for found in ranks(world)(train, stage, lanes):
+            expected = train_plain(found["lane"], 2 if lanes is None else len(lanes[0]))
+            assert found["team"] == world
+            for name, value in found["weights"].items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def refused() -> None:
+    model = part(0)
+    with pytest.raises(ValueError, match=r"\[\[0\], \[0\]\].* each of the 2 ranks once"):
+        ZeroEngine(model, load_config(stage=1), lanes=[[0], [0]])
+    engine = ZeroEngine(model, load_config(stage=1), lanes=[[0], [1]])
+    with pytest.raises(ValueError, match="trainable parameter of the engine's module"):
+        engine.add_gradient(nn.Parameter(torch.ones(3)), torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\) for a parameter of \(7,\)"):
+        engine.add_gradient(model[0].bias, torch.ones(3))  # type: ignore[index]
+
+
+def test_wrong_lanes_and_gradients(ranks: Launcher) -> None:
+    ranks(2)(refused)
