@@ -88,13 +88,19 @@ class ZeroEngine(EngineCheckpoints):
         device: torch.device | None = None,
         lanes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        world = world_size() if lanes is None else len(lanes[0])
         if isinstance(config, ResolvedConfig):
             self.config = config
         else:
-            self.config = resolve(load_config(config), world)
+            asked = load_config(config)
+            world = world_size() if lanes is None else len(lanes[0]) * asked.pipeline.stages
+            self.config = resolve(asked, world)
             check_owned(self.config.config, dtype_fact(compute_dtype))
         zero: ZeroConfig = self.config.config
+        if lanes is None and zero.pipeline.stages > 1:
+            raise ValueError(
+                f"pipeline.stages is {zero.pipeline.stages} [{zero.origin_of('pipeline.stages')}]: a ZeroEngine trains "
+                "a whole module; give the layers as a PipelineModule to a PipelineEngine, or leave the setting out"
+            )
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
         self.module = module

@@ -136,11 +136,24 @@ def test_gradients_follow_the_optimizer_once_they_are_reduced(stage, tier, reaso
 
 def test_what_is_set_is_not_derived():
     mesh, offload = {"shard": 4, "replicate": 2}, {"gradients": "none"}
-    config = load_config(stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload)
+    pipeline = {"chunks": 1, "micro_batches": 3}
+    config = load_config(
+        stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload, pipeline=pipeline
+    )
     resolved = resolve(config, 8)
     assert resolved.config == config
     assert resolved.config.origin_of("mesh.shard") == "user: keyword"
     assert resolved.gradient_reduction == "per_micro_batch"
+
+
+def test_pipelines_divide_the_ranks():
+    resolved = resolve(load_config(pipeline={"stages": 3, "schedule": "zbv"}), 12)
+    assert (resolved.shard, resolved.config.pipeline.chunks, resolved.config.pipeline.micro_batches) == (4, 2, 3)
+    assert "world size 12 / pipeline.stages 3" in resolved.config.origin_of("mesh.shard")
+    with pytest.raises(ValueError, match=r"pipeline.stages is 3 .*a divisor of the world size 8: 1, 2, 4, 8"):
+        resolve(load_config(pipeline={"stages": 3}), 8)
+    with pytest.raises(ValueError, match=r"mesh.replicate is 3 .*data-parallel ranks .*pipeline.stages 2.* 4: 1, 2, 4"):
+        resolve(load_config(pipeline={"stages": 2}, mesh={"replicate": 3}), 8)
 
 
 @given(replicate=st.integers(1, 12), world_size=st.integers(1, 48))

@@ -18,6 +18,7 @@ from zero_strategy.config import (
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
+    PipelineConfig,
     PrecisionConfig,
     UnitsConfig,
     ZeroConfig,
@@ -33,6 +34,7 @@ SECTIONS = {
     "loss_scale": LossScaleConfig,
     "offload": OffloadConfig,
     "activation_checkpointing": ActivationCheckpointingConfig,
+    "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
 }
 
@@ -67,6 +69,13 @@ DEFAULTS = {
     "activation_checkpointing.mode": "none",
     "activation_checkpointing.every_n": 2,
     "activation_checkpointing.budget": 0.5,
+    "pipeline.stages": 1,
+    "pipeline.schedule": "1f1b",
+    "pipeline.chunks": None,
+    "pipeline.micro_batches": None,
+    "pipeline.partition": "parameters",
+    "pipeline.gather": "per_micro_batch",
+    "pipeline.timeline": "",
     "checkpoint.max_file_bytes": 5_000_000_000,
     "checkpoint.layout": "auto",
     "checkpoint.asynchronous": True,
@@ -113,6 +122,13 @@ BAD_VALUES = [
     ("activation_checkpointing.every_n", 0),
     ("activation_checkpointing.budget", 0.0),
     ("activation_checkpointing.budget", 1.5),
+    ("pipeline.stages", 0),
+    ("pipeline.schedule", "1F1B"),
+    ("pipeline.schedule", "csv:"),
+    ("pipeline.chunks", 0),
+    ("pipeline.micro_batches", 0),
+    ("pipeline.partition", " "),
+    ("pipeline.gather", "never"),
     ("checkpoint.max_file_bytes", 0),
     ("elementwise_optimizers", ["Lion", ""]),
     ("timeout_seconds", 0.0),
@@ -267,3 +283,8 @@ loaded = {"torch", "lightning", "accelerate", "numpy", "hydra"} & set(sys.module
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_one_stage_has_no_chunks():
+    with pytest.raises(ValueError, match=r"pipeline\.chunks is 2 and pipeline\.stages is 1"):
+        load_config(pipeline={"chunks": 2})

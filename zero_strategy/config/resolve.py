@@ -85,6 +85,7 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
         reduction = "per_step" if config.stage < 2 else "per_micro_batch"
         config.record("gradient_reduction", reduction, f"derived: stage {config.stage}")
     _resolve_gradients(config)
+    _resolve_pipeline(config)
     facts = {name: Fact(*fact) for name, fact in (facts or {}).items()}
     _check_facts(config, world_size, facts)
     return ResolvedConfig(config, world_size, facts)
@@ -105,18 +106,31 @@ def batch_fact(ranks: int, micro_batch: int, accumulation: int) -> Fact:
 
 
 def _resolve_mesh(config: ZeroConfig, world_size: int) -> None:
-    mesh = config.mesh
+    mesh, stages = config.mesh, config.pipeline.stages
+    if world_size % stages:
+        raise ValueError(
+            f"pipeline.stages is {stages} [{config.origin_of('pipeline.stages')}]; accepted: a divisor of the world "
+            f"size {world_size}: {_divisors(world_size)}"
+        )
+    world, world_size = world_size, world_size // stages
+    size = "world size"
+    if stages > 1:
+        size = f"number of data-parallel ranks (world size {world} / pipeline.stages {stages})"
     given = f"mesh.replicate is {mesh.replicate} [{config.origin_of('mesh.replicate')}]"
     if world_size % mesh.replicate:
-        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(f"{given}; accepted: a divisor of the world size {world_size}: {divisors}")
+        raise ValueError(f"{given}; accepted: a divisor of the {size} {world_size}: {_divisors(world_size)}")
     shard = world_size // mesh.replicate
     if mesh.shard is None:
-        mesh.record("shard", shard, f"derived: world size {world_size} / replicate {mesh.replicate}")
+        divided = f"world size {world}" + (f" / pipeline.stages {stages}" if stages > 1 else "")
+        mesh.record("shard", shard, f"derived: {divided} / replicate {mesh.replicate}")
     elif mesh.shard != shard:
         both = f"mesh.shard is {mesh.shard} [{config.origin_of('mesh.shard')}] and {given}"
-        ranks = f"{mesh.shard * mesh.replicate} ranks, but the world size is {world_size}"
+        ranks = f"{mesh.shard * mesh.replicate} ranks, but the {size} is {world_size}"
         raise ValueError(f"{both}, {ranks}; accepted: {shard}, None")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _resolve_gradients(config: ZeroConfig) -> None:
@@ -133,6 +147,15 @@ def _resolve_gradients(config: ZeroConfig) -> None:
             "whole gradients on the device until the step; use gradient_reduction: per_micro_batch (the default of "
             "stages 2 and 3), or leave offload.gradients out"
         )
+
+
+def _resolve_pipeline(config: ZeroConfig) -> None:
+    pipeline = config.pipeline
+    if pipeline.chunks is None:
+        several = pipeline.stages > 1 and pipeline.schedule in ("interleaved_1f1b", "interleaved_zb", "zbv")
+        pipeline.record("chunks", 2 if several else 1, f"derived: pipeline.schedule {pipeline.schedule}")
+    if pipeline.micro_batches is None:
+        pipeline.record("micro_batches", pipeline.stages, "derived: pipeline.stages, the fewest that keep all at work")
 
 
 def _check_facts(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact]) -> None:

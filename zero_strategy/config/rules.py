@@ -11,6 +11,7 @@ A range is an `Accepts`, kept in the metadata of the dataclass field it belongs 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -50,6 +51,11 @@ def between(low: float, high: float) -> dict[str, Accepts]:
 def within(low: float, high: float) -> dict[str, Accepts]:
     """Accepts numbers from one bound to another, both included."""
     return {ACCEPTS: Accepts(f"{low:g} to {high:g}", lambda value: low <= value <= high)}
+
+
+def matching(pattern: str, text: str) -> dict[str, Accepts]:
+    """Accepts strings that match a regular expression from end to end; `text` says which in words."""
+    return {ACCEPTS: Accepts(text, lambda value: re.fullmatch(pattern, value) is not None)}
 
 
 def non_empty() -> dict[str, Accepts]:

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .rules import at_least, between, non_empty, one_of, within
+from .rules import at_least, between, matching, non_empty, one_of, within
 from .section import Section, table
 
 if TYPE_CHECKING:
@@ -254,6 +254,54 @@ class ActivationCheckpointingConfig(Section):
 
 
 @dataclass
+class PipelineConfig(Section):
+    """How the layers of a model are divided into pipeline stages, and in which order stages work."""
+
+    prefix: ClassVar[str] = "pipeline."
+
+    stages: int = field(default=1, metadata=at_least(1))
+    """Ranks that one copy of the model is divided among; the world size is a multiple of it."""
+
+    schedule: str = field(
+        default="1f1b",
+        metadata=matching(
+            r"gpipe|1f1b|interleaved_1f1b|zb_h1|interleaved_zb|zbv|auto|csv:.+",
+            "'gpipe', '1f1b', 'interleaved_1f1b', 'zb_h1', 'interleaved_zb', 'zbv', 'auto', 'csv:PATH'",
+        ),
+    )
+    """In which order a rank does the forwards and backwards of its micro-batches; ``csv:PATH`` reads a table, ``auto``
+    takes what is fastest by measured times and fits. See ``zero-strategy schedule list``."""
+
+    chunks: int | None = field(default=None, metadata=at_least(1))
+    """Parts of the model that each rank holds. None: derived, what the schedule needs: 2 for interleaved ones and zbv,
+    else 1."""
+
+    micro_batches: int | None = field(default=None, metadata=at_least(1))
+    """Micro-batches of an optimizer step. None: derived, the framework's accumulation steps, else ``stages``."""
+
+    partition: str = field(default="parameters", metadata=non_empty())
+    """What stages have equal shares of: ``uniform`` (layers), ``parameters``, ``profile`` (measured time), or
+    ``type:regex`` (layers whose class name matches)."""
+
+    gather: str = field(default="per_micro_batch", metadata=one_of("per_micro_batch", "per_step"))
+    """Stage 3: how often a unit's parameters are gathered. ``per_step`` sends less and holds a stage's parameters
+    whole during a step."""
+
+    timeline: str = ""
+    """File into which rank 0 writes when which rank did what in each step, for ``zero-strategy schedule show
+    --timeline``. Empty: none."""
+
+    def check(self) -> None:
+        """Checks the values, and that what divides a model has parts to give."""
+        super().check()
+        if self.stages == 1 and (self.chunks or 1) > 1:
+            raise ValueError(
+                f"pipeline.chunks is {self.chunks} and pipeline.stages is 1: one rank holds the whole model; set "
+                "pipeline.stages, or leave pipeline.chunks out"
+            )
+
+
+@dataclass
 class ZeroConfig(Section):
     """The whole config."""
 
@@ -287,6 +335,9 @@ class ZeroConfig(Section):
 
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     """Which activations are computed again in backward instead of being kept."""
+
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How the layers of a model are divided into pipeline stages."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """How checkpoints are written."""
