@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -62,9 +62,12 @@ class ZeroEngine(EngineCheckpoints):
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
             else the CPU.
         lanes: Of a model in several parts, the ranks that train each part; this engine is for the part of this rank.
+        order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; default: in the
+            order of the module's own.
 
     Attributes:
         module: The module.
+        order: See the argument.
         config: The resolved config.
         model: Units and buckets of the module.
         activations: What autograd keeps of its units, and which are computed again.
@@ -87,6 +90,7 @@ class ZeroEngine(EngineCheckpoints):
         weights: str | os.PathLike[str] | StateReader | None = None,
         device: torch.device | None = None,
         lanes: Sequence[Sequence[int]] | None = None,
+        order: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
         if isinstance(config, ResolvedConfig):
             self.config = config
@@ -103,7 +107,7 @@ class ZeroEngine(EngineCheckpoints):
             )
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
-        self.module = module
+        self.module, self.order = module, order
         self.mesh = Mesh.build(
             replicate=zero.mesh.replicate,
             shard=self.config.shard,
@@ -145,6 +149,11 @@ class ZeroEngine(EngineCheckpoints):
     def stage(self) -> int:
         """The ZeRO stage."""
         return self.model.placement.stage
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks train other parts of the model."""
+        return self.mesh.team.world_size != self.mesh.world_size
 
     @property
     def counters(self) -> CommunicationCounters:

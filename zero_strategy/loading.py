@@ -16,6 +16,7 @@ from zero_strategy.checkpoint.state_reader import Wanted
 from zero_strategy.distributed.together import together
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving import references
+from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import EXTRA_STATE_FILE, state_dict_entries
 from zero_strategy.sharding.parameters import ParameterBucket
 
@@ -40,9 +41,10 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
     _check_same(engine, reader)
     referenced = references.check(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
-    tied = {alias: name for alias, name in engine.model.aliases.items() if name not in referenced}
+    whole = catalog_of(engine).without(referenced)
+    tied = whole.aliases
     if strict:
-        reader.check_against((TensorSpec.of(name, tensor) for name, tensor in entries.items()), tied)
+        reader.check_against(whole.weights, tied)
     sources = reader.sources(entries, tied)
     for name, source in sorted(sources.items()):
         _check_shape(name, tuple(reader.spec(source).shape), tuple(entries[name].shape))
@@ -50,7 +52,7 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
     wanted: list[Wanted] = []
 
     def want() -> None:
-        if engine.mesh.rank == 0:
+        if engine.mesh.team.rank == 0:
             reader.check_ties(tied)
         for bucket in engine.model.buckets:
             wanted.extend(_wanted_weights(engine, reader, bucket, sources))
@@ -83,6 +85,7 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
         )
     own = reader.manifest.user.get(OWN, {})
     names = {id(p): name for name, p in engine.model.names()}
+    elsewhere = set(catalog_of(engine).names()).difference(names.values()) if engine.is_part else set[str]()
 
     wanted: list[Wanted] = []
 
@@ -93,7 +96,8 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
             available = reader.states(str(number))
             if available:
                 _check_family(sharded, reader.manifest.optimizers[str(number)].param_groups, reader)
-            _set_groups(sharded, reader.manifest.optimizers[str(number)].param_groups, names, reader)
+            stored = reader.manifest.optimizers[str(number)].param_groups
+            _set_groups(sharded, _own_groups(stored, elsewhere), names, reader)
             dtypes = own.get("scalar_dtypes", [{}] * len(records))[number]
             sharded.state.clear()
             for group in sharded.optimizer.param_groups:
@@ -190,6 +194,13 @@ def _set_groups(
                 if isinstance(old, Tensor):
                     value = torch.as_tensor(value, dtype=old.dtype, device=old.device)
                 group[key] = value
+
+
+def _own_groups(stored: Sequence[Mapping[str, Any]], elsewhere: set[str]) -> list[Mapping[str, Any]]:
+    """Param groups without the parameters that other parts of the model hold."""
+    if not elsewhere:
+        return list(stored)
+    return [{**group, "params": [name for name in group["params"] if name not in elsewhere]} for group in stored]
 
 
 def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]], reader: StateReader) -> None:

@@ -91,3 +91,90 @@ def refused() -> None:
 
 def test_wrong_lanes_and_gradients(ranks: Launcher) -> None:
     ranks(2)(refused)
+
+
+# ------------------------------------------------------------------------------------------- checkpoints of the whole
+
+
+def layers(numbers: list[int]) -> nn.Module:
+    """Some layers of a model, under the names of the whole."""
+    found = nn.ModuleDict()
+    for number in numbers:
+        torch.manual_seed(number)
+        found[f"layer{number}"] = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5))
+    if 0 in numbers and 2 in numbers:
+        found["layer2"][2].weight = found["layer0"][2].weight  # type: ignore[index]
+    return found
+
+
+def place(name: str) -> tuple[int, ...]:
+    return (int(name.removeprefix("layer").split(".")[0]),)
+
+
+class Run(nn.Module):
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        self.layers = layers(numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def name_place(name: str) -> tuple[int, ...]:
+    return place(name.removeprefix("layers."))
+
+
+def begin(stage: int, parts: list[list[int]]) -> tuple[Run, ZeroEngine, torch.optim.Optimizer]:
+    """The layers of one of the parts, trained by a lane of its own."""
+    world, me = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    size = world // len(parts)
+    lanes = [list(range(size * lane, size * (lane + 1))) for lane in range(len(parts))]
+    model = Run(parts[me // size])
+    config = load_config(stage=stage, units={"min_numel": 0})
+    engine = ZeroEngine(model, config, lanes=lanes if len(parts) > 1 else None, order=name_place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine.attach(optimizer)
+    return model, engine, optimizer
+
+
+def save(stage: int, parts: list[list[int]], folder: str, steps: int) -> None:
+    model, engine, optimizer = begin(stage, parts)
+    for _ in range(steps):
+        model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(folder, asynchronous=True).wait()
+
+
+def load_and_save(stage: int, parts: list[list[int]], source: str, folder: str) -> None:
+    _, engine, _ = begin(stage, parts)
+    engine.load(source)
+    engine.save(folder).finish()
+
+
+def tensor_files(folder: Any) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+
+
+PARTS = [[[0, 1, 2, 3, 4]], [[0, 2], [1, 3, 4]], [[3], [1], [0, 2], [4]]]
+"""The tied layers are always together."""
+
+
+def test_checkpoints_are_of_the_whole_whatever_its_parts(ranks: Launcher, tmp_path: Any) -> None:
+    ranks(4)(save, 2, PARTS[1], str(tmp_path / "first"), 2)
+    first = tensor_files(tmp_path / "first")
+    for number, parts in enumerate([*PARTS, PARTS[0]]):
+        folder = tmp_path / str(number)
+        ranks(2 if number == 3 else 4)(load_and_save, number, parts, str(tmp_path / "first"), str(folder))
+        assert tensor_files(folder) == first
+    whole = Run(PARTS[0][0])
+    found = {name for name in load_file(tmp_path / "first")}
+    assert found == set(whole.state_dict()) - {"layers.layer2.2.weight"}
+
+
+def load_file(folder: Any) -> dict[str, Tensor]:
+    from safetensors.torch import load_file as read
+
+    return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in read(path).items()}

@@ -22,6 +22,7 @@ from zero_strategy.config import (
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
+    PipelineConfig,
     PrecisionConfig,
     ResolvedConfig,
     UnitsConfig,
@@ -91,6 +92,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
         offload: OffloadConfig | dict[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
+        pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
@@ -120,6 +122,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             loss_scale: Dynamic loss scaling for fp16.
             offload: Where state is kept that the device has no room for.
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
+            pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
@@ -148,6 +151,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             loss_scale=loss_scale,
             offload=offload,
             activation_checkpointing=activation_checkpointing,
+            pipeline=pipeline,
             checkpoint=checkpoint,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,

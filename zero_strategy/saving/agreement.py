@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ class Agreement:
         states: list[States],
         directory: str | os.PathLike[str],
         *,
-        frozen: set[str],
+        frozen: Collection[str],
         busy: bool,
         places: SavePlaces,
     ) -> Agreed:
@@ -105,7 +106,7 @@ class Agreement:
         return Agreed(tables, f"{rows[0][1]:012x}", referenced)
 
     def _gather(
-        self, own: list[OptimizerTable], digests: dict[str, int], error: Exception | None, frozen: set[str]
+        self, own: list[OptimizerTable], digests: dict[str, int], error: Exception | None, frozen: Collection[str]
     ) -> tuple[list[OptimizerTable], dict[str, str]]:
         self._all = None
         mine = _Contribution(own, digests, None if error is None else f"{error}")

@@ -74,13 +74,18 @@ def state_dict_entries(module: nn.Module, *, tied: bool = False) -> Iterator[tup
     yield from visit(module, "")
 
 
-def extra_state_file(module: nn.Module) -> dict[str, bytes]:
-    """What modules return from `get_extra_state`, as a file of its own; any picklable value."""
+def extra_state_file(engine: ZeroEngine) -> dict[str, bytes]:
+    """What modules return from `get_extra_state`, as a file of its own; any picklable value.
+
+    A collective of the team if the engine's module is a part of a model.
+    """
     found = {
         name: child.get_extra_state()
-        for name, child in module.named_modules()
+        for name, child in engine.module.named_modules()
         if type(child).get_extra_state is not nn.Module.get_extra_state
     }
+    if engine.is_part:
+        found = {name: state for part in engine.mesh.team.control.gather_objects(found) for name, state in part.items()}
     if not found:
         return {}
     buffer = io.BytesIO()

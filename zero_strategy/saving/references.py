@@ -10,11 +10,13 @@ the right ones; it is no protection against somebody who wants to deceive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from zero_strategy.saving.catalog import Catalog, catalog_of
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint import StateReader
@@ -46,7 +48,7 @@ def digest(data: Tensor, start: int) -> int:
     return total & _MASK
 
 
-def own_digests(engine: ZeroEngine, names: set[str]) -> dict[str, int]:
+def own_digests(engine: ZeroEngine, names: Collection[str]) -> dict[str, int]:
     """This rank's parts of the digests of parameters; those of the first replica count."""
     if engine.mesh.replicate.rank:
         return {}
@@ -60,18 +62,21 @@ def own_digests(engine: ZeroEngine, names: set[str]) -> dict[str, int]:
     return found
 
 
-def total(parts: list[dict[str, int]], names: set[str]) -> dict[str, str]:
+def total(parts: list[dict[str, int]], names: Collection[str]) -> dict[str, str]:
     """The digests, 16 hexadecimal digits each."""
     return {name: f"{sum(part.get(name, 0) for part in parts) & _MASK:016x}" for name in sorted(names)}
 
 
-def describe(engine: ZeroEngine, digests: Mapping[str, str]) -> dict[str, Any]:
+def describe(whole: Catalog, digests: Mapping[str, str]) -> dict[str, Any]:
     """The manifest's entry."""
-    parameters = dict(engine.model.names())
     return {
-        name: {"dtype": str(p.dtype).removeprefix("torch."), "shape": list(p.shape), "digest": digests[name]}
-        for name, p in parameters.items()
-        if name in digests
+        spec.name: {
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "shape": list(spec.shape),
+            "digest": digests[spec.name],
+        }
+        for spec in whole.weights
+        if spec.name in digests
     }
 
 
@@ -94,7 +99,7 @@ def check(engine: ZeroEngine, reader: StateReader) -> set[str]:
     wanted = references_of(reader)
     if not wanted:
         return set()
-    here = {name: str(p.dtype).removeprefix("torch.") for name, p in engine.model.names()}
+    here = {spec.name: str(spec.dtype).removeprefix("torch.") for spec in catalog_of(engine).weights}
     missing = sorted(wanted.keys() - here.keys())
     other_dtype = sorted(name for name, entry in wanted.items() if here.get(name, entry["dtype"]) != entry["dtype"])
     names = wanted.keys() - set(missing) - set(other_dtype)

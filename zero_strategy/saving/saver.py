@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from zero_strategy.checkpoint import CheckpointPlan, TensorSpec
 from zero_strategy.checkpoint.remote import is_remote
@@ -27,9 +26,9 @@ from zero_strategy.checkpoint.save_writer import in_file_order
 from zero_strategy.checkpoint.snapshot import Snapshot
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.distributed.save_board import SaveBoard, own_store
-from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving import random_state, references
 from zero_strategy.saving.agreement import Agreed, Agreement
+from zero_strategy.saving.catalog import Catalog, catalog_of, union_of_groups
 from zero_strategy.saving.contents import (
     OptimizerTable,
     extra_state_file,
@@ -232,7 +231,8 @@ class Saver:
         engine.model.reducer.follow_edits()
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
-        frozen = self._referenced()
+        whole = catalog_of(engine)
+        frozen = whole.frozen if settings.frozen == "reference" else frozenset[str]()
         agreed = self._agreement.reach(
             saved, states, directory, frozen=frozen, busy=self.busy(), places=self._places
         )
@@ -243,9 +243,10 @@ class Saver:
         pending = PendingSave(os.fspath(directory))
         try:
             order = [item for item in state_dict_entries(engine.module) if item[0] not in frozen]
-            plan = self._plan(order, agreed.tables, weights_dtype)
-            job = self._job(directory, plan, agreed, board, saved, dict(user), dict(counters), update_latest)
-            job.extra_files = {**extra_files, **extra_state_file(engine.module)}
+            plan = self._plan(whole.without(frozen), agreed.tables, weights_dtype)
+            groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
+            job = self._job(directory, plan, whole, agreed, board, groups, dict(user), dict(counters), update_latest)
+            job.extra_files = {**extra_files, **extra_state_file(engine)}
             job.own_files = {**own_files, random_state.path_of(engine.mesh.team.rank): random_state.capture()}
             live = pieces_of(engine, order, states, agreed.tables, weights_dtype)
             job.pieces = self._snapshot.take(job.plan, live) if asynchronous else in_file_order(job.plan, live)
@@ -261,19 +262,14 @@ class Saver:
             pending.start(job, None, before, written=True)
         return pending
 
-    def _referenced(self) -> set[str]:
-        """The frozen parameters that are named by their digest instead of being saved."""
-        if self._engine.config.config.checkpoint.frozen == "include":
-            return set()
-        return {name for name, parameter in self._engine.model.names() if not parameter.requires_grad}
-
     def _job(
         self,
         directory: str | os.PathLike[str],
         plan: CheckpointPlan,
+        whole: Catalog,
         agreed: Agreed,
         board: SaveBoard,
-        saved: list[ShardedOptimizer],
+        groups: list[list[dict[str, Any]]],
         user: dict[str, Any],
         counters: dict[str, Any],
         update_latest: bool,
@@ -283,13 +279,13 @@ class Saver:
         own = {
             "scalar_dtypes": [table.scalar_dtypes for table in tables],
             "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
-            references.KEY: references.describe(engine, agreed.references),
+            references.KEY: references.describe(whole, agreed.references),
         }
         manifest = plan.manifest(
             world_size=team.world_size,
             stage=engine.stage,
             scalars={str(number): table.scalars for number, table in enumerate(tables)},
-            param_groups={str(number): groups_of(engine, sharded) for number, sharded in enumerate(saved)},
+            param_groups={str(number): each for number, each in enumerate(groups)},
             counters=counters,
             user={**copy.deepcopy(user), OWN: own},
         )
@@ -305,27 +301,23 @@ class Saver:
             committed=partial(_prune, parent_of(directory), settings),
         )
 
-    def _plan(
-        self, order: Sequence[tuple[str, Tensor]], tables: Sequence[OptimizerTable], dtype: torch.dtype | None
-    ) -> CheckpointPlan:
+    def _plan(self, whole: Catalog, tables: Sequence[OptimizerTable], dtype: torch.dtype | None) -> CheckpointPlan:
         """The files; those of the last save if nothing has changed."""
-        engine = self._engine
-        key = ([(name, t.dtype, t.shape) for name, t in order], [table.kinds for table in tables], dtype)
+        key = (whole, [table.kinds for table in tables], dtype)
         if self._last_plan is None or self._last_plan[0] != key:
-            shapes = {name: tuple(p.shape) for name, p in engine.model.names()}
-            stored = {name for name, _ in order}
+            shapes = {spec.name: spec.shape for spec in whole.weights}
             states = {
                 str(number): {
-                    kind: [TensorSpec(name, dtypes[name], shapes[name]) for name, _ in order if name in dtypes]
+                    kind: [TensorSpec(name, dtypes[name], shapes[name]) for name in whole.names() if name in dtypes]
                     for kind, dtypes in sorted(table.kinds.items())
                 }
                 for number, table in enumerate(tables)
             }
             plan = CheckpointPlan.build(
-                [TensorSpec(name, stored_dtype(t.dtype, dtype), tuple(t.shape)) for name, t in order],
+                [TensorSpec(spec.name, stored_dtype(spec.dtype, dtype), spec.shape) for spec in whole.weights],
                 states,
-                aliases={alias: name for alias, name in engine.model.aliases.items() if name in stored},
-                max_file_bytes=engine.config.config.checkpoint.max_file_bytes,
+                aliases={alias: name for alias, name in whole.aliases.items() if name in shapes},
+                max_file_bytes=self._engine.config.config.checkpoint.max_file_bytes,
                 metadata={"format": "pt"},
             )
             self._last_plan = (key, plan)
