@@ -102,7 +102,7 @@ def read_program(schedules: Sequence[PipeSchedule]) -> Program:
         if of != (len(schedules), rank, first.micro_batches):
             raise ScheduleError(
                 f"schedule {rank} of {len(schedules)} is for stage {of[1]} of {of[0]} and {of[2]} micro-batches; needed "
-                f"is one for every rank, in order, and for {first.micro_batches} micro-batches as the first one is"
+                f"is one for every rank, in order, all for {first.micro_batches} micro-batches like the first"
             )
     ops = tuple(_read(schedule, placement) for schedule in schedules)
     return Program(tuple(schedules), placement, first.micro_batches, ops)
