@@ -32,8 +32,8 @@ class LayerSpec:
         if not (isinstance(given, type) and issubclass(given, nn.Module)):
             hint = "an instance" if isinstance(given, nn.Module) else "a function"
             raise TypeError(
-                f"{type(self).__name__} takes a class of torch.nn.Module and its arguments, not {given!r}; {hint} can be "
-                "a layer itself, without a spec"
+                f"{type(self).__name__} takes a class of torch.nn.Module and its arguments, not {given!r}; {hint} can "
+                "be a layer itself, without a spec"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
