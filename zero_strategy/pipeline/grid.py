@@ -75,8 +75,8 @@ class PipelineParallelGrid:
     def _check(self, process_group: ProcessGroup | None) -> None:
         if self._topo.world_size() != self.world_size:
             raise ValueError(
-                f"the topology {self._topo} has {self._topo.world_size()} ranks, but {self.world_size} take part; start "
-                "as many ranks as it has, or change it"
+                f"the topology {self._topo} has {self._topo.world_size()} ranks, but {self.world_size} take part; "
+                "start as many ranks as it has, or change it"
             )
         if process_group is not None and group_size(process_group) != self.world_size:
             raise ValueError(
