@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 
 
@@ -39,3 +41,14 @@ def has_process_group() -> bool:
 def group_size(group: ProcessGroup) -> int:
     """Number of its ranks."""
     return dist.get_world_size(group)
+
+
+def from_first_rank(value: T) -> T:
+    """Rank 0's picklable `value`, on all ranks; the value itself without a process group. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values: list[T | None] = [value if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values, src=0)
+    found = values[0]
+    assert found is not None
+    return found

@@ -98,7 +98,7 @@ class PipelineParallelGrid:
         return [self._topo.get_axis_list("data", index) for index in range(self.data_parallel_size)]
 
     def _pairs(self) -> list[list[int]]:
-        after = {}
+        after: dict[int, int] = {}
         for group in self.pipe_groups:
             after.update(zip(group, [*group[1:], group[0]]))
         return [[rank, after[rank]] for rank in range(self.world_size)]

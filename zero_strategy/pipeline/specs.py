@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -99,4 +99,46 @@ def layer_class_name(layer: object) -> str:
         return layer.typename.__name__
     if isinstance(layer, nn.Module):
         return type(layer).__name__
+    if isinstance(layer, ModelLayer) and layer.modules:
+        return "+".join(type(module).__name__ for module in layer.modules.values())
     return str(getattr(layer, "__name__", type(layer).__name__))
+
+
+class ModelLayer:
+    """A layer made of modules of a larger model, which keep the names of their parameters there.
+
+    Args:
+        modules: The modules by their names in the model, in the order of use.
+        function: Called with the modules and then the input; None: the modules are called one after the other.
+        name: In messages; None: the modules' names.
+
+    Raises:
+        TypeError: If one of them is no module.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], function: Callable[..., Any] | None = None, *, name: str | None = None
+    ) -> None:
+        for module_name, module in modules.items():
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"ModelLayer: {module_name!r} is a {type(module).__name__}, and no torch.nn.Module")
+        self.modules, self.function = dict(modules), function
+        self.name = name or " + ".join(self.modules) or layer_class_name(function)
+
+    def __call__(self, inputs: Any) -> Any:
+        """Run the layer."""
+        if self.function is not None:
+            return self.function(*self.modules.values(), inputs)
+        for module in self.modules.values():
+            inputs = module(inputs)
+        return inputs
+
+    def __repr__(self) -> str:
+        return f"ModelLayer({self.name})"
+
+
+def modules_of(layer: object) -> list[nn.Module]:
+    """The modules that a layer brings along; none for functions and for what is not built yet."""
+    if isinstance(layer, ModelLayer):
+        return list(layer.modules.values())
+    return [layer] if isinstance(layer, nn.Module) else []
