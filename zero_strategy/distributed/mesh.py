@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.groups import own_group
 from zero_strategy.distributed.rendezvous import StoreRendezvous
 
 
@@ -123,12 +124,7 @@ class Mesh:
         limit = timedelta(seconds=timeout)
 
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
-            mine = None
-            for ranks in lists:  # every rank takes part in making every group
-                group = dist.new_group(ranks, timeout=limit, backend=backend)
-                if dist.get_rank() in ranks:
-                    mine = group
-            return Communicator(mine, counters)
+            return Communicator(own_group(lists, timeout=limit, backend=backend), counters)
 
         rows = [list(lane[row * shard : (row + 1) * shard]) for lane in lanes for row in range(replicate)]
         columns = [list(lane[column::shard]) for lane in lanes for column in range(shard)]
