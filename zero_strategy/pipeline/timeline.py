@@ -1,0 +1,209 @@
+"""Who does what when: simulated, or measured in a run.
+
+A measured timeline is a file of JSON lines, an event a line:
+
+    {"rank": 0, "start": 0.0132, "end": 0.0310, "kind": "F", "micro_batch": 3, "chunk": 0}
+
+`rank` is the pipeline rank; times are in seconds, of a clock that the ranks of a pipeline share; `kind` is F, B, I or W
+for computations (`Kind`), and any other word for what else took time ("wait", "step"). `micro_batch` and `chunk` may be
+left out where there are none. Lines may come in any order: files of several ranks are joined by putting one after the
+other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zero_strategy.pipeline.actions import Kind
+
+_COMPUTES = frozenset(kind.value for kind in Kind)
+_ENDS = (Kind.BACKWARD.value, Kind.BACKWARD_WEIGHT.value)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took a rank's time, from `start` to `end`."""
+
+    rank: int
+    start: float
+    end: float
+    kind: str
+    """F, B, I or W (the values of Kind) for a computation; another word for anything else."""
+    micro_batch: int | None = None
+    chunk: int = 0
+
+    @property
+    def computes(self) -> bool:
+        """Whether the rank is busy with the model, and not with waiting or with the end of the batch."""
+        return self.kind in _COMPUTES
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a rank does with its time, in the unit of the timeline.
+
+    Attributes:
+        start: When its first computation begins.
+        end: When its last one ends.
+        busy: How long it computes.
+        idle: Fraction of the whole timeline in which it does not compute.
+        idle_in_window: Fraction of its own time, from `start` to `end`, in which it does not.
+        in_flight: The most micro-batches that are in flight at once: forward begun, backward not over. One in several
+            chunks counts once.
+        activations: The most activations that are held at once, in micro-batches of all chunks: those of one chunk count
+            as 1 / chunks.
+    """
+
+    start: float
+    end: float
+    busy: float
+    idle: float
+    idle_in_window: float
+    in_flight: int
+    activations: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of all ranks.
+
+    Attributes:
+        name: Of what, for titles.
+        ranks: How many.
+        chunks: Stages of each.
+        events: By rank, then by time.
+    """
+
+    name: str
+    ranks: int
+    chunks: int
+    events: tuple[Event, ...]
+
+    @property
+    def start(self) -> float:
+        """When the first computation of all begins."""
+        return min((event.start for event in self.events if event.computes), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the beginning of the first computation to the end of the last one."""
+        return max((event.end for event in self.events if event.computes), default=0.0) - self.start
+
+    @cached_property
+    def usage(self) -> tuple[Usage, ...]:
+        """Of each rank.
+
+        Raises:
+            ValueError: If a rank computes nothing.
+        """
+        return tuple(self._usage(rank) for rank in range(self.ranks))
+
+    def peak(self, rank: int, weight: Callable[[int], float]) -> float:
+        """The most that a rank holds at once, if a micro-batch in flight in a chunk holds `weight(chunk)`."""
+        held = peak = 0.0
+        for event in self.computations(rank):
+            if event.kind == Kind.FORWARD.value:
+                held += weight(event.chunk)
+                peak = max(peak, held)
+            elif event.kind in _ENDS:
+                held -= weight(event.chunk)
+        return peak
+
+    def computations(self, rank: int) -> list[Event]:
+        """A rank's, by time."""
+        return [event for event in self.events if event.rank == rank and event.computes]
+
+    def _usage(self, rank: int) -> Usage:
+        events = self.computations(rank)
+        if not events:
+            raise ValueError(f"timeline {self.name}: rank {rank} computes nothing")
+        start, end = events[0].start, max(event.end for event in events)
+        busy = sum(event.end - event.start for event in events)
+        return Usage(
+            start=start,
+            end=end,
+            busy=busy,
+            idle=1 - busy / self.makespan,
+            idle_in_window=1 - busy / (end - start),
+            in_flight=_in_flight(events),
+            activations=self.peak(rank, lambda _: 1) / self.chunks,
+        )
+
+
+def timeline_of(name: str, events: Iterable[Event]) -> Timeline:
+    """A timeline of events in any order."""
+    ordered = tuple(sorted(events, key=lambda event: (event.rank, event.start, event.end)))
+    ranks = 1 + max((event.rank for event in ordered), default=-1)
+    return Timeline(name, ranks, 1 + max((event.chunk for event in ordered), default=0), ordered)
+
+
+def read_timeline(paths: Sequence[str | Path]) -> Timeline:
+    """The measured timeline in files of JSON lines, in the format above; times begin at zero.
+
+    Raises:
+        ValueError: If a line is no event; the message names file and line.
+        OSError: If a file cannot be read.
+    """
+    events = [event for path in paths for event in _read(Path(path))]
+    if not events:
+        raise ValueError(f"{', '.join(map(str, paths))}: no events")
+    zero = min(event.start for event in events)
+    moved = (Event(e.rank, e.start - zero, e.end - zero, e.kind, e.micro_batch, e.chunk) for e in events)
+    return timeline_of(", ".join(Path(path).stem for path in paths), moved)
+
+
+def write_timeline(events: Iterable[Event], path: str | Path) -> None:
+    """Write events as JSON lines.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with Path(path).open("w", encoding="utf-8") as file:
+        for event in events:
+            file.write(json.dumps({key: value for key, value in asdict(event).items() if value is not None}) + "\n")
+
+
+def _in_flight(events: Sequence[Event]) -> int:
+    held: dict[int | None, int] = {}
+    peak = 0
+    for event in events:
+        if event.kind == Kind.FORWARD.value:
+            held[event.micro_batch] = held.get(event.micro_batch, 0) + 1
+            peak = max(peak, len(held))
+        elif event.kind in _ENDS:
+            held[event.micro_batch] = held.get(event.micro_batch, 1) - 1
+            if not held[event.micro_batch]:
+                del held[event.micro_batch]
+    return peak
+
+
+def _read(path: Path) -> list[Event]:
+    events = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    events.append(_event(json.loads(line)))
+                except (ValueError, TypeError, KeyError) as error:
+                    raise ValueError(f"{path}, line {number}: no event of a timeline: {error!r}") from error
+    return events
+
+
+def _event(record: dict[str, Any]) -> Event:
+    micro_batch = record.get("micro_batch")
+    event = Event(
+        rank=int(record["rank"]),
+        start=float(record["start"]),
+        end=float(record["end"]),
+        kind=str(record["kind"]),
+        micro_batch=None if micro_batch is None else int(micro_batch),
+        chunk=int(record.get("chunk", 0)),
+    )
+    if event.rank < 0 or event.chunk < 0 or event.end < event.start:
+        raise ValueError("rank and chunk are 0 or more, and the end is not before the start")
+    return event
