@@ -185,7 +185,7 @@ class _Graph:
 
     def _must_be_early(self, node: Any) -> bool:
         """Whether what comes to a node from the way can only be had while the way is run."""
-        parents = self.parents.get(node, ())
+        parents = self.parents.get(node, [])
         crossing = [parent for parent in parents if parent in self.on_the_way]
         if not crossing:
             return False
@@ -317,7 +317,7 @@ def _nothing(_: Any) -> None:
 
 def _saved(node: Any) -> list[Any]:
     found: list[Any] = []
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node.__class__):
         with contextlib.suppress(RuntimeError):  # released already
             value = getattr(node, name)
             found += value if isinstance(value, (tuple, list)) else [value]
