@@ -1,0 +1,195 @@
+"""Messages from one rank to another one, under way while the ranks compute.
+
+Messages to higher ranks and to lower ones have a process group each: on gloo a connection carries one direction, so
+that none waits until another one has gone by. Channels on one connection are told apart by tags. NCCL knows no tags and
+keeps one order per communicator, so there every channel has a group of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_strategy.distributed.background import BackgroundWorker
+from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.failure_board import FailureBoard
+from zero_strategy.distributed.save_board import own_store
+from zero_strategy.distributed.watched_waits import Awaited, WatchedWaits
+
+_LARGE_BYTES = 1 << 20
+"""Of a message that a thread posts: posting copies to the socket as much as it takes."""
+_BACKUP_SECONDS = 60.0
+"""By which gloo's own time-out is longer than ours."""
+
+
+class Channel(NamedTuple):
+    """A way from one rank to another one, with an order of its own.
+
+    Attributes:
+        source: Rank that sends, among the transport's ranks.
+        target: Rank that receives.
+        tag: Tells channels between the same two ranks apart; small.
+    """
+
+    source: int
+    target: int
+    tag: int
+
+
+class PointToPoint:
+    """The transport between some ranks. Made, and made again after a failure, by all of them together.
+
+    Args:
+        ranks: World ranks that take part, in the order of their numbers here.
+        channels: All that will be used, by any of them.
+        device: Of the messages.
+        timeout: Seconds that a wait may take.
+        name: Tells transports apart in the store; equal on all ranks.
+        title: This rank in words, for errors.
+
+    Attributes:
+        rank: This rank's number among `ranks`.
+        counters: Messages and bytes sent, by kind.
+        waits: How this rank waits.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        channels: Sequence[Channel],
+        *,
+        device: torch.device,
+        timeout: float,
+        name: str,
+        title: str,
+    ) -> None:
+        self.ranks = list(ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
+        self.counters = CommunicationCounters()
+        self._groups = _make_groups(self.ranks, channels, device, timedelta(seconds=timeout + _BACKUP_SECONDS))
+        key = f"pipeline/{name}/{'-'.join(map(str, self.ranks))}"
+        board = FailureBoard(own_store(len(self.ranks)), key)
+        groups = list(dict.fromkeys(self._groups.values()))
+        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout)
+        self._senders = {group: _Sender() for group in groups}
+        weakref.finalize(self, self.waits.stop)
+
+    def post(self, buffer: Tensor, channel: Channel) -> Any:
+        """Receive into a buffer what is sent next on a channel.
+
+        Args:
+            buffer: uint8; exactly as long as the message.
+
+        Returns:
+            To be given to `wait`.
+        """
+        with self.waits.watching(self._awaited("a message", channel.source)):
+            return dist.irecv(buffer, group=self._groups[channel], group_src=self._source(channel), tag=channel.tag)
+
+    def send(self, buffer: Tensor, channel: Channel, kind: str, done: Callable[[], None]) -> None:
+        """Send a buffer.
+
+        Args:
+            buffer: uint8; unchanged until `done` is called.
+            channel: From this rank.
+            kind: Under which it is counted.
+            done: Called, in a thread, when the buffer is free.
+        """
+        self.counters.add(kind, buffer.numel(), 1)
+        group = self._groups[channel]
+
+        def post() -> Any:
+            return dist.isend(buffer, group=group, group_dst=self._target(channel), tag=channel.tag)
+
+        with self.waits.watching(self._awaited("room for a message", channel.target)):
+            self._senders[group].send(post, buffer.numel() >= _LARGE_BYTES, done)
+
+    def wait(self, work: Any, what: str, peer: str, channel: Channel) -> None:
+        """Wait for what `post` has returned.
+
+        Raises:
+            RankFailedError: If it cannot come; names `peer` and `what`, or what has failed elsewhere.
+        """
+        self.waits.wait(work, Awaited(what, peer, self.ranks[channel.source]))
+
+    def finish_sends(self) -> None:
+        """Wait until everything is sent."""
+        for sender in self._senders.values():
+            with self.waits.watching(Awaited("its messages to arrive", "a neighbour", self.ranks[self.rank])):
+                sender.finish()
+
+    def close(self) -> None:
+        """Give the groups back."""
+        self.waits.stop()
+        self.waits.break_connections()
+        for group in self._senders:
+            dist.destroy_process_group(group)
+
+    def _awaited(self, what: str, rank: int) -> Awaited:
+        return Awaited(what, f"rank {self.ranks[rank]}", self.ranks[rank])
+
+    def _source(self, channel: Channel) -> int:
+        return dist.get_group_rank(self._groups[channel], self.ranks[channel.source])
+
+    def _target(self, channel: Channel) -> int:
+        return dist.get_group_rank(self._groups[channel], self.ranks[channel.target])
+
+
+class _Sender:
+    """Posts messages in their order, and notices in a thread when they are gone."""
+
+    def __init__(self) -> None:
+        self._poster, self._reaper = BackgroundWorker(), BackgroundWorker()
+        self._posting: Future[None] | None = None
+        self._under_way: deque[Future[None]] = deque()
+
+    def send(self, post: Callable[[], Any], large: bool, done: Callable[[], None]) -> None:
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft().result()
+        found: list[Any] = []
+        posted: Future[None] | None = None
+        if large or not (self._posting is None or self._posting.done()):
+            posted = self._posting = self._poster.submit(lambda: found.append(post()))
+        else:
+            found.append(post())
+
+        def reap() -> None:
+            if posted is not None:
+                posted.result()
+            found.pop().wait()
+            done()
+
+        self._under_way.append(self._reaper.submit(reap))
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().result()
+
+
+def _make_groups(
+    ranks: list[int], channels: Sequence[Channel], device: torch.device, timeout: timedelta
+) -> dict[Channel, dist.ProcessGroup]:
+    """By channel, what carries it; only channels of this rank."""
+    if len(ranks) == 1:
+        return {}
+    own = dist.get_rank()
+    found: dict[Channel, dist.ProcessGroup] = {}
+    if device.type == "cpu":
+        down, up = (
+            dist.new_group(sorted(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+            for _ in range(2)
+        )
+        return {channel: down if channel.source < channel.target else up for channel in channels}
+    for channel in channels:
+        pair = sorted((ranks[channel.source], ranks[channel.target]))
+        if own in pair:
+            found[channel] = dist.new_group(pair, timeout=timeout, use_local_synchronization=True)
+    return found

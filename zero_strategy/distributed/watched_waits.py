@@ -1,0 +1,170 @@
+"""Waits for other ranks that end when one of them has failed, or after a time.
+
+A thread looks at what the main thread waits for. While it waits long, the thread asks the board for failures; when
+there is one, or the time is over, it breaks this rank's connections, and with them the wait. The peers' waits for this
+rank break at once, too; and they look at the board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_strategy.distributed.failure_board import Failure, FailureBoard
+
+_LOOK_SECONDS = 0.1
+_ASK_AFTER = 0.3
+"""Seconds of a wait before the store is asked: most waits are shorter."""
+_REASON_SECONDS = 1.0
+"""How long a broken connection waits for its reason, which is posted before."""
+_BREAKING_TAG = 1 << 20
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has failed, is gone or does not come; `failure` tells."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What is waited for.
+
+    Attributes:
+        what: In words: "the activation of micro-batch 3".
+        peer: Who it comes from, or goes to, in words: "stage 1 (rank 1)".
+        rank: Whose it is, in the world.
+    """
+
+    what: str
+    peer: str
+    rank: int
+
+
+class WatchedWaits:
+    """The waits of one rank for its peers.
+
+    Args:
+        rank: This rank, in the world.
+        name: This rank in words: "stage 0 (rank 0)".
+        groups: Process groups whose connections are broken on failure.
+        board: Where failures are posted.
+        timeout: Seconds that a wait may take.
+    """
+
+    def __init__(
+        self, rank: int, name: str, groups: list[dist.ProcessGroup], board: FailureBoard, timeout: float
+    ) -> None:
+        self.rank, self.name, self.groups, self.board, self.timeout = rank, name, groups, board, timeout
+        self.broken = False
+        self._waiting: tuple[Awaited, float] | None = None
+        self._expired = False
+        self._awake, self._stopped = threading.Event(), False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: Any, awaited: Awaited) -> None:
+        """Wait for something under way.
+
+        Raises:
+            RankFailedError: If it cannot come any more, or has not come in time.
+        """
+        with self.watching(awaited):
+            work.wait()
+
+    @contextmanager
+    def watching(self, awaited: Awaited) -> Iterator[None]:
+        """Inside, something is waited for; an error of the transport is explained."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="zero-watch", daemon=True)
+            self._thread.start()
+        self._waiting = (awaited, time.monotonic())
+        if not self._awake.is_set():
+            self._awake.set()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._explained(error, awaited) from error
+        finally:
+            self._waiting = None
+
+    def rest(self) -> None:
+        """Nothing is waited for until the next wait: the thread sleeps."""
+        self._awake.clear()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped = True
+        self._awake.set()
+
+    def fail(self, failure: Failure) -> Failure:
+        """Post this rank's failure and break its connections, so that all ranks stop.
+
+        Returns:
+            The failure that came first, which may be another one.
+        """
+        first = self.board.post(failure)
+        self.break_connections()
+        return first
+
+    def break_connections(self) -> None:
+        """End this rank's transfers, and the peers' with this rank."""
+        with self._lock:
+            if self.broken:
+                return
+            self.broken = True
+            for group in self.groups:
+                with contextlib.suppress(Exception):
+                    _break(group)
+
+    def _explained(self, error: RuntimeError, awaited: Awaited) -> RankFailedError:
+        failure = self.board.first(0.0 if self._expired else _REASON_SECONDS)
+        if failure is None and self._expired:
+            text = (
+                f"{self.name} has waited {self.timeout:g} s for {awaited.what}, and {awaited.peer} has neither come "
+                "nor failed: it is out of step, or hangs"
+            )
+            failure = self.fail(Failure("silent", awaited.rank, text, {}))
+        elif failure is None:
+            text = f"{awaited.peer} is gone: its connection broke while {self.name} waited for {awaited.what} ({error})"
+            failure = self.fail(Failure("gone", awaited.rank, text, {}))
+        self.break_connections()
+        return RankFailedError(failure)
+
+    def _look(self) -> None:
+        while True:
+            self._awake.wait()
+            if self._stopped:
+                return
+            time.sleep(_LOOK_SECONDS)
+            waiting = self._waiting
+            if waiting is None or self.broken:
+                continue
+            seconds = time.monotonic() - waiting[1]
+            if seconds > _ASK_AFTER and self.board.first() is not None:
+                self.break_connections()
+            elif seconds > self.timeout:
+                self._expired = True
+                self.break_connections()
+
+
+def _break(group: dist.ProcessGroup) -> None:
+    if dist.get_backend(group) != "gloo":
+        group.abort()
+        return
+    # Gloo's own way to end transfers from one rank to another is that a wait runs out of time.
+    peer = 1 if dist.get_rank(group) == 0 else 0
+    work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=_BREAKING_TAG)
+    assert work is not None
+    work.wait(timedelta(milliseconds=1))

@@ -1,0 +1,299 @@
+"""Carries out the instructions of one rank: computes, sends, receives, and stops on all ranks when one fails.
+
+Receives are posted before their instructions come, and waited for when a computation needs what they bring; sends are
+under way while the rank goes on. So instructions about messages only say what is sent, in which order.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_strategy.distributed.watched_waits import RankFailedError
+from zero_strategy.pipeline.actions import Kind
+from zero_strategy.pipeline.chunk import Chunk, Parcel
+from zero_strategy.pipeline.errors import PipelineError, error_of, failure_of
+from zero_strategy.pipeline.feed import BatchFunction, Feed
+from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
+from zero_strategy.pipeline.instructions import (
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+)
+from zero_strategy.pipeline.neighbours import Neighbours
+from zero_strategy.pipeline.orders import KINDS, Order, Orders, read_orders
+from zero_strategy.pipeline.placement import Placement
+from zero_strategy.pipeline.schedule import PipeSchedule
+from zero_strategy.pipeline.timeline import Event
+from zero_strategy.pipeline.trees import describe, put_together
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass
+class Run:
+    """What one batch gave.
+
+    Attributes:
+        loss: Mean of the micro-batches' losses, on every rank, on the CPU; None if there was nothing to average.
+        outputs: Of a run without backwards on the rank of the last stage: one of each micro-batch.
+        events: When this rank did what, if recording is on.
+    """
+
+    loss: Tensor | None = None
+    outputs: list[Any] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+
+class Executor:
+    """One rank of a pipeline.
+
+    Args:
+        chunks: The rank's stages, in the order of the placement's chunks. Each takes one value: what the stage before
+            returned, or the inputs of a micro-batch.
+        placement: Where the stages are.
+        ranks: World ranks of the pipeline, in order; None: all ranks of the process group.
+        loss_fn: Of the last stage's outputs and the labels; None: the outputs are the loss, if they are one number.
+        hooks: What an engine does around instructions.
+        batch_fn: Makes pairs of inputs and labels of what the data iterator gives.
+        device: Of what stages compute with.
+        autocast: Makes the context in which forwards run.
+        timeout: Seconds that this rank waits for a message.
+        name: Tells pipelines of the same ranks apart; equal on all of them.
+        record: Whether runs have events.
+
+    Attributes:
+        rank: This rank in the pipeline.
+        placement: Where the stages are.
+        chunks: The rank's stages.
+        batch_fn: May be changed between runs.
+        record: Likewise.
+        loss_fn: Likewise.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Callable[[Any], Any]],
+        placement: Placement,
+        *,
+        ranks: Sequence[int] | None = None,
+        loss_fn: LossFunction | None = None,
+        hooks: ExecutorHooks | None = None,
+        batch_fn: BatchFunction | None = None,
+        device: torch.device | str = "cpu",
+        autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+        timeout: float = 600.0,
+        name: str = "pipeline",
+        record: bool = False,
+    ) -> None:
+        own = dist.get_rank() if dist.is_initialized() else 0
+        world = list(range(dist.get_world_size() if dist.is_initialized() else 1)) if ranks is None else list(ranks)
+        if len(world) != placement.ranks or own not in world:
+            raise ValueError(f"a pipeline of {placement.ranks} ranks with this one ({own}) in it cannot be on {world}")
+        if len(chunks) != placement.chunks:
+            raise ValueError(f"{len(chunks)} stages for a rank that has {placement.chunks} chunks")
+        self.rank, self.placement, self.loss_fn = world.index(own), placement, loss_fn
+        self.batch_fn, self.record = batch_fn, record
+        self._hooks, self._device = hooks or ExecutorHooks(), torch.device(device)
+        self._autocast, self._own = autocast, own
+        stages = [placement.stage_of(self.rank, chunk) for chunk in range(placement.chunks)]
+        last = placement.stages - 1
+        self.chunks = [Chunk(module, stage, stage == last) for module, stage in zip(chunks, stages)]
+        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, name)
+        self._readers = (0 in stages) + (last in stages)
+        self._read: Orders | None = None
+        self._doing = ""
+        # Between stages of this rank, and between a computation and its message, by stage and micro-batch.
+        self._activations: dict[tuple[int, int], Parcel] = {}
+        self._gradients: dict[tuple[int, int], Parcel] = {}
+        self._losses: Tensor | None = None
+        self._actions: dict[type[PipeInstruction], Callable[[], None]] = {
+            ReduceTiedGrads: self._hooks.reduce_tied_grads,
+            ReduceGrads: self._hooks.reduce_grads,
+            OptimizerStep: self._hooks.optimizer_step,
+        }
+
+    def run(self, schedule: PipeSchedule, data: Iterator[Any] | None = None) -> Run:
+        """Carry out a batch. All ranks of the pipeline call this together, with their parts of one schedule.
+
+        Args:
+            schedule: This rank's.
+            data: Gives pairs of inputs and labels, one for each micro-batch; needed where the first and the last stage
+                are, and read nowhere else.
+
+        Returns:
+            The loss, and outputs or events if they were asked for.
+
+        Raises:
+            DataEndedError: On all ranks, if a data iterator ended early.
+            PipelineError: If another rank has failed, is gone, does not come or is out of step; names its stage.
+            Exception: What this rank's own stages raised, with a note that names the stage.
+        """
+        orders = self._read
+        if orders is None or orders.schedule is not schedule:
+            orders = self._read = read_orders(schedule, self.placement, self.rank)
+        self._doing = "at the beginning"
+        try:
+            return self._carry_out(orders, data)
+        except RankFailedError as error:
+            raise error_of(error.failure) from error
+        except BaseException as error:
+            where = f"{self._neighbours.title}, {self._doing}"
+            first = self._neighbours.fail(failure_of(error, self._own, where))
+            if first.rank != self._own:  # this is only what the first failure led to
+                raise error_of(first) from error
+            if not isinstance(error, (PipelineError, StopIteration)):
+                _note(error, f"in {where}{self._change()}")
+            raise
+        finally:
+            self._activations.clear()
+            self._gradients.clear()
+            self._losses = None
+            for chunk in self.chunks:
+                chunk.clear()
+
+    def _carry_out(self, orders: Orders, data: Iterator[Any] | None) -> Run:
+        result, micro_batches = Run(), orders.schedule.micro_batches
+        feed = Feed(data, micro_batches, self.batch_fn, self._device, self._readers)
+        self._neighbours.begin(orders.receives, zlib.crc32(orders.title.encode()))
+        with torch.set_grad_enabled(orders.training):
+            for order in orders.orders:
+                if (kind := KINDS.get(order.instruction)) is not None:
+                    self._compute(kind, order, orders, feed, result)
+                elif order.micro_batch >= 0:
+                    self._exchange(order, feed)
+                else:
+                    self._doing = f"in {order.instruction.__name__}"
+                    started = time.perf_counter()
+                    self._actions[order.instruction]()
+                    self._record(result, order.instruction.__name__, started, None, 0)
+        self._doing = "at the end of the batch"
+        losses = None if self._losses is None else self._losses / micro_batches
+        result.loss = self._neighbours.share_loss(losses)
+        self._neighbours.end()
+        return result
+
+    def _exchange(self, order: Order, feed: Feed) -> None:
+        chunk = self.chunks[order.chunk]
+        at = chunk.stage, order.micro_batch
+        if order.instruction is LoadMicroBatch:
+            self._doing = f"loading micro-batch {order.micro_batch}"
+            feed.load(order.micro_batch, chunk.stage)
+        elif order.instruction is SendActivation:
+            self._neighbours.send_activation(*at, self._activations.pop(at))
+        elif order.instruction is SendGrad:
+            self._neighbours.send_gradients(*at, self._gradients.pop(at))
+        else:
+            assert order.instruction in (RecvActivation, RecvGrad), order
+
+    def _compute(self, kind: Kind, order: Order, orders: Orders, feed: Feed, result: Run) -> None:
+        chunk, micro_batch = self.chunks[order.chunk], order.micro_batch
+        computation = Computation(kind, micro_batch, order.chunk, chunk.stage, order.last)
+        self._doing = f"{_WORDS[kind]} of micro-batch {micro_batch} in stage {chunk.stage}"
+        started = time.perf_counter()
+        needed = self._needed(kind, chunk, micro_batch, orders.training, feed)
+        self._record(result, "wait", started, micro_batch, order.chunk)
+        self._hooks.before(computation)
+        started = time.perf_counter()
+        if kind is Kind.FORWARD:
+            self._forward(chunk, micro_batch, needed, orders, feed, result)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            chunk.backward_weight(micro_batch)
+        else:
+            backward = chunk.backward if kind is Kind.BACKWARD else chunk.backward_input
+            gradients = backward(micro_batch, needed)
+            if chunk.stage > 0:
+                self._gradients[chunk.stage, micro_batch] = gradients
+        self._record(result, kind.value, started, micro_batch, order.chunk)
+        self._hooks.after(computation)
+
+    def _needed(self, kind: Kind, chunk: Chunk, micro_batch: int, training: bool, feed: Feed) -> Any:
+        """What a computation starts from: of the data, of a neighbouring stage of this rank, or of a message."""
+        stage = chunk.stage
+        if kind is Kind.BACKWARD_WEIGHT or (kind is not Kind.FORWARD and chunk.last):
+            return ()
+        if kind is not Kind.FORWARD:
+            found = self._gradients.pop((stage + 1, micro_batch), None)
+            if found is None:
+                found = self._neighbours.gradients(stage, micro_batch)
+            return put_together(found.tensors, found.structure)
+        if stage == 0:
+            return feed.take(micro_batch, 0, stage)
+        parcel = self._activations.pop((stage - 1, micro_batch), None)
+        if parcel is None:
+            parcel = self._neighbours.activation(stage, micro_batch)
+        return chunk.accept(micro_batch, parcel, training)
+
+    def _forward(
+        self, chunk: Chunk, micro_batch: int, value: Any, orders: Orders, feed: Feed, result: Run
+    ) -> None:
+        labels = feed.take(micro_batch, 1, chunk.stage) if chunk.last else None
+        if self._autocast is None:
+            found, loss = self._call(chunk, micro_batch, value, labels)
+        else:
+            with self._autocast():
+                found, loss = self._call(chunk, micro_batch, value, labels)
+        if not chunk.last:
+            self._activations[chunk.stage, micro_batch] = chunk.pack(micro_batch, found, orders.training)
+            return
+        if loss is not None:
+            added = loss.detach().float()
+            self._losses = added if self._losses is None else self._losses + added
+        if orders.training:
+            if loss is None:
+                raise ValueError(f"the last stage returned {type(found).__name__} and there is no loss_fn: no loss")
+            chunk.end(micro_batch, self._hooks.scale_loss(loss, orders.schedule.micro_batches))
+        else:
+            chunk.end(micro_batch, None)
+            result.outputs.append(found)
+        self._hooks.forwarded(micro_batch, found, None if loss is None else loss.detach())
+
+    def _call(self, chunk: Chunk, micro_batch: int, value: Any, labels: Any) -> tuple[Any, Tensor | None]:
+        """A stage's outputs; of the last one, the loss as well, if there can be one."""
+        found = chunk.forward(micro_batch, value)
+        if not chunk.last:
+            return found, None
+        # Labels may be missing where only outputs are wanted.
+        with_loss = self.loss_fn is not None and (labels is not None or torch.is_grad_enabled())
+        loss = self.loss_fn(found, labels) if self.loss_fn is not None and with_loss else found
+        return found, loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+    def _record(self, result: Run, kind: str, started: float, micro_batch: int | None, chunk: int) -> None:
+        if self.record:
+            result.events.append(Event(self.rank, started, time.perf_counter(), kind, micro_batch, chunk))
+
+    def _change(self) -> str:
+        """Whether a stage has just been given something that looks different, in words."""
+        for chunk in self.chunks:
+            if (changed := chunk.changed) is not None:
+                before, now = map(describe, changed)
+                return f"; what stage {chunk.stage} was given has changed its structure from {before} to {now}"
+        return ""
+
+
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input half of the backward",
+    Kind.BACKWARD_WEIGHT: "weight half of the backward",
+}
+
+
+def _note(error: BaseException, text: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)

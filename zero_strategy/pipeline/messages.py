@@ -1,0 +1,202 @@
+"""What two stages send each other, as one run of bytes.
+
+    | fixed header | description | gap | tensor 0 | gap | tensor 1 | ... | unused |
+    0              64                  tensors begin at multiples of 128 bytes
+
+The fixed header says what the message belongs to, so that a rank that is out of step is noticed at once. The
+description is the structure, and of each tensor shape, dtype and whether it wants a gradient; while it stays the same,
+neither side makes or reads it again. A message that does not fit into what the receiver has posted is announced: a
+message of the posted size, of which the receiver reads the fixed header only, says how long the next one is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_strategy.pipeline.trees import Structure
+
+ALIGNMENT = 128
+FIRST_BYTES = 1024
+"""What a receiver posts on a channel that has carried nothing yet."""
+_FIXED = struct.Struct("<4sBxxxIIIIQQQ")
+_MAGIC = b"ZSP1"
+_HEADER_BYTES = 64
+_DATA, _ANNOUNCEMENT = 1, 2
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+}
+
+
+class Stamp(NamedTuple):
+    """What a message belongs to.
+
+    Attributes:
+        run: Number of the sender's run of the pipeline.
+        program: A digest of what the sender runs: schedule, micro-batches, training or not.
+        micro_batch: Of this message.
+        sequence: Number of the message on its channel in this run.
+    """
+
+    run: int
+    program: int
+    micro_batch: int
+    sequence: int
+
+
+class TensorKind(NamedTuple):
+    """A tensor in a message: what there is to know of it without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in a message of this description.
+
+    Attributes:
+        description: Structure and tensors, as bytes.
+        structure: Around the tensors.
+        tensors: What they are.
+        offsets: Where they begin.
+        nbytes: Of the whole message.
+    """
+
+    description: bytes
+    structure: Structure
+    tensors: tuple[TensorKind, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def layout(structure: Structure, tensors: Sequence[TensorKind]) -> Layout:
+    """A message for these tensors in this structure."""
+    kinds = [[list(kind.shape), str(kind.dtype).removeprefix("torch."), kind.wants_gradient] for kind in tensors]
+    description = json.dumps([structure, kinds], separators=(",", ":")).encode()
+    return _place(description, structure, tuple(tensors))
+
+
+def read_layout(description: bytes) -> Layout:
+    """The layout of a message with this description."""
+    structure, kinds = json.loads(description)
+    tensors = tuple(TensorKind(tuple(shape), _DTYPES[dtype], wants) for shape, dtype, wants in kinds)
+    return _place(description, structure, tensors)
+
+
+def _place(description: bytes, structure: Structure, tensors: tuple[TensorKind, ...]) -> Layout:
+    offsets, end = [], _HEADER_BYTES + len(description)
+    for kind in tensors:
+        end = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets.append(end)
+        end += kind.nbytes
+    return Layout(description, structure, tensors, tuple(offsets), end)
+
+
+def kind_of(tensor: Tensor, wants_gradient: bool) -> TensorKind:
+    """What there is to know of a tensor.
+
+    Raises:
+        TypeError: If it is of a kind that is not only elements in memory: sparse, quantized, on the meta device.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(f"a tensor of layout {tensor.layout} on {tensor.device} cannot be sent to another stage")
+    return TensorKind(tuple(tensor.shape), tensor.dtype, wants_gradient)
+
+
+def pack(stamp: Stamp, plan: Layout, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
+    """Write a message.
+
+    Args:
+        stamp: What it belongs to.
+        plan: Of `tensors`.
+        tensors: Their elements are copied; None: left as it is in the buffer.
+        buffer: uint8, of `plan.nbytes` or more.
+    """
+    _write(buffer, 0, _fixed(_DATA, stamp, plan.nbytes, len(plan.description)) + plan.description)
+    for tensor, kind, offset in zip(tensors, plan.tensors, plan.offsets):
+        if tensor is not None and kind.nbytes:
+            _view(buffer, kind, offset).copy_(tensor.detach())
+
+
+def announce(stamp: Stamp, nbytes: int, buffer: Tensor) -> None:
+    """Write into a buffer of the posted size that the message follows in one of `nbytes`."""
+    _write(buffer, 0, _fixed(_ANNOUNCEMENT, stamp, nbytes, 0))
+
+
+class Header(NamedTuple):
+    """A received message's own words."""
+
+    stamp: Stamp
+    announced: int | None
+    """Bytes of the message that follows; None: this is one."""
+    description: bytes
+
+
+def read_header(buffer: Tensor) -> Header:
+    """What a received message says of itself.
+
+    Raises:
+        ValueError: If these bytes are no message.
+    """
+    fixed = _read(buffer, 0, _FIXED.size)
+    magic, kind, run, program, micro_batch, sequence, nbytes, length, _ = _FIXED.unpack(fixed)
+    if magic != _MAGIC or kind not in (_DATA, _ANNOUNCEMENT):
+        raise ValueError(f"what came is no message of a pipeline: it begins with {fixed[:8]!r}")
+    stamp = Stamp(run, program, micro_batch, sequence)
+    if kind == _ANNOUNCEMENT:
+        return Header(stamp, nbytes, b"")
+    return Header(stamp, None, _read(buffer, _HEADER_BYTES, length))
+
+
+def unpack(buffer: Tensor, plan: Layout) -> list[Tensor]:
+    """The tensors of a received message: they lie in `buffer`, and keep it alive.
+
+    Each has a version counter of its own, so that changing one in place does not make the others look changed.
+    """
+    return [_view(buffer, kind, offset) for kind, offset in zip(plan.tensors, plan.offsets)]
+
+
+def _view(buffer: Tensor, kind: TensorKind, offset: int) -> Tensor:
+    if not kind.nbytes:
+        return torch.empty(kind.shape, dtype=kind.dtype, device=buffer.device)
+    start = buffer.storage_offset() + offset
+    assert start % kind.dtype.itemsize == 0
+    strides, step = [], 1
+    for size in reversed(kind.shape):
+        strides.append(step)
+        step *= size
+    whole = torch.empty(0, dtype=kind.dtype, device=buffer.device)
+    return whole.set_(buffer.untyped_storage(), start // kind.dtype.itemsize, kind.shape, tuple(reversed(strides)))
+
+
+def _fixed(kind: int, stamp: Stamp, nbytes: int, length: int) -> bytes:
+    words = _FIXED.pack(_MAGIC, kind, *(number & 0xFFFFFFFF for number in stamp), nbytes, length, 0)
+    return words.ljust(_HEADER_BYTES, b"\0")
+
+
+def _write(buffer: Tensor, offset: int, content: bytes) -> None:
+    words = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    buffer[offset : offset + len(content)].copy_(words)
+
+
+def _read(buffer: Tensor, offset: int, length: int) -> bytes:
+    return bytes(buffer[offset : offset + length].cpu().numpy()) if length else b""
+

@@ -1,0 +1,180 @@
+"""What a rank exchanges with the ranks of neighbouring stages; made again after a failure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.point_to_point import Channel, PointToPoint
+from zero_strategy.pipeline.channels import Inlet, Outlet
+from zero_strategy.pipeline.chunk import Parcel
+from zero_strategy.pipeline.instructions import PipeInstruction, RecvActivation
+from zero_strategy.pipeline.messages import Stamp, TensorKind
+from zero_strategy.pipeline.placement import Placement
+
+
+class Neighbours:
+    """The channels of one rank.
+
+    Args:
+        placement: Where the stages are.
+        rank: This one, in the pipeline.
+        ranks: World ranks of the pipeline, in order.
+        device: Of tensors.
+        timeout: Seconds that a wait may take.
+        name: Tells pipelines apart; equal on all ranks.
+
+    Attributes:
+        title: This rank in words.
+        counters: What was sent; None before the first run of several ranks.
+    """
+
+    def __init__(
+        self, placement: Placement, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str
+    ) -> None:
+        self._placement, self._rank, self._ranks, self._device = placement, rank, ranks, device
+        self._timeout, self._name = timeout, name
+        self._generation, self._run = 0, 0
+        self._program = 0
+        self._transport: PointToPoint | None = None
+        self._sent: Counter[tuple[bool, int]] = Counter()
+        self._taken: Counter[tuple[bool, int]] = Counter()
+        self._outlets: dict[tuple[bool, int], Outlet] = {}
+        self._inlets: dict[tuple[bool, int], Inlet] = {}
+        self._loss_outlets: list[Outlet] = []
+        self._loss_inlet: Inlet | None = None
+        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.chunks)]
+        self._stages = stages
+        self.title = self._title_of(rank)
+
+    @property
+    def counters(self) -> CommunicationCounters | None:
+        """Messages and bytes sent: "activation", "gradient", "loss", and "control" for announcements."""
+        return None if self._transport is None else self._transport.counters
+
+    def begin(self, receives: Counter[tuple[type[PipeInstruction], int]], program: int) -> None:
+        """A batch begins: post the first receive of every channel.
+
+        Args:
+            receives: How many messages will come, by instruction and chunk.
+            program: A digest of what is run, to be compared with the neighbours'.
+        """
+        if len(self._ranks) == 1:
+            return
+        if self._transport is None or self._transport.waits.broken:
+            self._connect()
+        self._run, self._program = self._run + 1, program
+        self._sent.clear()
+        self._taken.clear()
+        for (instruction, chunk), count in receives.items():
+            forward = instruction is RecvActivation
+            self._inlets[forward, self._stages[chunk]].expect(count)
+        if self._loss_inlet is not None:
+            self._loss_inlet.expect(1)
+
+    def send_activation(self, stage: int, micro_batch: int, parcel: Parcel) -> None:
+        """To the next stage."""
+        self._send(True, stage, micro_batch, parcel)
+
+    def send_gradients(self, stage: int, micro_batch: int, parcel: Parcel) -> None:
+        """To the stage before."""
+        self._send(False, stage, micro_batch, parcel)
+
+    def activation(self, stage: int, micro_batch: int) -> Parcel:
+        """What the stage before `stage` has sent; waits for it."""
+        return self._take(True, stage, micro_batch)
+
+    def gradients(self, stage: int, micro_batch: int) -> Parcel:
+        """What the stage after `stage` has sent; waits for it."""
+        return self._take(False, stage, micro_batch)
+
+    def share_loss(self, loss: Tensor | None) -> Tensor | None:
+        """The loss of the last stage's rank, on every rank; waits for it.
+
+        Args:
+            loss: On that rank; ignored on others.
+
+        Returns:
+            float32, on the CPU. None if that rank has none.
+        """
+        last = self._placement.rank_of(self._placement.stages - 1)
+        if self._rank == last:
+            value = None if loss is None else loss.detach().to("cpu", torch.float32).reshape(())
+            there = [] if value is None else [value]
+            for outlet in self._loss_outlets:
+                kinds = [TensorKind((), torch.float32, False) for _ in there]
+                outlet.send(self._stamp(0, 0), ["v", None], kinds, there)
+            return value
+        assert self._loss_inlet is not None
+        _, tensors = self._loss_inlet.take(self._stamp(0, 0))
+        return tensors[0].cpu().clone() if tensors else None
+
+    def end(self) -> None:
+        """A batch is over: everything that was sent has arrived."""
+        if self._transport is not None:
+            self._transport.finish_sends()
+            self._transport.waits.rest()
+
+    def fail(self, failure: Failure) -> Failure:
+        """Tell all ranks; returns the failure that was first."""
+        return failure if self._transport is None else self._transport.waits.fail(failure)
+
+    def _stamp(self, micro_batch: int, sequence: int) -> Stamp:
+        return Stamp(self._run, self._program, micro_batch, sequence)
+
+    def _send(self, forward: bool, stage: int, micro_batch: int, parcel: Parcel) -> None:
+        at = forward, stage
+        stamp = self._stamp(micro_batch, self._sent[at])
+        self._sent[at] += 1
+        self._outlets[at].send(stamp, parcel.structure, parcel.kinds, parcel.tensors)
+
+    def _take(self, forward: bool, stage: int, micro_batch: int) -> Parcel:
+        at = forward, stage
+        stamp = self._stamp(micro_batch, self._taken[at])
+        self._taken[at] += 1
+        plan, tensors = self._inlets[at].take(stamp)
+        return Parcel(plan.structure, plan.tensors, tuple(tensors))
+
+    def _title_of(self, rank: int, stage: int | None = None) -> str:
+        stages = [self._placement.stage_of(rank, chunk) for chunk in range(self._placement.chunks)]
+        if stage is None and len(stages) > 1:
+            return f"stages {', '.join(map(str, stages))} (rank {self._ranks[rank]})"
+        return f"stage {stages[0] if stage is None else stage} (rank {self._ranks[rank]})"
+
+    def _connect(self) -> None:
+        """Make the groups, with all ranks of the pipeline."""
+        if self._transport is not None:
+            self._transport.close()
+        placement, own, last = self._placement, self._rank, self._placement.stages - 1
+        rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
+        ways = {}
+        for stage in range(last):
+            here, there = rank_of[stage], rank_of[stage + 1]
+            if here != there:
+                ways[True, stage] = Channel(here, there, 2 * stage)
+                ways[False, stage + 1] = Channel(there, here, 2 * stage + 1)
+        losses = {rank: Channel(rank_of[last], rank, 2 * last) for rank in range(placement.ranks)}
+        del losses[rank_of[last]]
+        self._generation, self._run = self._generation + 1, 0
+        transport = self._transport = PointToPoint(
+            self._ranks, [*ways.values(), *losses.values()], device=self._device, timeout=self._timeout,
+            name=f"{self._name}/{self._generation}", title=self.title,
+        )  # fmt: skip
+        self._outlets, self._inlets, self._loss_outlets, self._loss_inlet = {}, {}, [], None
+        for (forward, stage), channel in ways.items():
+            what, to = ("activation", stage + 1) if forward else ("gradient", stage - 1)
+            if channel.source == own:
+                self._outlets[forward, stage] = Outlet(transport, channel, what, self._device)
+            if channel.target == own:
+                peer, title = self._title_of(channel.source, stage), self._title_of(own, to)
+                self._inlets[forward, to] = Inlet(transport, channel, what, peer, title, self._device)
+        for rank, channel in losses.items():
+            if rank == own:
+                peer = self._title_of(channel.source, last)
+                self._loss_inlet = Inlet(transport, channel, "loss", peer, self.title, self._device)
+            elif channel.source == own:
+                self._loss_outlets.append(Outlet(transport, channel, "loss", self._device))
