@@ -151,6 +151,11 @@ class ZeroEngine(EngineCheckpoints):
         return self.model.placement.stage
 
     @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters: {alias: first name}."""
+        return self.model.aliases
+
+    @property
     def is_part(self) -> bool:
         """Whether other ranks train other parts of the model."""
         return self.mesh.team.world_size != self.mesh.world_size

@@ -251,6 +251,20 @@ class PipelineModule(nn.Module):
         """Names of the modules of this rank's layers, in their order, each once."""
         return list(dict.fromkeys(name for layer in self._built for name in layer.modules))
 
+    def layer_of(self, name: str) -> int:
+        """The layer, of this rank's, that has a parameter or buffer first.
+
+        Args:
+            name: Of the tensor, in this module.
+
+        Raises:
+            ValueError: If no layer has it.
+        """
+        for layer in self._built:
+            if any(name.startswith(f"{module}.") for module in layer.modules):
+                return layer.index
+        raise ValueError(f"{name!r} is in none of this rank's layers")
+
     def describe(self) -> str:
         """All stages and their layers, one line each."""
         lines = []

@@ -69,7 +69,7 @@ def _own(engine: ZeroEngine) -> _Part:
     order = engine.order or (lambda name: ())
     entries = [(order(name), TensorSpec.of(name, tensor)) for name, tensor in state_dict_entries(engine.module)]
     frozen = {name for name, parameter in engine.model.names() if not parameter.requires_grad}
-    return entries, dict(engine.model.aliases), frozen
+    return entries, dict(engine.aliases), frozen
 
 
 def _merged(parts: Sequence[_Part], *, sort: bool) -> Catalog:

@@ -1,0 +1,167 @@
+"""Tied weights while a pipeline trains: one rank owns each, the other holders have replicas.
+
+    owner         a parameter of its engine: sharded, clipped, updated, saved; takes the replicas' gradients as those of
+                  one more micro-batch
+    other holder  a plain tensor in the parameter's place, which no engine and no optimizer sees; it collects its
+                  gradient, and gets the owner's new values after each step
+
+So a tied weight has one set of optimizer state, and counts once in norms and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.distributed.collectives import Communicator
+from zero_strategy.pipeline.ties import Tie
+
+Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
+
+
+@dataclass
+class Replica:
+    """A copy of a weight that another rank owns.
+
+    Attributes:
+        name: In checkpoints.
+        local_name: The first one here.
+        tensor: What stands in the parameter's place: a leaf that takes gradients as it did.
+        total: Sum of its gradients since the last exchange, float32 or its own wider dtype; None: there was none.
+    """
+
+    name: str
+    local_name: str
+    tensor: Tensor
+    total: Tensor | None = None
+
+    @torch.no_grad()
+    def collect(self, tensor: Tensor) -> None:
+        """After a backward added to it: take its gradient over."""
+        assert tensor.grad is not None
+        gradient, self.tensor.grad = tensor.grad, None
+        if self.total is None:
+            self.total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        else:
+            self.total.add_(gradient)
+
+
+class TiedWeights:
+    """The ties of one rank's part of a model, from before its engine is made.
+
+    Args:
+        module: The part; parameters that another rank owns leave it.
+        ties: What it takes part in, in an order that all holders share.
+        dtype: What floating-point parameters are computed in; None: their own.
+        device: Where.
+    """
+
+    def __init__(
+        self, module: nn.Module, ties: Sequence[Tie], dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        self._ties = list(ties)
+        self.replicas: dict[int, list[Replica]] = {}
+        self._owned: dict[int, list[nn.Parameter]] = {}
+        for number, tie in enumerate(self._ties):
+            if tie.is_owner:
+                self._owned[number] = list(tie.weights.values())
+            else:
+                self.replicas[number] = [
+                    _replace(module, name, tie.local_names[name], weight, dtype, device)
+                    for name, weight in tie.weights.items()
+                ]
+
+    def aliases(self) -> dict[str, str]:
+        """Names that replicas have here, and those of the weights: {local name: name}, where they differ."""
+        return {
+            replica.local_name: replica.name
+            for replicas in self.replicas.values()
+            for replica in replicas
+            if replica.local_name != replica.name
+        }
+
+    def removed(self) -> list[Tensor]:
+        """The parameters that are replicas now."""
+        return [weight for tie in self._ties if not tie.is_owner for weight in tie.weights.values()]
+
+    def exchange_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Bring the replicas' gradients to the owners. A collective over the holders of each tie, in order.
+
+        Yields:
+            A weight that this rank owns, and what its replicas add; where some replica had a gradient.
+        """
+        for number, tie in enumerate(self._ties):
+            mine = self.replicas.get(number, [])
+            weights: list[Tensor] = [*self._owned.get(number, ()), *(replica.tensor for replica in mine)]
+            totals = [replica.total for replica in mine] or [None] * len(weights)
+            control, reduce = tie.control, tie.reduce
+            assert control is not None and reduce is not None, "an engine has process groups"
+            there = control.exchange_small(torch.tensor([total is not None for total in totals], dtype=torch.int32))
+            for weight, total, holders in zip(weights, totals, torch.stack(there).sum(0).tolist()):
+                if not holders:
+                    continue
+                summed = _sum(weight, total, reduce)
+                if tie.is_owner:
+                    assert isinstance(weight, nn.Parameter)
+                    yield weight, summed
+            for replica in mine:
+                replica.total = None
+
+    @torch.no_grad()
+    def publish(self, gathered: Gathered) -> None:
+        """Give the replicas the owners' values. A collective over the holders, and over each owner's lane.
+
+        Args:
+            gathered: Makes parameters of the engine whole inside of a block.
+        """
+        for number, tie in enumerate(self._ties):
+            assert tie.reduce is not None
+            source = sorted(tie.ranks).index(tie.owner_rank)
+            if tie.is_owner:
+                with gathered(self._owned[number]):
+                    for weight in self._owned[number]:
+                        tie.reduce.broadcast(weight.detach().contiguous(), source)
+            else:
+                for replica in self.replicas[number]:
+                    values = torch.empty_like(replica.tensor, memory_format=torch.contiguous_format)
+                    tie.reduce.broadcast(values, source)
+                    replica.tensor.copy_(values)
+
+    def forget_gradients(self) -> None:
+        """Drop what replicas have collected."""
+        for replicas in self.replicas.values():
+            for replica in replicas:
+                replica.total = replica.tensor.grad = None
+
+
+def _replace(
+    module: nn.Module, name: str, local_name: str, weight: nn.Parameter, dtype: torch.dtype | None, device: torch.device
+) -> Replica:
+    """Put a plain tensor in the place of a parameter, wherever the module has it."""
+    wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+    tensor = torch.empty(weight.shape, dtype=wanted, device=device)
+    if not weight.is_meta:
+        tensor.copy_(weight.detach())
+    tensor.requires_grad_(weight.requires_grad)
+    replica = Replica(name, local_name, tensor)
+    if weight.requires_grad:
+        tensor.register_post_accumulate_grad_hook(replica.collect)
+    for child in module.modules():
+        for key in [key for key, parameter in child._parameters.items() if parameter is weight]:
+            del child._parameters[key]
+            setattr(child, key, tensor)
+    return replica
+
+
+def _sum(weight: Tensor, total: Tensor | None, group: Communicator) -> Tensor:
+    """The sum of the holders' gradients, in rank order; the owner's own are not in it."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    flat = torch.zeros(-(-weight.numel() // group.size) * group.size, dtype=dtype, device=weight.device)
+    if total is not None:
+        flat[: weight.numel()] = total.reshape(-1)
+    group.all_reduce(flat)
+    return flat[: weight.numel()].view(weight.shape)

@@ -1,0 +1,364 @@
+"""The engine of one rank of a pipeline: a `ZeroEngine` for the layers that it has, and what joins it to the others.
+
+    engine = PipelineEngine(PipelineModule(layers, num_stages=2, loss_fn=loss), {"stage": 1, "pipeline": {"stages": 2}})
+    optimizer = torch.optim.AdamW(engine.module.parameters())
+    engine.attach(optimizer)
+    loss = engine.forward_backward(batches)     # all micro-batches of a step; gradients are reduced then
+    engine.clip_grad_norm_(1.0)                 # the norm of all stages
+    optimizer.step(); optimizer.zero_grad()
+
+Every rank of the world calls the same methods. Data-parallel ranks of one stage are a lane: ZeRO shards among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from copy import deepcopy
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_strategy.checkpoint import StateReader
+from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
+from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
+from zero_strategy.distributed.groups import own_group
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline.actions import Kind
+from zero_strategy.pipeline.building import TIED
+from zero_strategy.pipeline.executor import Executor, Run
+from zero_strategy.pipeline.feed import BatchFunction
+from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
+from zero_strategy.pipeline.inference import inference
+from zero_strategy.pipeline.lowering import lower
+from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.registry import build_table
+from zero_strategy.pipeline.replicas import TiedWeights
+from zero_strategy.pipeline.schedule import PipeSchedule
+from zero_strategy.saving.catalog import catalog_of
+from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.sharding.model import device_of
+
+_ADDS_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+class PipelineEngine(ZeroEngine):
+    """Trains one rank's stages of a model, in step with the other ranks.
+
+    Args:
+        module: This rank's layers. Weights that another rank owns become plain tensors in it.
+        config: See `ZeroEngine`; `pipeline.stages` is that of the module, `pipeline.chunks` too.
+        compute_dtype: See `ZeroEngine`.
+        weights: See `ZeroEngine`.
+        device: See `ZeroEngine`.
+        batch_fn: Makes pairs of inputs and labels of what data iterators give.
+        autocast: Makes the context in which forwards run.
+
+    Attributes:
+        module: This rank's layers.
+        executor: What carries schedules out.
+        forwarded: Called on the rank of the last stage with a micro-batch's number, outputs and loss.
+
+    Raises:
+        ValueError: If the config asks for other stages or chunks than the module has, or for a schedule that does not
+            go with them.
+    """
+
+    module: PipelineModule
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        config: Any = None,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        weights: str | os.PathLike[str] | StateReader | None = None,
+        device: torch.device | None = None,
+        batch_fn: BatchFunction | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        resolved = _resolved(module, config, compute_dtype)
+        pipeline, grid = resolved.config.pipeline, module.mpu()
+        self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
+        super().__init__(
+            module,
+            _with_units(resolved, module),
+            compute_dtype=compute_dtype,
+            weights=weights,
+            device=device,
+            lanes=grid.dp_groups,
+            order=_order_of(module),
+        )
+        alone = module.num_stages == 1
+        self.pipe = Communicator(
+            None if alone else own_group(grid.pipe_groups, backend="gloo"), CommunicationCounters()
+        )
+        self.model.norm_groups.append(self.pipe)
+        self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
+        self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
+        self._hooks = _Hooks(self)
+        self.executor = Executor(
+            [partial(module.forward_chunk, chunk) for chunk in range(module.chunks)],
+            module.placement,
+            ranks=grid.pp_group,
+            loss_fn=module.loss_fn,
+            hooks=self._hooks,
+            batch_fn=batch_fn,
+            device=self.model.device,
+            autocast=autocast,
+            timeout=resolved.config.timeout_seconds,
+            name=self.mesh.team.rendezvous.prefix + f".{grid.data_parallel_id}",
+            record=bool(pipeline.timeline),
+        )
+        self._publish_ties()
+
+    # ---- schedules ----
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, as configured."""
+        found = self.config.config.pipeline.micro_batches
+        assert found is not None, "resolve() derives pipeline.micro_batches"
+        return found
+
+    def schedule(self, micro_batches: int, *, training: bool = True) -> PipeSchedule:
+        """This rank's instructions for so many micro-batches."""
+        key = training, micro_batches
+        if key not in self._schedules:
+            module, pipeline = self.module, self.config.config.pipeline
+            if training:
+                table = build_table(pipeline.schedule, module.num_stages, micro_batches, pipeline.chunks)
+            else:
+                table = inference(module.placement, micro_batches)
+            self._schedules[key] = lower(table)[module.stage_id]
+        return self._schedules[key]
+
+    # ---- running ----
+
+    def forward_backward(self, data: Iterable[Any], micro_batches: int | None = None) -> Tensor:
+        """Run all micro-batches of a step forward and backward, and reduce their gradients. All ranks call it.
+
+        Args:
+            data: Gives pairs of inputs and labels, one for each micro-batch; read on the ranks of the first and the
+                last stage only, which must get the same.
+            micro_batches: How many; default: `pipeline.micro_batches`.
+
+        Returns:
+            The mean of the micro-batches' losses over all data-parallel ranks, on every rank: 0-d, on the CPU.
+
+        Raises:
+            DataEndedError: On all ranks, if the data ends early; a StopIteration.
+            PipelineError: If another rank fails, is gone or out of step; names its stage.
+        """
+        count = self.micro_batches if micro_batches is None else micro_batches
+        schedule = self.schedule(count)
+        self._hooks.begin(count * self.module.chunks)
+        with ExitStack() as stack:
+            if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
+                stack.enter_context(self.model.gathered(until_backward=True))
+            found = self.executor.run(schedule, iter(data))
+        assert found.loss is not None
+        self._write_timeline(found)
+        return self._mean_loss(found.loss)
+
+    @torch.no_grad()
+    def evaluate(self, data: Iterable[Any], micro_batches: int | None = None) -> Run:
+        """Run micro-batches forward only. All ranks call it.
+
+        Args:
+            data: As in `forward_backward`.
+            micro_batches: How many; default: `pipeline.micro_batches`.
+
+        Returns:
+            The loss as in `forward_backward`, and on the last stage's rank the outputs.
+        """
+        count = self.micro_batches if micro_batches is None else micro_batches
+        found = self.executor.run(self.schedule(count, training=False), iter(data))
+        if found.loss is not None:
+            found.loss = self._mean_loss(found.loss)
+        return found
+
+    def _mean_loss(self, loss: Tensor) -> Tensor:
+        if self.mesh.world_size == 1:
+            return loss
+        everyone = self.mesh.control.exchange_small(loss.reshape(1).double())
+        return torch.stack(everyone).mean().to(loss.dtype)
+
+    def _write_timeline(self, found: Run) -> None:
+        """Append what the first pipeline's ranks did to the file that is configured."""
+        if not self.executor.record or self.module.mpu().data_parallel_id > 0:
+            return
+        everyone = self.pipe.gather_objects(found.events)
+        if self.module.stage_id == 0:
+            with Path(self.config.config.pipeline.timeline).open("a") as file:
+                file.writelines(json.dumps(asdict(event)) + "\n" for events in everyone for event in events)
+
+    def reduce_tied_gradients(self) -> None:
+        """Add what replicas of tied weights have collected to their owners' gradients. A collective."""
+        for parameter, gradient in self._ties.exchange_gradients():
+            self.add_gradient(parameter, gradient)
+
+    def _publish_ties(self) -> None:
+        self._ties.publish(self.model.gathered)
+
+    # ---- what is different for a part of a model ----
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """See `ZeroEngine.aliases`; names of replicas are such."""
+        return {**super().aliases, **self._ties.aliases()}
+
+    def attach(self, *optimizers: Optimizer) -> None:
+        """See `ZeroEngine.attach`. Weights that another rank owns leave the groups: its own optimizer updates them."""
+        removed = {id(weight) for weight in self._ties.removed()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in removed]
+        super().attach(*optimizers)
+
+    def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        flags = torch.tensor([self.model.reducer.agreed_flags], dtype=torch.int32)
+        for other in self.pipe.exchange_small(flags):  # what befell a rank of another stage
+            self.model.reducer.agreed_flags |= int(other)
+        super()._check_before_step(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._publish_ties()
+        super()._after_step(optimizer, args, kwargs)
+
+    def load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True) -> StateReader:
+        """See `ZeroEngine.load_weights`."""
+        reader = super().load_weights(source, strict=strict)
+        if hasattr(self, "executor"):
+            self._publish_ties()
+        return reader
+
+    def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
+        """See `ZeroEngine.load_optimizers`."""
+        super().load_optimizers(source)
+        self._publish_ties()
+
+    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
+        everyone = self.pipe.gather_objects(super().full_state_dict(names))
+        whole = {name: tensor for part in everyone for name, tensor in part.items()}
+        whole |= {
+            alias: whole[name]
+            for alias, name in catalog_of(self).aliases.items()
+            if name in whole and (names is None or alias in names)
+        }
+        return whole
+
+    def reset(self) -> None:
+        """See `ZeroEngine.reset`."""
+        super().reset()
+        self._ties.forget_gradients()
+
+
+class _Hooks(ExecutorHooks):
+    """What the engine does around instructions."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine, self._scope, self._left = engine, ExitStack(), 0
+
+    def begin(self, backwards: int) -> None:
+        """A step begins in which so many computations add to gradients."""
+        self._scope.close()
+        self._left = backwards
+
+    def before(self, computation: Computation) -> None:
+        """Backwards but the last of the step may keep their gradients on this rank."""
+        if computation.kind not in _ADDS_GRADIENTS:
+            return
+        self._left -= 1
+        if self._left > 0:
+            self._scope.enter_context(self._engine.no_sync())
+
+    def after(self, computation: Computation) -> None:
+        """The end of the same."""
+        self._scope.close()
+
+    def scale_loss(self, loss: Tensor, micro_batches: int) -> Tensor:
+        """The mean over micro-batches, scaled where gradients would underflow."""
+        return self._engine.scale_loss(loss / micro_batches)
+
+    def forwarded(self, micro_batch: int, outputs: Any, loss: Tensor | None) -> None:
+        """Tell whoever wants to know."""
+        if self._engine.forwarded is not None:
+            self._engine.forwarded(micro_batch, outputs, loss)
+
+    def reduce_tied_grads(self) -> None:
+        """Gradients of tied weights come together."""
+        self._engine.reduce_tied_gradients()
+
+    def reduce_grads(self) -> None:
+        """What is not reduced yet is."""
+        self._engine.model.reducer.settle()
+
+
+def _resolved(module: PipelineModule, config: Any, compute_dtype: torch.dtype | None) -> ResolvedConfig:
+    """The config, with what the module decides filled in."""
+    if isinstance(config, ResolvedConfig):
+        resolved = config
+    else:
+        asked = load_config(config)
+        if asked.pipeline.stages == 1 and module.num_stages > 1:
+            asked.pipeline.record("stages", module.num_stages, "derived: the PipelineModule")
+        if asked.pipeline.chunks is None and module.chunks > 1:
+            asked.pipeline.record("chunks", module.chunks, "derived: the PipelineModule")
+        resolved = resolve(asked, world_size())
+        check_owned(resolved.config, dtype_fact(compute_dtype))
+    _check_fits(resolved.config, module)
+    return resolved
+
+
+def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
+    pipeline = config.pipeline
+    for key, there in (("stages", module.num_stages), ("chunks", module.chunks)):
+        if getattr(pipeline, key) != there:
+            raise ValueError(
+                f"pipeline.{key} is {getattr(pipeline, key)} [{config.origin_of(f'pipeline.{key}')}], but the "
+                f"PipelineModule was made with {there}; make both the same"
+            )
+    table = build_table(pipeline.schedule, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
+    if table.placement != module.placement:
+        raise ValueError(
+            f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
+            f"PipelineModule was made with placement={module.placement.shape!r}; make it with the schedule's"
+        )
+
+
+def _with_units(resolved: ResolvedConfig, module: PipelineModule) -> ResolvedConfig:
+    """Units named one by one: every layer, or what the config names as far as it is in this part of the model."""
+    units = resolved.config.units
+    if units.classes or units.patterns:
+        names = [
+            name
+            for name, child in module.named_modules()
+            if name
+            and (type(child).__name__ in units.classes or any(fnmatchcase(name, p) for p in units.patterns))
+        ]
+    else:
+        names = [name for name in module.layer_names() if not name.startswith(f"{TIED}.")]
+        names = [name for name in names if any(True for _ in module.get_submodule(name).parameters())]
+    config = deepcopy(resolved.config)
+    origin = "derived: the PipelineModule's layers"
+    config.units.record("classes", [], origin)
+    config.units.record("patterns", [name.replace("[", "[[]") for name in names], origin)
+    return replace(resolved, config=config)
+
+
+def _order_of(module: PipelineModule) -> Callable[[str], tuple[int, ...]]:
+    """Where a tensor comes in the whole model: by its layer, then as in the layer."""
+    places = {}
+    for number, (name, _) in enumerate(state_dict_entries(module)):
+        places[name] = module.layer_of(name), number
+    return places.__getitem__
