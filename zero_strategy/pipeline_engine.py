@@ -36,6 +36,7 @@ from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.building import TIED
 from zero_strategy.pipeline.executor import Executor, Run
 from zero_strategy.pipeline.feed import BatchFunction
+from zero_strategy.pipeline.from_deepspeed import apply_section
 from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
 from zero_strategy.pipeline.inference import inference
 from zero_strategy.pipeline.lowering import lower
@@ -87,6 +88,8 @@ class PipelineEngine(ZeroEngine):
     ) -> None:
         resolved = _resolved(module, config, compute_dtype)
         pipeline, grid = resolved.config.pipeline, module.mpu()
+        if resolved.config.deepspeed is not None:
+            apply_section(module, resolved.config.deepspeed.pipeline)
         self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
         super().__init__(
             module,
