@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -155,3 +156,123 @@ def test_every_stage_of_zero(ranks: Launcher, copies: int) -> None:
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_every_schedule(ranks: Launcher, zero: int) -> None:
     check(ranks, [Case(2, 1, zero, schedule, chunks, 4) for schedule, chunks in SCHEDULES])
+
+
+def test_four_stages(ranks: Launcher) -> None:
+    check(ranks, [Case(4, 1, 1, "1f1b", 1, 5), Case(4, 1, 3, "zbv", 2, 2), Case(4, 1, 0, "interleaved_1f1b", 2, 4)])
+
+
+# ------------------------------------------------------------------------------------- checkpoints, evaluation
+
+
+def go_on(case: Case, source: str | None, folder: str, steps: tuple[int, int]) -> Found:
+    """Load, take some steps, save."""
+    module = module_of(case)
+    if source is not None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(7.0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    engine = PipelineEngine(module, config_of(case))
+    engine.attach(optimizer)
+    if source is not None:
+        engine.load(source)
+    losses = []
+    for step in range(*steps):
+        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, 0))))
+        engine.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(folder, asynchronous=case.zero == 1).wait()
+    return Found(losses, [], engine.full_state_dict())
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_of_any_stages_goes_on_with_others(ranks: Launcher, tmp_path: Path, tied: bool) -> None:
+    expected = plain(1, 3, tied)
+    first, cases = str(tmp_path / "first"), [
+        Case(1, 1, 2, tied=tied), Case(2, 1, 3, tied=tied), Case(2, 1, 1, "zbv", 2, tied=tied), Case(4, 1, 0, tied=tied)
+    ]
+    ranks(2)(go_on, Case(2, 1, 1, tied=tied), None, first, (0, 1))
+    for case in cases:
+        folder = tmp_path / f"{case.stages}-{case.zero}"
+        ranks(case.stages)(go_on, case, first, str(folder / "same"), (1, 1))
+        assert tensor_files(folder / "same") == tensor_files(Path(first)), case
+        for found in ranks(case.stages)(go_on, case, first, str(folder / "after"), (1, STEPS)):
+            assert found.losses == pytest.approx(expected.losses[1:], rel=1e-6), case
+            for name, tensor in found.weights.items():
+                torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-4, atol=1e-5)
+
+
+def evaluate(case: Case) -> tuple[list[float], list[int], float]:
+    module = module_of(case)
+    engine = PipelineEngine(module, config_of(case))
+    losses, counts = [], []
+    for number in (1, 5, case.micro_batches):
+        found = engine.evaluate(batches(0, number, 0), number)
+        losses.append(float(found.loss))  # type: ignore[arg-type]
+        counts.append(len(found.outputs))
+    return losses, counts, float(engine.forward_backward(batches(0, case.micro_batches, 0)))
+
+
+def test_evaluation_with_any_number_of_micro_batches(ranks: Launcher) -> None:
+    module = module_of(Case(1, 1, 0), rank=0)
+    with torch.no_grad():
+        expected = [
+            sum(float(loss_of(module(x), y)) for x, y in batches(0, number, 0)) / number for number in (1, 5, 3)
+        ]
+    for case in (Case(2, 1, 3), Case(2, 1, 1, "zbv", 2)):
+        for rank, (losses, counts, trained) in enumerate(ranks(2)(evaluate, case)):
+            assert losses == pytest.approx(expected, rel=1e-6)
+            assert trained == pytest.approx(expected[2], rel=1e-6)
+            last = rank == module_last_rank(case)
+            assert counts == ([1, 5, 3] if last else [0, 0, 0])
+
+
+def module_last_rank(case: Case) -> int:
+    return 0 if case.schedule == "zbv" else case.stages - 1
+
+
+# ----------------------------------------------------------------------------------------------- what goes wrong
+
+
+def refused() -> list[str]:
+    found = []
+    for more, config in [
+        ({}, {"pipeline": {"stages": 1}}),
+        ({"chunks": 2}, {"pipeline": {"schedule": "1f1b"}}),
+        ({}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
+        ({"chunks": 2}, {"pipeline": {"schedule": "zbv"}}),
+    ]:
+        module = PipelineModule(layers(True), 2, loss_fn=loss_of, **more)  # type: ignore[arg-type]
+        try:
+            PipelineEngine(module, {"stage": 1, **config})
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    module = PipelineModule(layers(True), 2, loss_fn=loss_of)
+    engine = PipelineEngine(module, {"stage": 1})
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine.attach(optimizer)
+    try:
+        engine.forward_backward(batches(0, 1, 0), 2)
+    except StopIteration as error:
+        found.append(str(error))
+    engine.reset()
+    engine.forward_backward(batches(0, 2, 0), 2)
+    optimizer.step()
+    return found
+
+
+def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
+    for found in ranks(2)(refused):
+        assert found[0] == ""  # the default: the module says how many
+        assert "schedule 1f1b has 1 chunk per rank, not 2" in found[1]
+        assert "schedule interleaved_1f1b has 2 or more chunks" in found[2] or "pipeline.chunks is 2" in found[2]
+        assert "zbv places stages in the shape 'v'" in found[3]
+        assert "micro-batch 1" in found[4] and "2" in found[4]
