@@ -105,11 +105,13 @@ def _check_rank(program: Program, rank: int, training: bool) -> list[tuple[int, 
     for at, (code, stage, micro_batch, buffer) in enumerate(ops):
         if code >= TAIL:
             break
+        if not 0 <= micro_batch < micro_batches:
+            raise program.error(rank, at, f"there are {micro_batches} micro-batches, this is number {micro_batch}")
         rule, place, does = rules[stage], stage * micro_batches + micro_batch, _DOES[code]
         before = done[place]
         needs = rule.needs[code]
-        if before & does or needs & ~before or not does & rule.whole or not 0 <= micro_batch < micro_batches:
-            raise program.error(rank, at, _fault(program, rule, code, before, micro_batch))
+        if before & does or needs & ~before or not does & rule.whole:
+            raise program.error(rank, at, _fault(rule, code, before, micro_batch))
         if code == FORWARD:
             if rule.from_here and not done[place - micro_batches] & _DOES[FORWARD]:
                 raise program.error(rank, at, "comes before the forward of the stage before it, on the same rank")
@@ -148,10 +150,8 @@ def _check_rank(program: Program, rank: int, training: bool) -> list[tuple[int, 
     return messages
 
 
-def _fault(program: Program, rule: _StageRules, code: int, before: int, micro_batch: int) -> str:
+def _fault(rule: _StageRules, code: int, before: int, micro_batch: int) -> str:
     """What is wrong with an instruction."""
-    if not 0 <= micro_batch < program.micro_batches:
-        return f"there are {program.micro_batches} micro-batches, this would be number {micro_batch}"
     if not _DOES[code] & rule.whole:
         return "the stage has no need of it"
     if before & _DOES[code]:

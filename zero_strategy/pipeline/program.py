@@ -100,10 +100,9 @@ def read_program(schedules: Sequence[PipeSchedule]) -> Program:
     for rank, schedule in enumerate(schedules):
         of = (schedule.stages, schedule.stage_id, schedule.micro_batches)
         if of != (len(schedules), rank, first.micro_batches):
-            raise ScheduleError(
-                f"schedule {rank} of {len(schedules)} is for stage {of[1]} of {of[0]} and {of[2]} micro-batches; needed "
-                f"is one for every rank, in order, all for {first.micro_batches} micro-batches like the first"
-            )
+            found = f"schedule {rank} of {len(schedules)} is for stage {of[1]} of {of[0]} and {of[2]} micro-batches"
+            wanted = f"one for every rank, in order, all for {first.micro_batches} micro-batches like the first"
+            raise ScheduleError(f"{found}; needed is {wanted}")
     ops = tuple(_read(schedule, placement) for schedule in schedules)
     return Program(tuple(schedules), placement, first.micro_batches, ops)
 
