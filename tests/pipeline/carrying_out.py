@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_strategy.pipeline import PipeSchedule, Placement, TableSchedule
+from zero_strategy.pipeline import PipeSchedule, Placement
 from zero_strategy.pipeline.instructions import (
     BackwardInput,
     BackwardPass,
@@ -129,8 +129,7 @@ class Rank:
 
 def carry_out(schedules: Sequence[PipeSchedule]) -> list[Rank]:
     """Run all ranks to their end; raises what a rank raised."""
-    first = schedules[0]
-    placement = first.table.placement if isinstance(first, TableSchedule) else Placement(first.stages)
+    placement = schedules[0].placement
     numbers = range(len(schedules))
     channels = {(a, b, kind): Rendezvous() for a in numbers for b in numbers for kind in "ag"}
     ranks = [Rank(schedule, placement, channels) for schedule in schedules]

@@ -25,7 +25,7 @@ def check_one(name: str, stages: int, micro_batches: int, chunks: int) -> int:
         check(schedules)
     except ValueError as error:
         raise AssertionError(f"{name}, {stages} stages, {micro_batches} micro-batches, {chunks} chunks") from error
-    return sum(len(schedule.instructions) for schedule in schedules)
+    return sum(len(schedule.ops) for schedule in schedules)
 
 
 def check_row(stages: int, micro_batches: int) -> tuple[int, int]:
