@@ -221,7 +221,7 @@ def sends_that_cross(schedules: list[Listed]) -> None:
         (twice(0, ForwardPass), "rank 0, step 2, ForwardPass.*: micro-batch 0 had that before"),
         (twice(1, RecvActivation), "rank 1, step 1, RecvActivation.*had that before"),
         (instead(0, RecvGrad, RecvActivation(0, micro_batch=0)), "RecvActivation.*: the stage has no need of it"),
-        (instead(0, LoadMicroBatch, LoadMicroBatch(0, micro_batch=9)), "there are 4 micro-batches .*, this is micro-batch 9"),
+        (instead(0, LoadMicroBatch, LoadMicroBatch(0, micro_batch=9)), "there are 4 micro-batches .* micro-batch 9"),
         (instead(0, LoadMicroBatch, LoadMicroBatch(1, micro_batch=0)), "ForwardPass.*: micro-batch 0 .* in buffer 1"),
         (instead(1, ReduceGrads, PipeInstruction(what=1)), r"rank 1: PipeInstruction\(what=1\) is no instruction"),
         (fewer_buffers, "rank 0, step .*: the rank has 1 buffers"),

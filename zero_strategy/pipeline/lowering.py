@@ -50,16 +50,15 @@ def lower(table: Table) -> tuple[TableSchedule, ...]:
         ValueError: If the rows wait for each other; the message names rank and action.
     """
     events = _events(table, _run(table))
-    bounds = np.searchsorted(events.rank, np.arange(table.ranks + 1)).tolist()
+    buffer, buffers = _buffers(table, events)
+    stage, micro_batch = np.divmod(events.place, table.micro_batches)
     tail = np.arange(TAIL, TAIL + len(TAIL_CLASSES) * (not table.forward_only))
+    bounds = np.searchsorted(events.rank, np.arange(table.ranks + 1)).tolist()
     schedules = []
     for rank, (start, stop) in enumerate(pairwise(bounds)):
-        place = events.place[start:stop]
-        buffer, buffers = _buffers(place)
-        stage, micro_batch = np.divmod(place, table.micro_batches)
-        columns = (np.append(column, np.full_like(tail, -1)) for column in (stage, micro_batch, buffer))
+        columns = (np.append(column[start:stop], np.full_like(tail, -1)) for column in (stage, micro_batch, buffer))
         ops = Ops(np.append(events.code[start:stop], tail), *columns)
-        schedules.append(TableSchedule(table, rank, ops, buffers))
+        schedules.append(TableSchedule(table, rank, ops, buffers[rank]))
     return tuple(schedules)
 
 
@@ -180,26 +179,27 @@ def _events(table: Table, ends: Numbers) -> _Events:
     return _Events(ranks[order], codes[order], here[order])
 
 
-def _buffers(place: Numbers) -> tuple[Numbers, int]:
-    """Each instruction's buffer, from the places that a rank's instructions are about; and how many there are.
-
-    The lowest that is free is taken.
-    """
-    places = place.tolist()
-    last = {one: at for at, one in enumerate(places)}
-    held: dict[int, int] = {}
-    free: list[int] = []
-    buffers = 0
-    result = []
-    for at, one in enumerate(places):
-        buffer = held.get(one, -1)
-        if buffer < 0:
-            if free:
-                buffer = heappop(free)
-            else:
-                buffer, buffers = buffers, buffers + 1
-            held[one] = buffer
-        if last[one] == at:
-            heappush(free, buffer)
-        result.append(buffer)
-    return np.array(result), buffers
+def _buffers(table: Table, events: _Events) -> tuple[Numbers, list[int]]:
+    """The buffer of each event, and how many each rank has. A place has one from its first event to its last; of those
+    that are free it takes the lowest."""
+    places = table.placement.stages * table.micro_batches
+    numbers = np.arange(len(events.place))
+    first, last = np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64)
+    first[events.place[::-1]] = numbers[::-1]
+    last[events.place] = numbers
+    ranks = events.rank[first].tolist()
+    free: list[list[int]] = [[] for _ in range(table.ranks)]
+    buffers = [0] * table.ranks
+    held = [0] * places
+    for change in np.argsort(np.concatenate([2 * first, 2 * last + 1])).tolist():
+        if change >= places:
+            place = change - places
+            heappush(free[ranks[place]], held[place])
+            continue
+        rank = ranks[change]
+        if free[rank]:
+            held[change] = heappop(free[rank])
+        else:
+            held[change] = buffers[rank]
+            buffers[rank] += 1
+    return np.array(held)[events.place], buffers
