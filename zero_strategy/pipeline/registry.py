@@ -33,10 +33,10 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
         "gpipe": Schedule(gpipe, (1, None), "", "(p-1)/(vm+p-1)", "m"),
         "1f1b": Schedule(one_forward_one_backward, (1, 1), "interleaved_1f1b", "(p-1)/(m+p-1)", "min(p-s, m)"),
-        "interleaved_1f1b": Schedule(interleaved, (2, None), "1f1b", "(p-1)/(vm+p-1)", "p+(p-1-2s)/v"),
-        "zb_h1": Schedule(zb_h1, (1, 1), "interleaved_zb", "(p-1)/(3m+p-1)", "p"),
-        "interleaved_zb": Schedule(interleaved_zb, (2, None), "zb_h1", "(p-1)/(3vm+p-1)", ""),
-        "zbv": Schedule(zbv, (2, 2), "interleaved_zb", "0 from a rank's first to its last action", "p"),
+        "interleaved_1f1b": Schedule(interleaved, (2, None), "1f1b", "(p-1)/(vm+p-1)", "min(p + (p-1-2s)/v, m)"),
+        "zb_h1": Schedule(zb_h1, (1, 1), "interleaved_zb", "(p-1)/(3m+p-1)", "min(p, m)"),
+        "interleaved_zb": Schedule(interleaved_zb, (2, None), "zb_h1", "(p-1)/(3vm+p-1)", "min(p, m)"),
+        "zbv": Schedule(zbv, (2, 2), "interleaved_zb", "0 from a rank's first to its last action", "min(p, m)"),
     }
 )
 

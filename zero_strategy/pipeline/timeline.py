@@ -55,8 +55,8 @@ class Usage:
         idle_in_window: Fraction of its own time, from `start` to `end`, in which it does not.
         in_flight: The most micro-batches that are in flight at once: forward begun, backward not over. One in several
             chunks counts once.
-        activations: The most activations that are held at once, in micro-batches of all chunks: those of one chunk count
-            as 1 / chunks.
+        activations: The most activations that are held at once, in micro-batches of all chunks: those of one chunk
+            count as 1 / chunks.
     """
 
     start: float
@@ -194,7 +194,9 @@ def _read(path: Path) -> list[Event]:
     return events
 
 
-def _event(record: dict[str, Any]) -> Event:
+def _event(record: Any) -> Event:
+    if not isinstance(record, dict):
+        raise TypeError("an event is an object")
     micro_batch = record.get("micro_batch")
     event = Event(
         rank=int(record["rank"]),
