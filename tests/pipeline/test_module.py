@@ -37,7 +37,7 @@ def stages_of(layers: Any, stages: int, **options: Any) -> list[PipelineModule]:
 def run(parts: list[PipelineModule], inputs: Any) -> Any:
     for stage in range(parts[0].placement.stages):
         part = parts[parts[0].placement.rank_of(stage)]
-        inputs = part.forward_chunk(parts[0].placement.chunk_of(stage), inputs)
+        inputs = part.chunk_functions()[parts[0].placement.chunk_of(stage)](inputs)
     return inputs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,10 @@ class PipelineModule(nn.Module):
             What the last layer returns.
         """
         return self(inputs, chunk=chunk)
+
+    def chunk_functions(self) -> list[Callable[[Any], Any]]:
+        """This rank's chunks in their order, each a function of its input, for an `Executor`."""
+        return [partial(self.forward_chunk, chunk) for chunk in range(self.chunks)]
 
     def _run_chunk(self, chunk: int, inputs: Any) -> Any:
         layers, interval = self._chunks[chunk], self.activation_checkpoint_interval or self._num_layers
