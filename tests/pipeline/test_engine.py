@@ -124,7 +124,7 @@ def plain(copies: int, micro_batches: int, tied: bool) -> Found:
             for inputs, labels in batches(step, micro_batches, copy):
                 loss = loss_of(module(inputs), labels) / (micro_batches * copies)
                 loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
         optimizer.step()
@@ -276,3 +276,50 @@ def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
         assert "schedule interleaved_1f1b has 2 or more chunks" in found[2] or "pipeline.chunks is 2" in found[2]
         assert "zbv places stages in the shape 'v'" in found[3]
         assert "micro-batch 1" in found[4] and "2" in found[4]
+
+
+# ------------------------------------------------------------------------------------------------- with the rest
+
+
+def train_with(case: Case, config: dict[str, Any], dtype: str | None, scale: float) -> tuple[list[float], Any]:
+    """As `train`, with more settings; the losses of the last step are made to overflow where `scale` says so."""
+    module = module_of(case)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    compute_dtype = None if dtype is None else getattr(torch, dtype)
+    engine = PipelineEngine(module, {**config_of(case), **config}, compute_dtype=compute_dtype)
+    engine.attach(optimizer)
+    losses, taken = [], []
+    for step in range(STEPS):
+        if module.loss_fn is not None and step == STEPS - 1:
+            engine.executor.loss_fn = lambda outputs, labels: loss_of(outputs, labels) * scale
+        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, module.mpu().data_parallel_id))))
+        taken.append(engine.unscale_gradients(optimizer))
+        engine.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, (engine.full_state_dict(), taken, engine.steps.skipped)
+
+
+def test_offload_and_recomputing(ranks: Launcher, tmp_path: Path) -> None:
+    """The same bits as without."""
+    nvme = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": [str(tmp_path)], "probe_seconds": 0.0}
+    for case, config in [
+        (Case(2, 1, 3), {"offload": {"optimizer": "cpu", "parameters": "cpu"}}),
+        (Case(2, 1, 3), {"offload": nvme, "activation_checkpointing": {"mode": "full"}}),
+        (Case(2, 1, 1, "interleaved_1f1b", 2), {"activation_checkpointing": {"mode": "selective"}}),
+    ]:
+        expected = ranks(2)(train_with, case, {}, None, 1.0)
+        for (losses, (weights, *_)), (theirs, (plain_weights, *_)) in zip(
+            ranks(2)(train_with, case, config, None, 1.0), expected, strict=True
+        ):
+            assert losses == theirs
+            assert all(torch.equal(weights[name], tensor) for name, tensor in plain_weights.items())
+
+
+def test_low_precision(ranks: Launcher) -> None:
+    expected, config = plain(1, 3, True).losses, {"loss_scale": {"initial": 256.0}}
+    for dtype, scale in (("bfloat16", 1.0), ("float16", 1.0), ("float16", 1e9)):
+        for losses, (_, taken, skipped) in ranks(2)(train_with, Case(2, 1, 2), config, dtype, scale):
+            overflows = scale > 1
+            assert losses[:-1] == pytest.approx(expected[:-1], rel=0.02)
+            assert taken == [True, True, not overflows] and skipped == int(overflows)
