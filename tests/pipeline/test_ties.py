@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -150,6 +151,23 @@ def weights_and_missing_gradients() -> tuple[Tensor, list[bool]]:
     weights = [tie.weights["embed.weight"] for tie in part.ties]
     assert all(weight.grad is not None and torch.all(weight.grad == 1) for weight in weights)
     return (weights[0].detach() if weights else torch.zeros(0)), missing
+
+
+def copied() -> list[bool]:
+    torch.manual_seed(4)
+    part = PipelineModule(tied_specs(), 2, partition_method="uniform")
+    other = copy.deepcopy(part)
+    x = words() if part.mpu().is_first_stage else torch.ones(2, WIDTH)
+    weight = other.ties[0].weights["tied_modules.embed.weight"]
+    found = [torch.equal(part(x), other(x)), weight is other.tied_modules["embed"].weight]
+    found.append(not {id(p) for p in part.parameters()} & {id(p) for p in other.parameters()})
+    weight.grad = torch.ones_like(weight)
+    other.allreduce_tied_weight_gradients()
+    return [*found, bool(torch.all(weight.grad == 2)), part.tied_modules["embed"].weight.grad is None]
+
+
+def test_a_copy_is_tied_to_the_others_copies(ranks: Launcher) -> None:
+    assert ranks(2)(copied) == [[True] * 5] * 2
 
 
 def without_values() -> list[bool]:

@@ -8,8 +8,10 @@ order.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,10 @@ class Tie:
     local_names: dict[str, str] = field(default_factory=dict)
     reduce: Communicator | None = None
     control: Communicator | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tie:
+        weights = copy.deepcopy(self.weights, memo)  # those of the copied module
+        return replace(self, weights=weights, local_names=dict(self.local_names))
 
     def broadcast(self) -> None:
         """Give all holders the owner's values, where they have values already. A collective over the holders."""
