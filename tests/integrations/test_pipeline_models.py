@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import zero_strategy
+from zero_strategy.deferred import is_deferred
+from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.pipeline_models import pipeline_layers, pipeline_loss
+from zero_strategy.integrations.pretrained import from_pretrained
 from zero_strategy.pipeline.module import PipelineModule
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +113,28 @@ def test_a_checkpoint_loads_into_the_model() -> None:
     _, parts = run(pipeline_layers(model), 3, batch("llama", "nothing"))
     other.load_state_dict({name: value for part in parts for name, value in part.state_dict().items()})
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_stage_reads_its_own_weights_alone(tmp_path: Path, kind: str) -> None:
+    model = build(kind)
+    model.save_pretrained(tmp_path)
+    expected, states, elements = model.state_dict(), [], 0
+    for rank in range(2):
+        waiting = from_pretrained(type(model), str(tmp_path))
+        part = PipelineModule(pipeline_layers(waiting), 2, rank=rank)
+        assert is_deferred(part)
+        assert sum(p.untyped_storage().nbytes() for p in part.parameters()) < 10 * len(list(part.parameters()))
+        with pytest.raises(RuntimeError, match="are not read yet"):
+            part(batch(kind, "nothing") if rank == 0 else {"hidden_states": torch.zeros(1, 2, 8)})
+        ZeroEngine(part, zero_strategy.ZeroConfig(stage=0))
+        assert not is_deferred(part)
+        states.append(part.state_dict())
+        elements += sum(parameter.numel() for parameter in part.parameters())
+    assert set().union(*states) == set(expected)
+    assert all(torch.equal(value, expected[name]) for state in states for name, value in state.items())
+    tied = sum(tie.numel() for tie in part.ties[0].weights.values()) if part.ties else 0
+    assert elements == sum(parameter.numel() for parameter in model.parameters()) + tied
 
 
 def test_input_ids_alone_and_recomputation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -141,7 +142,7 @@ def weights_and_missing_gradients() -> tuple[Tensor, list[bool]]:
     if part.ties:
         with torch.no_grad():
             part.ties[0].weights["embed.weight"].add_(dist.get_rank())
-    part._synchronize_tied_weights()
+    part.synchronize_tied_weights()
     part.allreduce_tied_weight_gradients()
     missing = [p.grad is None for p in part.parameters()]
     if part.ties and part.ties[0].is_owner:
@@ -150,6 +151,39 @@ def weights_and_missing_gradients() -> tuple[Tensor, list[bool]]:
     weights = [tie.weights["embed.weight"] for tie in part.ties]
     assert all(weight.grad is not None and torch.all(weight.grad == 1) for weight in weights)
     return (weights[0].detach() if weights else torch.zeros(0)), missing
+
+
+def copied() -> list[bool]:
+    torch.manual_seed(4)
+    part = PipelineModule(tied_specs(), 2, partition_method="uniform")
+    other = copy.deepcopy(part)
+    x = words() if part.mpu().is_first_stage else torch.ones(2, WIDTH)
+    weight = other.ties[0].weights["tied_modules.embed.weight"]
+    found = [torch.equal(part(x), other(x)), weight is other.tied_modules["embed"].weight]
+    found.append(not {id(p) for p in part.parameters()} & {id(p) for p in other.parameters()})
+    weight.grad = torch.ones_like(weight)
+    other.allreduce_tied_weight_gradients()
+    return [*found, bool(torch.all(weight.grad == 2)), part.tied_modules["embed"].weight.grad is None]
+
+
+def test_a_copy_is_tied_to_the_others_copies(ranks: Launcher) -> None:
+    assert ranks(2)(copied) == [[True] * 5] * 2
+
+
+def without_values() -> list[bool]:
+    """Whether parameters are left as they are that have no values yet, on the meta device or one for all elements."""
+    with torch.device("meta"):
+        meta = PipelineModule(shared_sequential(), 2)
+    model = shared_sequential()
+    hollow = torch.full((), float("nan")).expand(WORDS, WIDTH)
+    torch.utils.swap_tensors(model.embed.weight, nn.Parameter(hollow))
+    waiting = PipelineModule(model, 2)
+    tie = waiting.ties[0]
+    return [meta.ties[0].weights["embed.weight"].is_meta, not any(tie.weights["embed.weight"].stride())]
+
+
+def test_what_has_no_values_yet_is_left_alone(ranks: Launcher) -> None:
+    assert ranks(2)(without_values) == [[True, True]] * 2
 
 
 def test_holders_agree_and_no_gradient_stays_none(ranks: Launcher) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.pipeline.recipes import check_complete, model_layer
+from zero_strategy.pipeline.recipes import finished, model_layer
 from zero_strategy.pipeline.specs import ModelLayer
 
 _TRAVELLING = ("attention_mask", "position_ids")
@@ -38,9 +38,7 @@ def pipeline_layers(model: nn.Module) -> list[ModelLayer]:
     Raises:
         ValueError: If there is no recipe for it.
     """
-    layers = _recipe(model)[0](model)
-    check_complete(model, layers)
-    return layers
+    return finished(model, _recipe(model)[0](model))
 
 
 def pipeline_loss(model: nn.Module) -> Callable[..., Tensor]:

@@ -110,6 +110,9 @@ class PipelineParallelGrid:
     def _place_on(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 
+    def __deepcopy__(self, memo: object) -> PipelineParallelGrid:
+        return self  # a copy of a module is in the same place, and process groups cannot be copied
+
     def topology(self) -> ProcessTopology:
         """Which rank is where."""
         return self._topo

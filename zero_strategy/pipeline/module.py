@@ -161,7 +161,7 @@ class PipelineModule(nn.Module):
         stage_of_layer = {layer: self.stage_owner(layer) for layer in range(self._num_layers)}
         rank_of_stage = {stage: self.placement.rank_of(stage) for stage in range(self.placement.stages)}
         self.ties = own_ties(plans, self, self._grid, stage_of_layer, rank_of_stage)
-        self._synchronize_tied_weights()
+        self.synchronize_tied_weights()
 
     def _build_own(self, own: Sequence[NamedLayer], everyone: Sequence[NamedLayer]) -> list[BuiltLayer]:
         built = build_layers(own, everyone, self._seeds)
@@ -324,9 +324,16 @@ class PipelineModule(nn.Module):
             found += [(weight, group) for weight in tie.weights.values()]
         return found
 
-    def _synchronize_tied_weights(self) -> None:
+    def synchronize_tied_weights(self) -> None:
+        """Give all holders of tied weights their owners' values. A collective over those.
+
+        Done when the module is made; to be called again by whoever gives values to parameters later, such as to those
+        that were made on the meta device.
+        """
         for tie in self.ties:
             tie.broadcast()
+
+    _synchronize_tied_weights = synchronize_tied_weights
 
     # ---- layer files ----
 

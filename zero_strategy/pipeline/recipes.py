@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from zero_strategy.deferred import hand_over
 from zero_strategy.pipeline.specs import ModelLayer
 
 Part = str | Sequence[str] | ModelLayer | None
@@ -65,13 +66,11 @@ def pipeline_layers(
     """
     names = _block_names(model, blocks)
     layers = [model_layer(model, name, call_block) for name in names]
-    parts = [*_parts(model, embedding), *layers, *_parts(model, head)]
-    check_complete(model, parts)
-    return parts
+    return finished(model, [*_parts(model, embedding), *layers, *_parts(model, head)])
 
 
-def check_complete(model: nn.Module, layers: Sequence[ModelLayer]) -> None:
-    """See that layers have all of a model's state.
+def finished(model: nn.Module, layers: list[ModelLayer]) -> list[ModelLayer]:
+    """See that layers have all of a model's state; weights that are read later wait with them from now on.
 
     Raises:
         ValueError: If not; names what is left out.
@@ -82,15 +81,26 @@ def check_complete(model: nn.Module, layers: Sequence[ModelLayer]) -> None:
         for module in layer.modules.values()
         for tensor in (*module.parameters(), *module.buffers())
     }
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = set(model.state_dict(keep_vars=True))  # without what is no part of it
-    left = [name for name, tensor in tensors.items() if name in kept and id(tensor) not in held]
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **_state_buffers(model)}
+    left = [name for name, tensor in tensors.items() if id(tensor) not in held]
     if left:
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise ValueError(
             f"the layers leave parts of {type(model).__name__} out: {shown}; name their modules in embedding, "
             "blocks or head (a parameter of the model itself has to move into a module)"
         )
+    hand_over(model, [module for layer in layers for module in layer.modules.values()])
+    return layers
+
+
+def _state_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are part of the model's state; the model may be one that refuses to make a state dict now."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def _parts(model: nn.Module, part: Part) -> list[ModelLayer]:
