@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.launcher import Launcher
+from zero_strategy.pipeline.auto import choose, measured_costs
+from zero_strategy.pipeline.choice import LayerCost
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
+from zero_strategy.pipeline.timeline import Event, read_timeline
 from zero_strategy.pipeline_engine import PipelineEngine
 
 VOCABULARY, LENGTH, WIDTH, STEPS, CLIP = 23, 6, 12, 3, 0.3
@@ -323,3 +327,64 @@ def test_low_precision(ranks: Launcher) -> None:
             overflows = scale > 1
             assert losses[:-1] == pytest.approx(expected[:-1], rel=0.02)
             assert taken == [True, True, not overflows] and skipped == int(overflows)
+
+
+# ------------------------------------------------------------------------------------------- auto, and timelines
+
+
+def train_auto(case: Case, folder: str) -> tuple[list[float], str, tuple[float, ...], dict[str, Tensor]]:
+    module = module_of(case)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    config = config_of(case)
+    config["pipeline"]["timeline"] = f"{folder}/{case.schedule}-{case.chunks}.jsonl"
+    engine = PipelineEngine(module, config)
+    engine.attach(optimizer)
+    losses = []
+    for step in range(STEPS):
+        copy = module.mpu().data_parallel_id
+        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, copy))))
+        engine.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.chosen is not None
+    return losses, engine.chosen.schedule, engine.chosen.activation_bytes, engine.full_state_dict()
+
+
+def test_auto_takes_one_schedule_on_all_ranks_and_trains_the_same(ranks: Launcher, tmp_path: Path) -> None:
+    for case, names in [
+        (Case(2, 2, 2, "auto"), {"gpipe", "1f1b", "zb_h1"}),
+        (Case(2, 1, 1, "auto", 2), {"gpipe", "interleaved_1f1b", "interleaved_zb"}),
+    ]:
+        expected = plain(case.copies, case.micro_batches, case.tied)
+        found = ranks(case.stages * case.copies)(train_auto, case, str(tmp_path))
+        assert len({one[1] for one in found}) == 1 and found[0][1] in names
+        for losses, _, held, weights in found:
+            assert losses == pytest.approx(expected.losses, rel=1e-6)
+            assert all(nbytes > 0 for nbytes in held)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-4, atol=1e-5)
+        timeline = read_timeline([tmp_path / f"auto-{case.chunks}.jsonl"])
+        computed = [event for event in timeline.events if event.computes]
+        assert (timeline.ranks, timeline.chunks) == (2, case.chunks)
+        forwards = [event for event in computed if event.kind == "F"]
+        assert len(forwards) == STEPS * 2 * case.chunks * case.micro_batches
+
+
+def test_auto_by_the_numbers() -> None:
+    placement = Placement(2)
+    costs = [LayerCost(1.0, 1.0, 1.0, 2.0, 10.0)] * 2
+    assert choose(placement, 8, costs, [None, None]).schedule == "zb_h1"
+    assert choose(placement, 8, costs, [15, 15]).schedule == "1f1b"  # nothing fits: what holds least
+    heavy = [LayerCost(1.0, 1.0, 1.0, 1.2, 10.0)] * 2  # halves cost more than the whole
+    assert choose(placement, 8, heavy, [None, None]).schedule == "1f1b"
+    cramped = choose(placement, 8, costs, [25, 25])
+    assert max(cramped.activation_bytes) <= 25
+    events = [[Event(0, t, t + d, kind, m) for m, t, d, kind in rows] for rows in EVENTS]
+    found = measured_costs(placement, events, [{0: 5}, {0: 6}])
+    assert [(one.forward, one.whole, one.activation_bytes) for one in found] == [(1.0, 3.0, 5), (2.0, 4.0, 6)]
+
+
+EVENTS = [
+    [(0, 0.0, 1.0, "F"), (1, 1.0, 1.0, "F"), (2, 2.0, 9.0, "F"), (0, 20.0, 3.0, "B"), (0, 5.0, 7.0, "wait")],
+    [(0, 1.0, 2.0, "F"), (0, 3.0, 4.0, "B")],
+]
