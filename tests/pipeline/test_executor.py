@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.launcher import Launcher
 from tests.pipeline.pipelines import (
+    WIDTH,
     Case,
     build_layers,
     build_stages,
@@ -20,7 +23,7 @@ from tests.pipeline.pipelines import (
     loss_fn,
     micro_batches,
 )
-from zero_strategy.pipeline import DataParallelSchedule, InferenceSchedule, Placement, build_table
+from zero_strategy.pipeline import DataParallelSchedule, InferenceSchedule, Placement, build_table, lower
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.executor import Executor
 from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
@@ -179,3 +182,134 @@ def test_a_steady_run_sends_one_message_per_activation_and_is_recorded(ranks: La
     for i in range(4):
         assert starts[0, "F", i].end <= starts[1, "F", i].start
         assert starts[1, "B", i].end <= starts[0, "B", i].start
+
+
+class _InPlace(nn.Module):
+    """Begins in place, with dropout that keeps everything, and passes a pair on whose second part is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, given: Any) -> Any:
+        x = given[0] if isinstance(given, tuple) else given
+        return self.linear(torch.relu_(x)), self.unused(x)
+
+
+def _odd_stages(schedule: str, chunks: int) -> tuple[float, list[tuple[Tensor, Tensor | None]]]:
+    rank, case = dist.get_rank(), Case(schedule, 2, chunks, 3, False)
+    placement = case.placement()
+    torch.manual_seed(0)
+    stages = [_InPlace() for _ in range(2 * chunks)]
+    own = [stages[placement.stage_of(rank, chunk)] for chunk in range(chunks)]
+    executor = Executor(
+        own, placement, loss_fn=lambda found, labels: (found[0].float() - labels).square().mean(),
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+    )  # fmt: skip
+    run = executor.run(case.schedules()[rank], iter(_odd_data()) if data_of(case, rank) is not None else None)
+    assert run.loss is not None
+    return float(run.loss), [(stage.linear.weight.grad, stage.unused.weight.grad) for stage in own]
+
+
+def _odd_data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zbv", 2)])
+def test_stages_in_place_with_autocast_and_unused_outputs(ranks: Launcher, schedule: str, chunks: int) -> None:
+    torch.manual_seed(0)
+    stages = [_InPlace() for _ in range(2 * chunks)]
+    losses = []
+    for inputs, labels in _odd_data():
+        value: Any = inputs
+        for stage in stages:
+            with torch.autocast("cpu", torch.bfloat16):
+                value = stage(value)
+        losses.append((value[0].float() - labels).square().mean())
+        (losses[-1] / 3).backward()
+    results = ranks(2)(_odd_stages, schedule, chunks)
+    placement = Placement(2, chunks, "v" if chunks == 2 else "loop")
+    for rank, (loss, gradients) in enumerate(results):
+        assert loss == pytest.approx(float(sum(float(one.detach()) for one in losses)) / 3, abs=1e-6)
+        for chunk, (used, unused) in enumerate(gradients):
+            wanted = stages[placement.stage_of(rank, chunk)].linear.weight.grad
+            assert wanted is not None and torch.equal(used, wanted) and unused is None
+
+
+class _Watching(ExecutorHooks):
+    """Which outputs are alive after each computation."""
+
+    def __init__(self) -> None:
+        self.outputs: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+
+    def after(self, computation: Computation) -> None:
+        self.alive.append(sum(output() is not None for output in self.outputs))
+
+
+class _Seen(nn.Module):
+    """A layer whose backward does not need its output."""
+
+    def __init__(self, hooks: _Watching) -> None:
+        super().__init__()
+        self.weight, self.hooks = nn.Parameter(torch.ones(WIDTH)), hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x * self.weight
+        self.hooks.outputs.append(weakref.ref(found.untyped_storage()))
+        return found
+
+
+def _memory() -> list[int]:
+    rank, hooks, placement = dist.get_rank(), _Watching(), Placement(2)
+    executor = Executor([_Seen(hooks)], placement, loss_fn=lambda found, labels: found.sum(), hooks=hooks)
+    data = iter([(torch.ones(2, WIDTH), torch.ones(1))] * 4)
+    executor.run(lower(build_table("gpipe", 2, 4))[rank], data)
+    return hooks.alive
+
+
+def test_outputs_are_let_go_of_when_they_are_sent(ranks: Launcher) -> None:
+    first, last = ranks(2)(_memory)
+    assert max(first) == 1 and len(first) == 8  # GPipe: four micro-batches in flight, one output not sent yet
+    assert max(last) == 0
+
+
+def _two_pipelines() -> list[tuple[float, dict[str, Tensor]]]:
+    world_rank, found = dist.get_rank(), []
+    case = Case("1f1b", 2, 1, 4, False)
+    group = [world_rank % 2, world_rank % 2 + 2]
+    rank = group.index(world_rank)
+    stages = build_stages(case, rank)
+    executor = Executor(stages, case.placement(), ranks=group, loss_fn=loss_fn)
+    for _ in range(2):
+        stages[0].zero_grad()
+        run = executor.run(case.schedules()[rank], data_of(case, rank))
+        assert run.loss is not None
+        found.append((float(run.loss), gradients_of(case, rank, stages)))
+    return found
+
+
+def test_two_pipelines_beside_each_other(ranks: Launcher) -> None:
+    loss, gradients = expected(Case("1f1b", 2, 1, 4, False))
+    for result in ranks(4)(_two_pipelines):
+        for found, own in result:
+            assert found == pytest.approx(loss, abs=1e-6)
+            assert all(torch.equal(gradient, gradients[name]) for name, gradient in own.items())
+
+
+def _peaks(cases: list[Case]) -> list[int]:
+    rank, found = dist.get_rank(), []
+    for i, case in enumerate(cases):
+        executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, record=True, name=str(i))
+        events = executor.run(case.schedules()[rank], data_of(case, rank)).events
+        held = [{"F": 1, "B": -1, "W": -1}.get(event.kind, 0) for event in events]
+        found.append(max(accumulate(held)))
+    return found
+
+
+def test_peaks_of_activations(ranks: Launcher) -> None:
+    """GPipe holds all micro-batches; 1F1B as many as the stages that follow."""
+    cases = [Case(name, 4, 1, count, False) for name in ("gpipe", "1f1b") for count in (2, 6)]
+    for rank, found in enumerate(ranks(4)(_peaks, cases)):
+        assert found == [2, 6, min(4 - rank, 2), min(4 - rank, 6)]
