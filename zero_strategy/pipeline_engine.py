@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule, measured_costs, memory_left
-from zero_strategy.pipeline.building import TIED
 from zero_strategy.pipeline.choice import Choice
 from zero_strategy.pipeline.executor import Executor, Run
 from zero_strategy.pipeline.feed import BatchFunction
@@ -114,7 +112,7 @@ class PipelineEngine(ZeroEngine):
         self.chosen: Choice | None = None
         self._hooks = _Hooks(self)
         self.executor = Executor(
-            [partial(module.forward_chunk, chunk) for chunk in range(module.chunks)],
+            module.chunk_functions(),
             module.placement,
             ranks=grid.pp_group,
             loss_fn=module.loss_fn,
@@ -389,8 +387,7 @@ def _with_units(resolved: ResolvedConfig, module: PipelineModule) -> ResolvedCon
             and (type(child).__name__ in units.classes or any(fnmatchcase(name, p) for p in units.patterns))
         ]
     else:
-        names = [name for name in module.layer_names() if not name.startswith(f"{TIED}.")]
-        names = [name for name in names if any(True for _ in module.get_submodule(name).parameters())]
+        names = [name for name in module.unit_names() if any(True for _ in module.get_submodule(name).parameters())]
     config = deepcopy(resolved.config)
     origin = "derived: the PipelineModule's layers"
     config.units.record("classes", [], origin)

@@ -210,6 +210,13 @@ def test_modules_of_a_model_keep_their_names() -> None:
     assert parts[0].layer_classes == ["Block", "Block+LayerNorm"]
 
 
+def test_names_of_units() -> None:
+    part = PipelineModule(tied_specs(), 1)
+    assert part.layer_names() == ["tied_modules.embed", "1", "3", "4"] and part.unit_names() == ["1", "3", "4"]
+    first = PipelineModule(tied_specs(), 2, partition_method=[0, 3, 6], rank=0)
+    assert first.unit_names() == ["tied_modules.embed", "1"]
+
+
 def test_names_that_the_module_uses_itself() -> None:
     for name in ("ties", "parts", "stages", "topology"):
         with pytest.raises(ValueError, match=f"cannot be called '{name}' in a PipelineModule"):

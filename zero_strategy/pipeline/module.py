@@ -48,7 +48,8 @@ class PipelineModule(nn.Module):
         seed_layers: Layer i is built with the seed base_seed + i, and each forward of it draws from the seed
             base_seed x (2 + forwards so far) + i; the generators are put back. Otherwise the seed of layer i is
             r + base_seed + i, where r is drawn from torch's CPU generator on the first rank: one draw, so that a
-            script's seed decides; and a forward draws from the generators as they are, each rank from its own.
+            script's seed decides; and a forward draws from the generators as they are, each rank from its own. Slices
+            of tensor parallelism are built with one seed; what they divide draws from the tracker's state.
         seed_fn: Seeds the generators with a number; default: Python's, NumPy's and torch's.
         base_seed: See `seed_layers`.
         partition_method: "parameters" (trainable ones; largest stage as small as can be), "uniform" (numbers of
@@ -299,6 +300,14 @@ class PipelineModule(nn.Module):
             if any(name.startswith(f"{module}.") for module in layer.modules):
                 return layer.index
         raise ValueError(f"{name!r} is in none of this rank's layers")
+
+    def unit_names(self) -> list[str]:
+        """Of those, the ones whose own forward runs: parameters that are gathered for a module may be there.
+
+        Tied modules are left out that a layer uses by a function of its own, such as one that reads their weight.
+        """
+        borrowed = {name for layer in self._built if layer.borrows for name in layer.modules}
+        return [name for name in self.layer_names() if name not in borrowed]
 
     def describe(self) -> str:
         """All stages and their layers, one line each."""
