@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm import run_warm_script
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
@@ -58,13 +58,6 @@ def test_every_block_runs(tmp_path: Path) -> None:
     assert '"scheduler"' in ds
     (tmp_path / "script.py").write_text(PRELUDE + AFTER.join(blocks) + "\nprint('all ran')\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PL_"))}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_warm_script("script.py", cwd=tmp_path, env=env | {"OMP_NUM_THREADS": "1"}, timeout=200)
     assert done.stdout.endswith("all ran\n") and done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert (tmp_path / "weights" / "config.json").is_file() and (tmp_path / "run" / "latest").is_file()
