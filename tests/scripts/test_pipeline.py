@@ -86,8 +86,10 @@ def low(stages: int, precision: dict[str, Any]) -> dict[str, Any]:
     batches = script.own(engine, script.micro_batches())
     losses, rates, before = [], [], engine.state_dict()
     for step in range(4):
+        rate = engine.get_lr()[0]
         losses.append(engine.train_batch(batches).item())
         rates.append(engine.get_lr()[0])
+        assert (rates[-1] == rate) == (not engine.was_step_applied() or step == engine.skipped_steps)  # 0 at first
         if engine.skipped_steps == step + 1:
             assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
             assert engine.get_global_grad_norm() == float("inf") and not engine.was_step_applied()
@@ -190,7 +192,7 @@ def evaluate() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
     assert engine.eval_batch(iter(held)).item() == pytest.approx(sum(each[:4]) / 4, abs=1e-6)
-    assert not engine.module.training
+    assert not engine.module.training and engine.zero.executor.keep_outputs
     for count in (1, 3, 6):
         loss, logits = engine.eval_batch(iter(held), return_logits=True, num_micro_batches=count)
         assert loss.item() == pytest.approx(sum(each[:count]) / count, abs=1e-6)

@@ -85,7 +85,10 @@ class Executor:
         batch_fn: May be changed between runs.
         record: Likewise.
         loss_fn: Likewise.
+        keep_outputs: Likewise; whether runs without backwards keep the last stage's outputs.
     """
+
+    keep_outputs = True
 
     def __init__(
         self,
@@ -266,7 +269,8 @@ class Executor:
             chunk.end(micro_batch, self._hooks.scale_loss(loss, orders.schedule.micro_batches))
         else:
             chunk.end(micro_batch, None)
-            result.outputs.append(found)
+            if self.keep_outputs:
+                result.outputs.append(found)
         self._hooks.forwarded(micro_batch, found, None if loss is None else loss.detach())
 
     def _call(self, chunk: Chunk, micro_batch: int, value: Any, labels: Any) -> tuple[Any, Tensor | None]:
