@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_strategy.pipeline import Placement, PipeSchedule, TrainSchedule, build_table, inference, lower
+from zero_strategy.pipeline import PipeSchedule, Placement, TrainSchedule, build_table, inference, lower
 from zero_strategy.pipeline.actions import Kind
 
 WIDTH, LAYERS = 8, 8
@@ -26,7 +26,8 @@ class Layer(nn.Module):
 
     def forward(self, given: dict[str, Any]) -> dict[str, Any]:
         x = given["x"]
-        return {**given, "x": x + F.gelu(self.linear(self.norm(x))) * given["mask"][..., None], "depth": 1 + given["depth"]}
+        x = x + F.gelu(self.linear(self.norm(x))) * given["mask"][..., None]
+        return {**given, "x": x, "depth": 1 + given["depth"]}
 
 
 class First(nn.Module):
@@ -94,10 +95,10 @@ def layers_of(stage: int, stages: int) -> range:
     return range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages)
 
 
-def build_stages(case: Case, rank: int, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> list[nn.Module]:
+def build_stages(case: Case, rank: int) -> list[nn.Module]:
     layers, placement = build_layers(), case.placement()
     stages = [placement.stage_of(rank, chunk) for chunk in range(placement.chunks)]
-    return [nn.Sequential(*(wrap(layers[i]) for i in layers_of(stage, placement.stages))) for stage in stages]
+    return [nn.Sequential(*(layers[i] for i in layers_of(stage, placement.stages))) for stage in stages]
 
 
 def gradients_of(case: Case, rank: int, stages: Sequence[nn.Module]) -> dict[str, Tensor]:

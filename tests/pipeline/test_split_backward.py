@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero_strategy.activation.checkpointer import Checkpointer
-from zero_strategy.pipeline.split_backward import SplitBackward, whole_backward
+from zero_strategy.pipeline.split_backward import Entrance, SplitBackward, whole_backward
 
 _WIDTH = 16
 
@@ -174,6 +174,7 @@ _CASES: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: nn.Sequential(nn.Linear(_WIDTH, _WIDTH), _Checkpointed(_Block(), _by_torch)),
     "own checkpoint": lambda: nn.Sequential(_Checkpointed(_Block(), Checkpointer().checkpoint), _Block()),
     "nested checkpoints": lambda: _Checkpointed(nn.Sequential(_Checkpointed(_Block(), _by_torch), _Block()), _by_torch),
+    "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()), backend="aot_eager"),
     "re-entrant": lambda: nn.Sequential(nn.Linear(_WIDTH, _WIDTH), _Checkpointed(_Block(), _reentrant)),
 }
 
@@ -306,3 +307,25 @@ def test_roots_without_gradients_and_inputs_without_a_way() -> None:
     assert torch.equal(given, torch.ones(2, 4) @ linear.weight + 1) and linear.weight.grad is None
     backward.weight_half()
     assert torch.equal(linear.weight.grad, torch.ones(4, 2) @ x)
+
+
+def test_an_entrance_may_be_changed_in_place() -> None:
+    """As a stage that begins with an in-place activation; gradients are those of the values that came in."""
+    linear, given, anchor = nn.Linear(4, 4), torch.randn(2, 4), torch.empty((), requires_grad=True)
+    leaf = given.clone().requires_grad_()
+    linear((leaf * 1).relu_()).sum().backward()
+    wanted = linear.weight.grad
+    assert wanted is not None and leaf.grad is not None
+    for split in (False, True):
+        linear.weight.grad = None
+        entered, other = Entrance.apply(anchor, given.clone(), torch.ones(3))
+        edges = [torch.autograd.graph.get_gradient_edge(one) for one in (entered, other)]
+        roots = [linear(entered.relu_()).sum()]
+        if split:
+            backward = SplitBackward(roots, [None], edges)
+            found = backward.input_half()
+            backward.weight_half()
+        else:
+            found = whole_backward(roots, [None], edges)
+        assert found[0] is not None and torch.equal(found[0], leaf.grad) and found[1] is None
+        assert torch.equal(linear.weight.grad, wanted) and anchor.grad is None

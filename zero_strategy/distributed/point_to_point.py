@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.failure_board import FailureBoard
 from zero_strategy.distributed.save_board import own_store
-from zero_strategy.distributed.watched_waits import Awaited, WatchedWaits
+from zero_strategy.distributed.watched_waits import Awaited, Group, WatchedWaits
 
 _LARGE_BYTES = 1 << 20
 """Of a message that a thread posts: posting copies to the socket as much as it takes."""
@@ -74,8 +75,8 @@ class PointToPoint:
         self.ranks = list(ranks)
         self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         self.counters = CommunicationCounters()
-        self._groups = _make_groups(self.ranks, channels, device, timedelta(seconds=timeout + _BACKUP_SECONDS))
         key = f"pipeline/{name}/{'-'.join(map(str, self.ranks))}"
+        self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
         self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout)
@@ -92,7 +93,7 @@ class PointToPoint:
             To be given to `wait`.
         """
         with self.waits.watching(self._awaited("a message", channel.source)):
-            return dist.irecv(buffer, group=self._groups[channel], group_src=self._source(channel), tag=channel.tag)
+            return self._groups[channel].receive(buffer, channel.source, channel.tag)
 
     def send(self, buffer: Tensor, channel: Channel, kind: str, done: Callable[[], None]) -> None:
         """Send a buffer.
@@ -107,7 +108,7 @@ class PointToPoint:
         group = self._groups[channel]
 
         def post() -> Any:
-            return dist.isend(buffer, group=group, group_dst=self._target(channel), tag=channel.tag)
+            return group.send(buffer, channel.target, channel.tag)
 
         with self.waits.watching(self._awaited("room for a message", channel.target)):
             self._senders[group].send(post, buffer.numel() >= _LARGE_BYTES, done)
@@ -127,20 +128,12 @@ class PointToPoint:
                 sender.finish()
 
     def close(self) -> None:
-        """Give the groups back."""
+        """End all connections."""
         self.waits.stop()
         self.waits.break_connections()
-        for group in self._senders:
-            dist.destroy_process_group(group)
 
     def _awaited(self, what: str, rank: int) -> Awaited:
         return Awaited(what, f"rank {self.ranks[rank]}", self.ranks[rank])
-
-    def _source(self, channel: Channel) -> int:
-        return dist.get_group_rank(self._groups[channel], self.ranks[channel.source])
-
-    def _target(self, channel: Channel) -> int:
-        return dist.get_group_rank(self._groups[channel], self.ranks[channel.target])
 
 
 class _Sender:
@@ -175,21 +168,33 @@ class _Sender:
 
 
 def _make_groups(
-    ranks: list[int], channels: Sequence[Channel], device: torch.device, timeout: timedelta
-) -> dict[Channel, dist.ProcessGroup]:
-    """By channel, what carries it; only channels of this rank."""
+    ranks: list[int], channels: Sequence[Channel], device: torch.device, seconds: float, key: str
+) -> dict[Channel, Group]:
+    """By channel, what carries it; only channels of this rank.
+
+    They are made by their classes: `new_group` may give a group the name that a broken one of the same ranks had, and
+    would find that one's addresses in the store.
+    """
     if len(ranks) == 1:
         return {}
-    own = dist.get_rank()
-    found: dict[Channel, dist.ProcessGroup] = {}
+    own, timeout = ranks.index(dist.get_rank()), timedelta(seconds=seconds)
+    store: Any = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+
+    def place(name: str) -> PrefixStore:
+        return PrefixStore(f"zero_strategy/{key}/{name}", store)
+
     if device.type == "cpu":
         down, up = (
-            dist.new_group(sorted(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
-            for _ in range(2)
+            Group(dist.ProcessGroupGloo(place(way), own, len(ranks), timeout), list(range(len(ranks))))
+            for way in ("down", "up")
         )
         return {channel: down if channel.source < channel.target else up for channel in channels}
+    found = {}
     for channel in channels:
-        pair = sorted((ranks[channel.source], ranks[channel.target]))
+        pair = sorted(channel[:2])
         if own in pair:
-            found[channel] = dist.new_group(pair, timeout=timeout, use_local_synchronization=True)
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            backend = dist.ProcessGroupNCCL(place("-".join(map(str, channel))), pair.index(own), 2, options)
+            found[channel] = Group(backend, pair)
     return found

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zero_strategy.distributed.failure_board import Failure, FailureBoard
 
@@ -35,6 +36,40 @@ class RankFailedError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.failure = failure
+
+
+class Group:
+    """Connected ranks.
+
+    Args:
+        backend: What torch has for them: gloo's or NCCL's process group.
+        ranks: Their numbers, in the order of the backend's.
+    """
+
+    def __init__(self, backend: Any, ranks: list[int]) -> None:
+        self._backend, self._ranks = backend, ranks
+
+    def send(self, buffer: Tensor, to: int, tag: int) -> Any:
+        """Begin to send; returns what can be waited for."""
+        return self._backend.send([buffer], self._ranks.index(to), tag)
+
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Any:
+        """Begin to receive; returns what can be waited for."""
+        return self._backend.recv([buffer], self._ranks.index(source), tag)
+
+    def abort(self) -> None:
+        """Break this rank's connections."""
+        if not isinstance(self._backend, dist.ProcessGroupGloo):
+            self._backend.abort()
+            return
+        # Gloo's own way to end transfers from one rank to another is that a wait runs out of time. A connection that is
+        # broken already refuses at once, and says nothing to the others.
+        gloo: Any = self._backend
+        for peer in range(gloo.size()):
+            if peer != gloo.rank():
+                with contextlib.suppress(RuntimeError):
+                    buffer = torch.empty(1, dtype=torch.uint8)
+                    gloo.recv([buffer], peer, _BREAKING_TAG).wait(timedelta(milliseconds=1))
 
 
 @dataclass(frozen=True)
@@ -58,13 +93,13 @@ class WatchedWaits:
     Args:
         rank: This rank, in the world.
         name: This rank in words: "stage 0 (rank 0)".
-        groups: Process groups whose connections are broken on failure.
+        groups: Whose connections are broken on failure.
         board: Where failures are posted.
         timeout: Seconds that a wait may take.
     """
 
     def __init__(
-        self, rank: int, name: str, groups: list[dist.ProcessGroup], board: FailureBoard, timeout: float
+        self, rank: int, name: str, groups: list[Group], board: FailureBoard, timeout: float
     ) -> None:
         self.rank, self.name, self.groups, self.board, self.timeout = rank, name, groups, board, timeout
         self.broken = False
@@ -126,7 +161,7 @@ class WatchedWaits:
             self.broken = True
             for group in self.groups:
                 with contextlib.suppress(Exception):
-                    _break(group)
+                    group.abort()
 
     def _explained(self, error: RuntimeError, awaited: Awaited) -> RankFailedError:
         failure = self.board.first(0.0 if self._expired else _REASON_SECONDS)
@@ -157,14 +192,3 @@ class WatchedWaits:
             elif seconds > self.timeout:
                 self._expired = True
                 self.break_connections()
-
-
-def _break(group: dist.ProcessGroup) -> None:
-    if dist.get_backend(group) != "gloo":
-        group.abort()
-        return
-    # Gloo's own way to end transfers from one rank to another is that a wait runs out of time.
-    peer = 1 if dist.get_rank(group) == 0 else 0
-    work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=_BREAKING_TAG)
-    assert work is not None
-    work.wait(timedelta(milliseconds=1))

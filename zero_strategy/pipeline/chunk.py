@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zero_strategy.pipeline.messages import TensorKind, kind_of
-from zero_strategy.pipeline.split_backward import SplitBackward, whole_backward
+from zero_strategy.pipeline.split_backward import Entrance, SplitBackward, whole_backward
 from zero_strategy.pipeline.trees import Structure, put_together, take_apart
 
 
@@ -33,8 +33,8 @@ class Parcel(NamedTuple):
 class _InFlight:
     """A micro-batch between its forward and the end of its backward."""
 
-    inputs: list[Tensor] = field(default_factory=list)
-    """Leaves whose gradients go back."""
+    inputs: list[GradientEdge] = field(default_factory=list)
+    """Whose gradients go back."""
     roots: list[GradientEdge] = field(default_factory=list)
     split: SplitBackward | None = None
 
@@ -52,17 +52,19 @@ class Chunk:
         self.module, self.stage, self.last = module, stage, last
         self._in_flight: dict[int, _InFlight] = {}
         self._structure: Structure | None = None
+        self._anchor = torch.empty((), requires_grad=True)
         self.seen: Structure | None = None
 
     def accept(self, micro_batch: int, parcel: Parcel, training: bool) -> Any:
-        """The input of a forward, from what the stage before gave: tensors that want a gradient become leaves."""
+        """The input of a forward, from what the stage before gave: a graph begins at tensors that want a gradient."""
         flight = self._in_flight[micro_batch] = _InFlight()
-        tensors = []
-        for tensor, kind in zip(parcel.tensors, parcel.kinds):
-            if training and kind.wants_gradient:
-                tensor = tensor.detach().requires_grad_()
-                flight.inputs.append(tensor)
-            tensors.append(tensor)
+        tensors = list(parcel.tensors)
+        wanting = [i for i, kind in enumerate(parcel.kinds) if training and kind.wants_gradient]
+        if wanting:
+            entered = Entrance.apply(self._anchor, *(tensors[i] for i in wanting))
+            flight.inputs = [get_gradient_edge(tensor) for tensor in entered]
+            for i, tensor in zip(wanting, entered):
+                tensors[i] = tensor
         self.seen = parcel.structure
         return put_together(tensors, parcel.structure)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_strategy.pipeline.actions import Action, Kind
+from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.rows import alternating, in_rounds, round_sizes, row_of
 from zero_strategy.pipeline.tables import Table
@@ -14,9 +14,7 @@ def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Table:
     Idle (stages - 1) / (chunks x micro-batches + stages - 1) of the time, if there are no fewer micro-batches than
     stages. All micro-batches are in flight at once.
     """
-    forwards = [Action(Kind.FORWARD, at, chunk) for chunk in range(chunks) for at in range(micro_batches)]
-    way = range(chunks - 1, -1, -1)
-    backwards = [Action(Kind.BACKWARD, at, chunk) for chunk in way for at in range(micro_batches)]
+    forwards, backwards = (in_rounds(kind, [micro_batches], chunks) for kind in (Kind.FORWARD, Kind.BACKWARD))
     return Table("gpipe", micro_batches, Placement(stages, chunks), (tuple(forwards + backwards),) * stages)
 
 
@@ -26,8 +24,8 @@ def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -
     Idle (stages - 1) / (micro-batches + stages - 1) of the time; min(stages - s, micro-batches) in flight in stage s.
     """
     assert chunks == 1, chunks
-    order = [(at, 0) for at in range(micro_batches)]
-    rows = tuple(tuple(alternating(order, order, stages - 1 - rank)) for rank in range(stages))
+    forwards, backwards = (in_rounds(kind, [micro_batches], 1) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    rows = tuple(tuple(alternating(forwards, backwards, stages - 1 - rank)) for rank in range(stages))
     return Table("1f1b", micro_batches, Placement(stages), rows)
 
 
@@ -38,7 +36,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     stages; more activations in flight than 1F1B, and `chunks` times the messages.
     """
     sizes = round_sizes(stages, micro_batches)
-    forwards, backwards = in_rounds(sizes, chunks), in_rounds(sizes, chunks, backward=True)
+    forwards, backwards = (in_rounds(kind, sizes, chunks) for kind in (Kind.FORWARD, Kind.BACKWARD))
     rows = []
     for rank in range(stages):
         warm_up = (chunks - 1) * sizes[0] + 2 * (stages - 1 - rank)

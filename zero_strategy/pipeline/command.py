@@ -68,6 +68,8 @@ def run_schedule_command(options: argparse.Namespace) -> int:
             print(_list())
         else:
             print(_show(options))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"zero-strategy schedule: {error}", file=sys.stderr)
         return 2

@@ -29,20 +29,21 @@ class DataEndedError(StopIteration):
         self.stage, self.micro_batch, self.needed = stage, micro_batch, needed
 
 
-def failure_of(error: BaseException, rank: int, where: str) -> Failure:
+def failure_of(error: BaseException, rank: int, where: str, more: str = "") -> Failure:
     """What the other ranks are told of an error.
 
     Args:
         error: Raised here.
         rank: This one, in the world.
         where: The stage and what it was doing.
+        more: What else there is to say.
     """
     if isinstance(error, DataEndedError):
         details: dict[str, Any] = {"stage": error.stage, "micro_batch": error.micro_batch, "needed": error.needed}
         return Failure("data", rank, str(error), details)
     if isinstance(error, OutOfStepError):
         return Failure("step", rank, str(error), {})
-    return Failure("raised", rank, f"{where}: {type(error).__name__}: {error}", {})
+    return Failure("raised", rank, f"{where}: {type(error).__name__}: {error}{more}", {})
 
 
 def error_of(failure: Failure) -> Exception:

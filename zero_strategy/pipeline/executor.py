@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.watched_waits import RankFailedError
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.chunk import Chunk, Parcel
@@ -128,6 +129,11 @@ class Executor:
             OptimizerStep: self._hooks.optimizer_step,
         }
 
+    @property
+    def counters(self) -> CommunicationCounters | None:
+        """Messages and bytes sent, by kind; None before the first run, and for one rank."""
+        return self._neighbours.counters
+
     def run(self, schedule: PipeSchedule, data: Iterator[Any] | None = None) -> Run:
         """Carry out a batch. All ranks of the pipeline call this together, with their parts of one schedule.
 
@@ -153,12 +159,12 @@ class Executor:
         except RankFailedError as error:
             raise error_of(error.failure) from error
         except BaseException as error:
-            where = f"{self._neighbours.title}, {self._doing}"
-            first = self._neighbours.fail(failure_of(error, self._own, where))
+            where, change = f"{self._neighbours.title}, {self._doing}", self._change()
+            first = self._neighbours.fail(failure_of(error, self._own, where, change))
             if first.rank != self._own:  # this is only what the first failure led to
                 raise error_of(first) from error
             if not isinstance(error, (PipelineError, StopIteration)):
-                _note(error, f"in {where}{self._change()}")
+                _note(error, f"in {where}{change}")
             raise
         finally:
             self._activations.clear()

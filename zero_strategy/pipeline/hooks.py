@@ -41,7 +41,13 @@ class ExecutorHooks:
         return loss / micro_batches
 
     def forwarded(self, micro_batch: int, outputs: Any, loss: Tensor | None) -> None:
-        """The last stage has forwarded a micro-batch: its outputs and its loss, without a graph."""
+        """The last stage has forwarded a micro-batch.
+
+        Args:
+            micro_batch: Of the batch.
+            outputs: Of the stage; in training with their graph, so that keeping them keeps all activations.
+            loss: Without a graph; None if there is none.
+        """
 
     def reduce_tied_grads(self) -> None:
         """ReduceTiedGrads."""

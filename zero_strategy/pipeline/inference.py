@@ -23,8 +23,7 @@ def inference(placement: Placement, micro_batches: int) -> Table:
 def _row(placement: Placement, rank: int, micro_batches: int) -> Row:
     ranks = placement.ranks
     if placement.shape == "loop":
-        order = in_rounds(round_sizes(ranks, micro_batches), placement.chunks)
-        return row_of([Action(Kind.FORWARD, *one) for one in order], micro_batches)
+        return row_of(in_rounds(Kind.FORWARD, round_sizes(ranks, micro_batches), placement.chunks), micro_batches)
     # A micro-batch comes back up after 2 x (ranks - rank) - 1 units; from then on both ways take turns.
     ahead = 2 * (ranks - rank) - 1
     down = [Action(Kind.FORWARD, at, 0) for at in range(micro_batches + ahead)]

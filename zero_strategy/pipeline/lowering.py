@@ -5,55 +5,42 @@ messages, then computations. A message appears at that place in the instructions
 has been computed. So messages between two ranks have one order on both sides; and whichever instruction comes first in
 the common order can be carried out, even if sending waits for the receiver: there is no deadlock.
 
-A buffer holds a micro-batch of a chunk from its receive, load or forward until its backward (all halves) is done and
-sent; in inference until its output is. Between two chunks of one rank nothing is sent: a forward takes the outputs, and
-a backward the gradients, that the neighbouring chunk of the same micro-batch has made.
+A buffer holds a micro-batch of a chunk from its first instruction, a receive or load, to its last: in training the end
+of its backward, or the sending of its gradient. Between two chunks of one rank nothing is sent: a forward takes the
+outputs, and a backward the gradients, that the neighbouring chunk of the same micro-batch has made; in inference the
+buffer that they were made in may have been taken again by then.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
 
 from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline.instructions import (
-    BackwardInput,
-    BackwardPass,
-    BackwardWeight,
-    BufferOpInstruction,
-    ForwardPass,
-    LoadMicroBatch,
-    OptimizerStep,
-    PipeInstruction,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    ReduceTiedGrads,
-    SendActivation,
-    SendGrad,
+from zero_strategy.pipeline.opcodes import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    LOAD,
+    RECV_ACTIVATION,
+    RECV_GRAD,
+    SEND_ACTIVATION,
+    SEND_GRAD,
+    TAIL,
+    TAIL_CLASSES,
+    Numbers,
+    Ops,
 )
 from zero_strategy.pipeline.schedule import TableSchedule
 from zero_strategy.pipeline.tables import Table
 
-# What happens on a rank, by code.
-_CLASSES: tuple[type[BufferOpInstruction], ...] = (
-    ForwardPass,
-    BackwardPass,
-    BackwardInput,
-    BackwardWeight,
-    SendActivation,
-    RecvActivation,
-    SendGrad,
-    RecvGrad,
-)
-_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT = 0, 1, 2, 3
-_SEND_ACTIVATION, _RECV_ACTIVATION, _SEND_GRAD, _RECV_GRAD = 4, 5, 6, 7
-_CODES = {
-    Kind.FORWARD: _FORWARD,
-    Kind.BACKWARD: _BACKWARD,
-    Kind.BACKWARD_INPUT: _BACKWARD_INPUT,
-    Kind.BACKWARD_WEIGHT: _BACKWARD_WEIGHT,
-}
 _DURATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+_MESSAGE, _LOAD, _COMPUTE = 0, 1, 2
+"""The order of what happens at one time."""
 
 
 def lower(table: Table) -> tuple[TableSchedule, ...]:
@@ -62,117 +49,157 @@ def lower(table: Table) -> tuple[TableSchedule, ...]:
     Raises:
         ValueError: If the rows wait for each other; the message names rank and action.
     """
-    events = _run(table)
-    return tuple(_instructions(table, rank, sorted(events[rank])) for rank in range(table.ranks))
+    events = _events(table, _run(table))
+    buffer, buffers = _buffers(table, events)
+    stage, micro_batch = np.divmod(events.place, table.micro_batches)
+    tail = np.arange(TAIL, TAIL + len(TAIL_CLASSES) * (not table.forward_only))
+    bounds = np.searchsorted(events.rank, np.arange(table.ranks + 1)).tolist()
+    schedules = []
+    for rank, (start, stop) in enumerate(pairwise(bounds)):
+        columns = (np.append(column[start:stop], np.full_like(tail, -1)) for column in (stage, micro_batch, buffer))
+        ops = Ops(np.append(events.code[start:stop], tail), *columns)
+        schedules.append(TableSchedule(table, rank, ops, buffers[rank]))
+    return tuple(schedules)
 
 
-def _run(table: Table) -> list[list[int]]:
-    """Per rank what happens there, each as one number: time, message or computation, sender's stage and micro-batch,
-    code. Their order is the same on both sides of every message."""
-    placement, micro_batches = table.placement, table.micro_batches
-    last, places = placement.stages - 1, placement.stages * table.micro_batches
-    ranks_of = [placement.rank_of(stage) for stage in range(placement.stages)]
-    forwarded, returned = [-1] * places, [-1] * places  # when outputs, and gradients of inputs, are there
-    waiting: dict[int, int] = {}
-    events: list[list[int]] = [[] for _ in table.rows]
+def _run(table: Table) -> Numbers:
+    """When computations end, -1 where there is none: [forward; whole backward or input half; weight half] x
+    [stage and micro-batch]. Ranks get on by turns, each as far as it can."""
+    places = table.placement.stages * table.micro_batches
+    ends = [-1] * (3 * places)
+    plans = [_plan(table, rank) for rank in range(table.ranks)]
     next_action, times = [0] * table.ranks, [0] * table.ranks
-    able = list(range(table.ranks))
+    waiting: dict[int, int] = {}
+    able = list(range(table.ranks - 1, -1, -1))
     while able:
         rank = able.pop()
-        row, mine, time, at = table.rows[rank], events[rank], times[rank], next_action[rank]
-        stages = [placement.stage_of(rank, chunk) for chunk in range(table.chunks)]
+        row, time, plan = table.rows[rank], times[rank], plans[rank]
+        at = next_action[rank]
         while at < len(row):
             kind, micro_batch, chunk = row[at]
-            stage = stages[chunk]
-            place = stage * micro_batches + micro_batch
-            ready = 0
-            if kind is Kind.FORWARD:
-                if stage:
-                    needed, ready = place - micro_batches, forwarded[place - micro_batches]
-            elif kind is Kind.BACKWARD_WEIGHT:
-                needed, ready = places + place, returned[place]
-            elif stage < last:
-                needed, ready = places + place + micro_batches, returned[place + micro_batches]
-            else:
-                needed, ready = place, forwarded[place]
-            if ready < 0:
-                waiting[needed] = rank
-                break
-            at += 1
-            time = max(time, ready)
-            mine.append((time * 2 + 1) * places * 8 + place * 8 + _CODES[kind])
-            time += _DURATIONS[kind]
-            if kind is Kind.FORWARD:
-                forwarded[place] = time
-                made, to, code = place, stage + 1, _SEND_ACTIVATION
-            elif kind is Kind.BACKWARD_WEIGHT:
-                continue
-            else:
-                returned[place] = time
-                made, to, code = places + place, stage - 1, _SEND_GRAD
-            if 0 <= to <= last and ranks_of[to] != rank:
-                message = time * 2 * places * 8 + place * 8 + code
-                mine.append(message)
-                events[ranks_of[to]].append(message + 1)
+            needs, makes, duration = plan[chunk][kind]
+            if needs >= 0:
+                ready = ends[needs + micro_batch]
+                if ready < 0:
+                    waiting[needs + micro_batch] = rank
+                    break
+                if ready > time:
+                    time = ready
+            time += duration
+            made = makes + micro_batch
+            ends[made] = time
             if made in waiting:
                 able.append(waiting.pop(made))
+            at += 1
         times[rank], next_action[rank] = time, at
-    for rank, row in enumerate(table.rows):
-        if next_action[rank] < len(row):
-            raise ValueError(f"schedule {table.name}: {_stuck(table, next_action)}")
-    return events
+    if any(at < len(row) for at, row in zip(next_action, table.rows)):
+        raise ValueError(f"schedule {table.name}: {_stuck(table, next_action)}")
+    return np.array(ends).reshape(3, places)
+
+
+def _plan(table: Table, rank: int) -> list[dict[Kind, tuple[int, int, int]]]:
+    """Per chunk and kind: where in `ends` its need is (-1: none) and its own end goes, and its duration."""
+    micro_batches, last = table.micro_batches, table.placement.stages - 1
+    places = (last + 1) * micro_batches
+    plan = []
+    for chunk in range(table.chunks):
+        stage = table.placement.stage_of(rank, chunk)
+        own = stage * micro_batches
+        gradient = places + own + micro_batches if stage < last else own
+        needs = {
+            Kind.FORWARD: own - micro_batches if stage else -1,
+            Kind.BACKWARD: gradient,
+            Kind.BACKWARD_INPUT: gradient,
+            Kind.BACKWARD_WEIGHT: places + own,
+        }
+        makes = {
+            Kind.FORWARD: own,
+            Kind.BACKWARD: places + own,
+            Kind.BACKWARD_INPUT: places + own,
+            Kind.BACKWARD_WEIGHT: 2 * places + own,
+        }
+        plan.append({kind: (needs[kind], makes[kind], _DURATIONS[kind]) for kind in Kind})
+    return plan
 
 
 def _stuck(table: Table, next_action: list[int]) -> str:
     """Who waits with which action, in words."""
     waits = [
         f"rank {rank} at its action {at} ({row[at]})"
-        for rank, (row, at) in enumerate(zip(table.rows, next_action, strict=True))
+        for rank, (row, at) in enumerate(zip(table.rows, next_action))
         if at < len(row)
     ]
     return "these wait for each other, or for what comes later in their own row: " + ", ".join(waits)
 
 
-def _instructions(table: Table, rank: int, events: list[int]) -> TableSchedule:
-    """A rank's events as instructions, with buffers."""
-    micro_batches, ranks, last = table.micro_batches, table.ranks, table.placement.stages - 1
-    space = table.placement.stages * micro_batches * 8
-    held: dict[int, int] = {}  # buffer by stage and micro-batch
-    free: list[int] = []
-    sending: set[int] = set()  # whose buffer is free as soon as its gradient, or in inference its output, is sent
-    ends, sends = (_FORWARD, _SEND_ACTIVATION) if table.forward_only else (_BACKWARD, _SEND_GRAD)
-    leaves = {stage for stage in range(last + 1) if _leaves(table, stage)}
-    buffers = 0
-    instructions: list[PipeInstruction] = []
-    for event in events:
-        place, code = divmod(event % space, 8)
-        if code == _RECV_ACTIVATION:
-            place += micro_batches
-        elif code == _RECV_GRAD:
-            place -= micro_batches
-        stage, micro_batch = divmod(place, micro_batches)
-        chunk = stage // ranks
-        if place in held:
-            buffer = held[place]
-        elif free:
-            buffer = held[place] = heappop(free)
+@dataclass(frozen=True)
+class _Events:
+    """What happens, by rank, and then in the common order."""
+
+    rank: Numbers
+    code: Numbers
+    place: Numbers
+    """Stage x micro-batches + micro-batch, on this rank."""
+
+
+def _events(table: Table, ends: Numbers) -> _Events:
+    placement, micro_batches = table.placement, table.micro_batches
+    stages = placement.stages
+    rank_of = np.array([placement.rank_of(stage) for stage in range(stages)])
+    forward, backward, weight = ends
+    place = np.arange(stages * micro_batches)
+    stage = place // micro_batches
+    rank = rank_of[stage]
+    halves = weight >= 0
+    whole, parts = (backward >= 0) & ~halves, (backward >= 0) & halves
+    down = (stage < stages - 1) & (rank_of[np.minimum(stage + 1, stages - 1)] != rank)
+    up = (stage > 0) & (rank_of[stage - 1] != rank) & (backward >= 0)
+    outer = (stage == 0) | (stage == stages - 1)
+    # Which places; time; what comes first of what happens at one time; code; how many stages on.
+    tables = (
+        (np.full_like(halves, True), forward - 1, _COMPUTE, FORWARD, 0),
+        (outer, forward - 1, _LOAD, LOAD, 0),
+        (whole, backward - 2, _COMPUTE, BACKWARD, 0),
+        (parts, backward - 1, _COMPUTE, BACKWARD_INPUT, 0),
+        (halves, weight - 1, _COMPUTE, BACKWARD_WEIGHT, 0),
+        (down, forward, _MESSAGE, SEND_ACTIVATION, 0),
+        (down, forward, _MESSAGE, RECV_ACTIVATION, 1),
+        (up, backward, _MESSAGE, SEND_GRAD, 0),
+        (up, backward, _MESSAGE, RECV_GRAD, -1),
+    )
+    codes = np.concatenate([np.full(np.count_nonzero(where), code) for where, _, _, code, _ in tables])
+    senders = np.concatenate([place[where] for where, *_ in tables])
+    moves = np.concatenate([np.full(np.count_nonzero(where), move) for where, *_, move in tables])
+    times = np.concatenate([3 * time[where] + order for where, time, order, _, _ in tables])
+    here = senders + moves * micro_batches
+    ranks = rank_of[here // micro_batches]
+    # Messages of one time are in the order of their senders' places: the same on both sides.
+    longest = int(times.max()) + 1
+    order = np.argsort((ranks * longest + times) * len(place) + senders, kind="stable")
+    return _Events(ranks[order], codes[order], here[order])
+
+
+def _buffers(table: Table, events: _Events) -> tuple[Numbers, list[int]]:
+    """The buffer of each event, and how many each rank has. A place has one from its first event to its last; of those
+    that are free it takes the lowest."""
+    places = table.placement.stages * table.micro_batches
+    numbers = np.arange(len(events.place))
+    first, last = np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64)
+    first[events.place[::-1]] = numbers[::-1]
+    last[events.place] = numbers
+    ranks = events.rank[first].tolist()
+    free: list[list[int]] = [[] for _ in range(table.ranks)]
+    buffers = [0] * table.ranks
+    held = [0] * places
+    for change in np.argsort(np.concatenate([2 * first, 2 * last + 1])).tolist():
+        if change >= places:
+            place = change - places
+            heappush(free[ranks[place]], held[place])
+            continue
+        rank = ranks[change]
+        if free[rank]:
+            held[change] = heappop(free[rank])
         else:
-            buffer = held[place] = buffers
-            buffers += 1
-        if code == _FORWARD and (stage == 0 or stage == last):
-            instructions.append(LoadMicroBatch(buffer, micro_batch=micro_batch, chunk=chunk))
-        instructions.append(_CLASSES[code](buffer, micro_batch=micro_batch, chunk=chunk))
-        if code == ends and stage in leaves:
-            sending.add(place)
-        elif code in (ends, _BACKWARD_WEIGHT) or (code == sends and place in sending):
-            heappush(free, held.pop(place))
-    assert not held, held
-    if not table.forward_only:
-        instructions += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-    return TableSchedule(table, rank, instructions, buffers)
-
-
-def _leaves(table: Table, stage: int) -> bool:
-    """Whether what a stage makes last of a micro-batch goes to another rank: its gradient; in inference its output."""
-    placement, to = table.placement, stage + 1 if table.forward_only else stage - 1
-    return 0 <= to < placement.stages and placement.rank_of(to) != placement.rank_of(stage)
+            held[change] = buffers[rank]
+            buffers[rank] += 1
+    return np.array(held)[events.place], buffers

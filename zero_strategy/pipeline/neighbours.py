@@ -12,6 +12,7 @@ from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.point_to_point import Channel, PointToPoint
 from zero_strategy.pipeline.channels import Inlet, Outlet
 from zero_strategy.pipeline.chunk import Parcel
+from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.instructions import PipeInstruction, RecvActivation
 from zero_strategy.pipeline.messages import Stamp, TensorKind
 from zero_strategy.pipeline.placement import Placement
@@ -148,6 +149,9 @@ class Neighbours:
     def _connect(self) -> None:
         """Make the groups, with all ranks of the pipeline."""
         if self._transport is not None:
+            failure = self._transport.waits.board.first()
+            if failure is not None and failure.kind == "gone":
+                raise PipelineError(f"{failure.text}; without it the pipeline cannot go on")
             self._transport.close()
         placement, own, last = self._placement, self._rank, self._placement.stages - 1
         rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]

@@ -1,56 +1,24 @@
-"""Instructions of all ranks as numbers, for what looks at whole pipelines: the checker and the simulator."""
+"""The instructions of all ranks of a pipeline together, for what looks at whole pipelines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_strategy.pipeline.instructions import (
-    BackwardInput,
-    BackwardPass,
-    BackwardWeight,
-    BufferOpInstruction,
-    ForwardPass,
-    LoadMicroBatch,
-    OptimizerStep,
-    PipeInstruction,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    ReduceTiedGrads,
-    SendActivation,
-    SendGrad,
-)
+import numpy as np
+
+from zero_strategy.pipeline.instructions import BufferOpInstruction, PipeInstruction
+from zero_strategy.pipeline.opcodes import BUFFER_CLASSES, TAIL_CLASSES, Ops
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.schedule import PipeSchedule, TableSchedule
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 0, 1, 2, 3
-SEND_ACTIVATION, RECV_ACTIVATION, SEND_GRAD, RECV_GRAD, LOAD = 4, 5, 6, 7, 8
-TAIL = 9
-"""This code and those after it have no buffer: they end the batch, in this order."""
-
-CODES: dict[type[PipeInstruction], int] = {
-    ForwardPass: FORWARD,
-    BackwardPass: BACKWARD,
-    BackwardInput: BACKWARD_INPUT,
-    BackwardWeight: BACKWARD_WEIGHT,
-    SendActivation: SEND_ACTIVATION,
-    RecvActivation: RECV_ACTIVATION,
-    SendGrad: SEND_GRAD,
-    RecvGrad: RECV_GRAD,
-    LoadMicroBatch: LOAD,
-    ReduceTiedGrads: TAIL,
-    ReduceGrads: TAIL + 1,
-    OptimizerStep: TAIL + 2,
+_CODES: dict[type[PipeInstruction], int] = {
+    instruction: code for code, instruction in enumerate((*BUFFER_CLASSES, *TAIL_CLASSES))
 }
 
 
 class ScheduleError(ValueError):
     """Instructions that cannot be carried out, or would compute something else. Names rank, step and instruction."""
-
-
-Op = tuple[int, int, int, int]
-"""An instruction: its code, the global stage and micro-batch that it is about, and its buffer."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +35,7 @@ class Program:
     schedules: tuple[PipeSchedule, ...]
     placement: Placement
     micro_batches: int
-    ops: tuple[list[Op], ...]
+    ops: tuple[Ops, ...]
 
     def error(self, rank: int, at: int, what: str) -> ScheduleError:
         """The error that says `what` about the instruction `at` of a rank."""
@@ -75,20 +43,16 @@ class Program:
 
     def where(self, rank: int, at: int) -> str:
         """The instruction `at` of a rank, in words."""
-        if at >= len(self.ops[rank]):
-            return f"rank {rank} at its end"
         seen = 0
         for number, step in enumerate(self.schedules[rank].steps()):
             if at < seen + len(step):
                 return f"rank {rank}, step {number}, {step[at - seen]!r}"
             seen += len(step)
-        raise AssertionError((rank, at))
+        return f"rank {rank} at its end"
 
 
 def read_program(schedules: Sequence[PipeSchedule]) -> Program:
     """Read the schedules of all ranks.
-
-    Micro-batches of instructions that name none, which DeepSpeed's do not, are counted per kind of instruction.
 
     Raises:
         ScheduleError: If the schedules are not of all ranks of one pipeline, or have unknown instructions.
@@ -96,36 +60,41 @@ def read_program(schedules: Sequence[PipeSchedule]) -> Program:
     if not schedules:
         raise ScheduleError("there are no schedules")
     first = schedules[0]
-    placement = first.table.placement if isinstance(first, TableSchedule) else Placement(first.stages)
     for rank, schedule in enumerate(schedules):
         of = (schedule.stages, schedule.stage_id, schedule.micro_batches)
-        if of != (len(schedules), rank, first.micro_batches):
-            raise ScheduleError(
-                f"schedule {rank} of {len(schedules)} is for stage {of[1]} of {of[0]} and {of[2]} micro-batches; needed "
-                f"is one for every rank, in order, all for {first.micro_batches} micro-batches like the first"
-            )
-    ops = tuple(_read(schedule, placement) for schedule in schedules)
-    return Program(tuple(schedules), placement, first.micro_batches, ops)
+        if of != (len(schedules), rank, first.micro_batches) or schedule.placement != first.placement:
+            found = f"schedule {rank} of {len(schedules)} is for stage {of[1]} of {of[0]} and {of[2]} micro-batches"
+            wanted = f"one for every rank, in order, all for {first.micro_batches} micro-batches like the first"
+            raise ScheduleError(f"{found}; needed is {wanted}, and with stages placed alike")
+    ops = tuple(s.ops if isinstance(s, TableSchedule) else read_ops(s) for s in schedules)
+    return Program(tuple(schedules), first.placement, first.micro_batches, ops)
 
 
-def _read(schedule: PipeSchedule, placement: Placement) -> list[Op]:
-    stages = [placement.stage_of(schedule.stage_id, chunk) for chunk in range(placement.chunks)]
-    counts = [0] * len(CODES)
-    ops: list[Op] = []
-    if isinstance(schedule, TableSchedule):
-        instructions: Sequence[PipeInstruction] = schedule.instructions
-    else:
-        instructions = [instruction for step in schedule.steps() for instruction in step]
-    for instruction in instructions:
-        code = CODES.get(type(instruction), -1)
-        if code < 0:
-            raise ScheduleError(f"rank {schedule.stage_id}: {instruction!r} is no instruction that can be checked")
-        if isinstance(instruction, BufferOpInstruction):
-            micro_batch = instruction.micro_batch
+def read_ops(schedule: PipeSchedule) -> Ops:
+    """What a schedule's instructions say.
+
+    Micro-batches of instructions that name none, which DeepSpeed's do not, are counted per kind of instruction.
+
+    Raises:
+        ScheduleError: If there is an unknown instruction.
+    """
+    placement, rank = schedule.placement, schedule.stage_id
+    counts = [0] * len(_CODES)
+    ops: list[tuple[int, int, int, int]] = []
+    for step in schedule.steps():
+        for instruction in step:
+            code = _CODES.get(type(instruction), -1)
+            if code < 0:
+                raise ScheduleError(f"rank {rank}: {instruction!r} is no instruction that can be checked")
+            if not isinstance(instruction, BufferOpInstruction):
+                ops.append((code, -1, -1, -1))
+                continue
+            micro_batch, chunk = instruction.micro_batch, instruction.chunk
             if micro_batch is None:
-                micro_batch = counts[code]
-                counts[code] += 1
-            ops.append((code, stages[instruction.chunk], micro_batch, instruction.buffer_id))
-        else:
-            ops.append((code, -1, -1, -1))
-    return ops
+                micro_batch, counts[code] = counts[code], counts[code] + 1
+            if not (0 <= micro_batch < schedule.micro_batches and 0 <= chunk < placement.chunks):
+                there = f"there are {schedule.micro_batches} micro-batches and {placement.chunks} chunks"
+                found = f"this is micro-batch {micro_batch} in chunk {chunk}"
+                raise ScheduleError(f"rank {rank}, {instruction!r}: {there}, {found}")
+            ops.append((code, placement.stage_of(rank, chunk), micro_batch, instruction.buffer_id))
+    return Ops(*np.array(ops, dtype=np.int64).reshape(-1, 4).T)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 
 from zero_strategy.pipeline.actions import Action, Kind
 from zero_strategy.pipeline.tables import Row
-
-Order = Sequence[tuple[int, int]]
-"""(micro-batch, chunk), in the order in which a rank computes them."""
 
 
 def round_sizes(ranks: int, micro_batches: int) -> list[int]:
@@ -23,35 +20,30 @@ def round_sizes(ranks: int, micro_batches: int) -> list[int]:
     return [size + 1] * larger + [size] * (rounds - larger)
 
 
-def in_rounds(sizes: Sequence[int], chunks: int, *, backward: bool = False) -> Order:
-    """Rounds of so many micro-batches, each through all chunks; for backwards the last chunk comes first."""
-    way = range(chunks - 1, -1, -1) if backward else range(chunks)
-    starts = accumulate(sizes, initial=0)
-    return [(start + at, chunk) for start, size in zip(starts, sizes) for chunk in way for at in range(size)]
+def in_rounds(kind: Kind, sizes: Sequence[int], chunks: int) -> list[Action]:
+    """A rank's actions of a kind: rounds of so many micro-batches, each through all chunks; for backwards the last
+    chunk comes first."""
+    way = range(chunks) if kind is Kind.FORWARD else range(chunks - 1, -1, -1)
+    rounds = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
+    return [Action(kind, at, chunk) for one in rounds for chunk in way for at in one]
 
 
-def alternating(forwards: Order, backwards: Order, warm_up: int) -> list[Action]:
+def alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
     """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    ahead = min(warm_up, len(forwards))
-    actions = [Action(Kind.FORWARD, *one) for one in forwards[:ahead]]
-    for forward, backward in zip(forwards[ahead:], backwards):
-        actions += (Action(Kind.FORWARD, *forward), Action(Kind.BACKWARD, *backward))
-    return actions + [Action(Kind.BACKWARD, *one) for one in backwards[len(forwards) - ahead :]]
+    return [*forwards[:warm_up], *_in_turn(chain(forwards[warm_up:], repeat(None)), backwards)]
 
 
-def split(actions: Iterable[Action], delay: int) -> list[Action]:
+def alternating_halves(
+    forwards: Sequence[Action], inputs: Sequence[Action], weights: Sequence[Action], warm_up: int, delay: int
+) -> list[Action]:
     """The same with backwards in halves; weight halves queue up, and `delay` of them stay behind until the end."""
-    result: list[Action] = []
-    queue: list[Action] = []
-    for kind, micro_batch, chunk in actions:
-        if kind is not Kind.BACKWARD:
-            result.append(Action(kind, micro_batch, chunk))
-            continue
-        result.append(Action(Kind.BACKWARD_INPUT, micro_batch, chunk))
-        queue.append(Action(Kind.BACKWARD_WEIGHT, micro_batch, chunk))
-        if len(queue) > delay:
-            result.append(queue.pop(0))
-    return result + queue
+    kept = max(0, len(weights) - delay)
+    queue = chain(repeat(None, delay), weights[:kept])
+    return [
+        *forwards[:warm_up],
+        *_in_turn(chain(forwards[warm_up:], repeat(None)), inputs, chain(queue, repeat(None))),
+        *weights[kept:],
+    ]
 
 
 def row_of(actions: Iterable[Action], micro_batches: int) -> Row:
@@ -60,4 +52,9 @@ def row_of(actions: Iterable[Action], micro_batches: int) -> Row:
     What can be carried out can be carried out without some of its micro-batches, since they do not depend on each
     other. So schedules are made for the numbers that suit them, and serve all others.
     """
-    return tuple(action for action in actions if action[1] < micro_batches)
+    return tuple([action for action in actions if action[1] < micro_batches])
+
+
+def _in_turn(*columns: Iterable[Action | None]) -> list[Action]:
+    """One of each in turn, until one has no more; passes over what is None."""
+    return [action for line in zip(*columns) for action in line if action is not None]

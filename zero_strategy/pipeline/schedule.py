@@ -7,7 +7,8 @@ instruction for instruction. `TableSchedule` is one rank's part of a lowered tab
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cached_property
 
 from zero_strategy.pipeline.instructions import (
     BackwardInput,
@@ -24,6 +25,8 @@ from zero_strategy.pipeline.instructions import (
     SendActivation,
     SendGrad,
 )
+from zero_strategy.pipeline.opcodes import BUFFER_CLASSES, TAIL, TAIL_CLASSES, Ops
+from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.tables import Table
 
 
@@ -75,6 +78,11 @@ class PipeSchedule(ABC):
     def num_micro_batches(self) -> int:
         """How many micro-batches make the batch."""
         return self.micro_batches
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages are: one on each rank."""
+        return Placement(self.stages)
 
     @property
     def is_first_stage(self) -> bool:
@@ -209,12 +217,28 @@ class TableSchedule(PipeSchedule):
     `is_first_stage` and `is_last_stage` tell whether one of the rank's chunks is the first, or last, of all stages.
     """
 
-    def __init__(self, table: Table, rank: int, instructions: Sequence[PipeInstruction], buffers: int) -> None:
+    def __init__(self, table: Table, rank: int, ops: Ops, buffers: int) -> None:
         super().__init__(table.micro_batches, table.ranks, rank)
         self.table = table
-        self.instructions = tuple(instructions)
-        """All of them, in order."""
+        self.ops = ops
         self._buffers = buffers
+
+    @property
+    def placement(self) -> Placement:
+        """The table's."""
+        return self.table.placement
+
+    @cached_property
+    def instructions(self) -> tuple[PipeInstruction, ...]:
+        """All of them, in order."""
+        chunk_of = [self.placement.chunk_of(stage) for stage in range(self.placement.stages)]
+        found: list[PipeInstruction] = []
+        for code, stage, micro_batch, buffer in self.ops.tuples():
+            if code < TAIL:
+                found.append(BUFFER_CLASSES[code](buffer, micro_batch=micro_batch, chunk=chunk_of[stage]))
+            else:
+                found.append(TAIL_CLASSES[code - TAIL]())
+        return tuple(found)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """A step for each action of the row; the last one reduces and steps, too."""
@@ -235,12 +259,12 @@ class TableSchedule(PipeSchedule):
     @property
     def is_first_stage(self) -> bool:
         """Whether the rank has the first of all stages."""
-        return self.table.placement.rank_of(0) == self.stage_id
+        return self.placement.rank_of(0) == self.stage_id
 
     @property
     def is_last_stage(self) -> bool:
         """Whether the rank has the last of all stages."""
-        return self.table.placement.rank_of(self.table.placement.stages - 1) == self.stage_id
+        return self.placement.rank_of(self.placement.stages - 1) == self.stage_id
 
 
 _COMPUTE = (ForwardPass, BackwardPass, BackwardInput, BackwardWeight)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline.program import (
+from zero_strategy.pipeline.opcodes import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -20,10 +20,8 @@ from zero_strategy.pipeline.program import (
     RECV_GRAD,
     SEND_ACTIVATION,
     SEND_GRAD,
-    Program,
-    ScheduleError,
-    read_program,
 )
+from zero_strategy.pipeline.program import Program, ScheduleError, read_program
 from zero_strategy.pipeline.schedule import PipeSchedule, TableSchedule
 from zero_strategy.pipeline.timeline import Event, Timeline
 
@@ -97,6 +95,7 @@ class _Runner:
     def __init__(self, program: Program, durations: dict[int, list[float]], latency: float) -> None:
         placement = program.placement
         self._program = program
+        self._ops = [ops.tuples() for ops in program.ops]
         self._durations = durations
         self._latency = latency
         self._last = placement.stages - 1
@@ -117,7 +116,7 @@ class _Runner:
         able = list(range(len(self.events)))
         while able:
             able += self._run(able.pop())
-        stuck = [rank for rank, ops in enumerate(self._program.ops) if self._next[rank] < len(ops)]
+        stuck = [rank for rank, ops in enumerate(self._ops) if self._next[rank] < len(ops)]
         if stuck:
             waits = "; ".join(self._program.where(rank, self._next[rank]) for rank in stuck)
             raise ScheduleError(f"these wait for what is never sent: {waits}")
@@ -125,7 +124,7 @@ class _Runner:
     def _run(self, rank: int) -> list[int]:
         """Carry out what the rank can; returns the ranks that were waiting for it."""
         woken: list[int] = []
-        ops = self._program.ops[rank]
+        ops = self._ops[rank]
         while self._next[rank] < len(ops):
             code, stage, micro_batch, _ = ops[self._next[rank]]
             made = None

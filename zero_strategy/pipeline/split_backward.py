@@ -12,8 +12,8 @@ Both halves take sums in the order of one ordinary backward, so parameters get t
 or would calculate again what is there, is calculated in the input half and only handed over in the weight half:
 parameters used by a custom autograd function (it makes all its gradients at once), by a node whose saved tensors have
 hooks (activation checkpoints would be recomputed, offloaded tensors fetched again), and those that two operations read
-directly (their gradients cannot be told apart once they are summed). Re-entrant checkpoints and compiled graphs cannot
-be cut at all: their whole backward is in the input half.
+directly (their gradients cannot be told apart once they are summed). With compiled graphs that goes for all parameters
+of the stage. Re-entrant checkpoints cannot be cut at all: their whole backward, hooks included, is in the input half.
 """
 
 from __future__ import annotations
@@ -32,29 +32,51 @@ Root = GradientEdge | Tensor
 _Edge = tuple[Any, int]
 """A node of the graph and the number of one of its outputs (seen from the forward)."""
 
-_UNCUTTABLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
-"""The first runs a backward inside its backward; the second may have given the memory of what it saved away."""
+_REENTRANT = "CheckpointFunctionBackward"
+"""Runs a backward inside its backward, and allows no other way."""
+_COMPILED = "CompiledFunctionBackward"
+"""Gives the memory of what it saved away: a graph with it can only be run as a whole, and once."""
 
 
 def whole_backward(
-    roots: Sequence[Root], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    roots: Sequence[Root], gradients: Sequence[Tensor | None], inputs: Sequence[Root]
 ) -> list[Tensor | None]:
     """An ordinary backward.
 
     Args:
         roots: What the stage made: tensors or their gradient edges.
         gradients: Of each; None is a one, for a scalar.
-        inputs: Leaves whose gradients are wanted.
+        inputs: Tensors, or their gradient edges, whose gradients are wanted: leaves, or what `Entrance` has made.
 
     Returns:
         The gradients of `inputs`; None where nothing depends on one.
     """
-    if roots:
-        torch.autograd.backward([GradientEdge(*_edge_of(root)) for root in roots], list(gradients))
-    found = [leaf.grad for leaf in inputs]
-    for leaf in inputs:
-        leaf.grad = None
-    return found
+    edges = [_edge_of(one) for one in inputs]
+    arrived: dict[Any, tuple[Tensor | None, ...]] = {}
+    with contextlib.ExitStack() as stack:
+        for node in {node for node, _ in edges}:
+            stack.callback(node.register_prehook(partial(_note, arrived, node)).remove)
+        if roots:
+            torch.autograd.backward([GradientEdge(*_edge_of(root)) for root in roots], list(gradients))
+    for one in inputs:
+        if isinstance(one, Tensor):
+            one.grad = None
+    return [arrived[node][number] if node in arrived else None for node, number in edges]
+
+
+class Entrance(torch.autograd.Function):
+    """Makes stage inputs of tensors: with a graph that ends here, and unlike leaves they may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Aliases of the tensors; `anchor` is any leaf that requires a gradient, and never gets one."""
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Gradients are taken where they arrive at this node."""
+        return (None,) * (1 + len(gradients))
 
 
 class SplitBackward:
@@ -63,7 +85,7 @@ class SplitBackward:
     Args:
         roots: What the stage made: tensors or their gradient edges. Those without a gradient are left out.
         gradients: Of each; None is a one, for a scalar.
-        inputs: Leaves whose gradients the input half is for; may be empty.
+        inputs: As for `whole_backward`; may be empty.
 
     Attributes:
         deferred: Frontier nodes that the weight half will run, for tests.
@@ -71,7 +93,7 @@ class SplitBackward:
         whole: The input half is the whole backward.
     """
 
-    def __init__(self, roots: Sequence[Root], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, roots: Sequence[Root], gradients: Sequence[Tensor | None], inputs: Sequence[Root]) -> None:
         self._roots, self._gradients, self._inputs = list(roots), list(gradients), list(inputs)
         self._kept: list[_Kept] = []
         self._parts: list[_Part] = []
@@ -84,7 +106,7 @@ class SplitBackward:
         if self._rest or not self._roots:
             return [None] * len(self._inputs)
         graph = _Graph([_edge_of(root) for root in self._roots], [_edge_of(leaf) for leaf in self._inputs])
-        self.whole = graph.uncuttable
+        self.whole = graph.has(_REENTRANT)
         if self.whole:
             found = whole_backward(self._roots, self._gradients, self._inputs)
         else:
@@ -141,33 +163,40 @@ class _Graph:
     def __init__(self, roots: Sequence[_Edge], inputs: Sequence[_Edge]) -> None:
         self.edges: dict[Any, list[_Edge]] = {}
         self.parents: dict[Any, list[Any]] = {}
-        self.uncuttable = False
+        self._kinds: set[str] = set()
         self.part_of: dict[Any, _Part] = {}
+        ends = {node for node, _ in inputs}
         waiting = [node for node, _ in roots]
         while waiting:
             node = waiting.pop()
             if node in self.edges:
                 continue
-            self.uncuttable = self.uncuttable or type(node).__name__ in _UNCUTTABLE
-            edges = self.edges[node] = [edge for edge in node.next_functions if edge[0] is not None]
+            self._kinds.add(type(node).__name__)
+            below = () if node in ends else node.next_functions
+            edges = self.edges[node] = [edge for edge in below if edge[0] is not None]
             for child, _ in edges:
                 self.parents.setdefault(child, []).append(node)
                 waiting.append(child)
         self.on_the_way: set[Any] = set()
-        waiting = [node for node, _ in inputs]
+        waiting = list(ends)
         while waiting:
             node = waiting.pop()
             if node not in self.on_the_way:
                 self.on_the_way.add(node)
                 waiting += self.parents.get(node, ())
 
+    def has(self, kind: str) -> bool:
+        """Whether there is a node of a class of this name."""
+        return kind in self._kinds
+
     def parts(self) -> list[_Part]:
         """What is off the way, in connected parts: each is run as a whole."""
         parts: list[_Part] = []
+        early = self.has(_COMPILED)
         for node in self.edges:
             if node in self.on_the_way or node in self.part_of:
                 continue
-            part = _Part()
+            part = _Part(early=early)
             parts.append(part)
             waiting = [node]
             while waiting:
@@ -305,6 +334,10 @@ def _drop_saved(node: Any) -> None:
     for saved in _saved(node):
         with contextlib.suppress(RuntimeError):  # nothing saved, or something with hooks of its own
             saved.register_hooks(_nothing, _nothing)
+
+
+def _note(arrived: dict[Any, tuple[Tensor | None, ...]], node: Any, gradients: tuple[Tensor | None, ...]) -> None:
+    arrived[node] = gradients
 
 
 def _replaced(gradient: Tensor | None, _: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

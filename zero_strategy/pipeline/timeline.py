@@ -194,7 +194,9 @@ def _read(path: Path) -> list[Event]:
     return events
 
 
-def _event(record: dict[str, Any]) -> Event:
+def _event(record: Any) -> Event:
+    if not isinstance(record, dict):
+        raise TypeError("an event is an object")
     micro_batch = record.get("micro_batch")
     event = Event(
         rank=int(record["rank"]),

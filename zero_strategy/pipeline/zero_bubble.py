@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
 from zero_strategy.pipeline.actions import Action, Kind
 from zero_strategy.pipeline.placement import Placement
-from zero_strategy.pipeline.rows import alternating, in_rounds, round_sizes, row_of, split
+from zero_strategy.pipeline.rows import alternating_halves, in_rounds, round_sizes, row_of
 from zero_strategy.pipeline.tables import Table
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def zb_h1(stages: int, micro_batches: int, chunks: int = 1) -> Table:
@@ -15,20 +20,21 @@ def zb_h1(stages: int, micro_batches: int, chunks: int = 1) -> Table:
     of 1F1B's.
     """
     assert chunks == 1, chunks
-    order = [(at, 0) for at in range(micro_batches)]
-    rows = tuple(tuple(split(alternating(order, order, stages - 1 - rank), delay=rank)) for rank in range(stages))
-    return Table("zb_h1", micro_batches, Placement(stages), rows)
+    forwards, inputs, weights = (in_rounds(kind, [micro_batches], 1) for kind in _KINDS)
+    rows = []
+    for rank in range(stages):
+        rows.append(tuple(alternating_halves(forwards, inputs, weights, stages - 1 - rank, delay=rank)))
+    return Table("zb_h1", micro_batches, Placement(stages), tuple(rows))
 
 
 def interleaved_zb(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     """Interleaved 1F1B with backwards in halves; a rank keeps back as many weight halves as ranks are before it."""
     sizes = round_sizes(stages, micro_batches)
-    forwards, backwards = in_rounds(sizes, chunks), in_rounds(sizes, chunks, backward=True)
+    forwards, inputs, weights = (in_rounds(kind, sizes, chunks) for kind in _KINDS)
     rows = []
     for rank in range(stages):
         warm_up = (chunks - 1) * sizes[0] + stages - 1 - rank
-        actions = split(alternating(forwards, backwards, warm_up), delay=rank)
-        rows.append(row_of(actions, micro_batches))
+        rows.append(row_of(alternating_halves(forwards, inputs, weights, warm_up, delay=rank), micro_batches))
     return Table("interleaved_zb", micro_batches, Placement(stages, chunks), tuple(rows))
 
 
@@ -40,46 +46,32 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     """
     assert chunks == 2, chunks
     made = max(micro_batches, 2 * stages - 1)
-    rows = tuple(row_of(_zbv_row(stages, rank, made), micro_batches) for rank in range(stages))
+    actions = {(kind, chunk): [Action(kind, at, chunk) for at in range(made)] for kind in _KINDS for chunk in (0, 1)}
+    rows = tuple(row_of(_zbv_row(stages, rank, actions), micro_batches) for rank in range(stages))
     return Table("zbv", micro_batches, Placement(stages, 2, "v"), rows)
 
 
-def _zbv_row(stages: int, rank: int, micro_batches: int) -> list[Action]:
-    """One rank's row, for 2 x stages - 1 micro-batches or more."""
+def _zbv_row(stages: int, rank: int, actions: Mapping[tuple[Kind, int], Sequence[Action]]) -> list[Action]:
+    """One rank's row: all these actions, each kind and chunk by micro-batch, of which there are 2 x stages - 1 or
+    more."""
     row: list[Action] = []
-    done = {(kind, chunk): 0 for kind in Kind for chunk in (0, 1)}
+    left = {key: iter(own) for key, own in actions.items()}
 
-    def add(kind: Kind, chunk: int) -> None:
-        row.append(Action(kind, done[kind, chunk], chunk))
-        done[kind, chunk] += 1
+    def add(*keys: tuple[Kind, int]) -> None:
+        for key in keys:
+            row.extend(islice(left[key], 1))
 
-    def add_whole(chunk: int) -> None:
-        add(Kind.FORWARD, chunk)
-        add_backward(chunk)
-
-    def add_backward(chunk: int) -> None:
-        add(Kind.BACKWARD_INPUT, chunk)
-        add(Kind.BACKWARD_WEIGHT, chunk)
-
+    forwards, inputs, weights = ([(kind, chunk) for chunk in (0, 1)] for kind in _KINDS)
     for _ in range(2 * (stages - rank) - 1):  # until the first micro-batch is back up here
-        add(Kind.FORWARD, 0)
+        add(forwards[0])
     for _ in range(rank):  # until it is at the top, and its loss known
-        add(Kind.FORWARD, 1)
-        add(Kind.FORWARD, 0)
+        add(forwards[1], forwards[0])
     for _ in range(stages - rank):
-        add_whole(1)
-    while done[Kind.FORWARD, 1] < micro_batches:
-        if done[Kind.FORWARD, 0] < micro_batches:
-            add(Kind.FORWARD, 0)
-        add_backward(0)
-        add_whole(1)
+        add(forwards[1], inputs[1], weights[1])
+    for _ in range(len(actions[forwards[1]]) - stages):  # first chunks' forwards end before these do
+        add(forwards[0], inputs[0], weights[0], forwards[1], inputs[1], weights[1])
     for _ in range(rank):  # others wait for these
-        add(Kind.BACKWARD_INPUT, 0)
-        add(Kind.BACKWARD_INPUT, 1)
+        add(inputs[0], inputs[1])
     for _ in range(stages - rank):
-        add(Kind.BACKWARD_INPUT, 0)
-        add(Kind.BACKWARD_WEIGHT, 0)
-    for chunk in (1, 0):
-        while done[Kind.BACKWARD_WEIGHT, chunk] < micro_batches:
-            add(Kind.BACKWARD_WEIGHT, chunk)
-    return row
+        add(inputs[0], weights[0])
+    return [*row, *left[weights[1]], *left[weights[0]]]
