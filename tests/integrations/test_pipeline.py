@@ -1,0 +1,238 @@
+"""Pipelines under the Trainer: what they train is what plain Lightning trains in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import zero_strategy
+from tests.integrations.trainers import error, trainer
+from tests.launcher import Launcher
+from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
+
+VOCABULARY, LENGTH, WIDTH = 23, 6, 12
+CLOSE = 2e-6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.linear(self.norm(x)))
+        return out
+
+
+def head(embedding: nn.Embedding, x: Tensor) -> Tensor:
+    return F.linear(x, embedding.weight)
+
+
+def layers() -> list[Any]:
+    first = TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH)
+    last = TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=head)
+    return [first, *(LayerSpec(Block) for _ in range(6)), LayerSpec(nn.LayerNorm, WIDTH), last]
+
+
+class Module(pl.LightningModule):
+    """A tied language model, its steps as without a pipeline."""
+
+    pipeline: PipelineModule
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def configure_pipeline(self) -> Any:
+        torch.manual_seed(0)
+        return layers()
+
+    def pipeline_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1).float(), labels.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.pipeline.loss(batch)
+        self.losses.append(float(loss))
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.pipeline.loss(batch), sync_dist=True, batch_size=len(batch[0]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.pipeline.loss(batch), sync_dist=True, batch_size=len(batch[0]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.pipeline.outputs(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Plain(Module):
+    """The same without this package's strategy."""
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.pipeline = PipelineModule(layers(), 1, loss_fn=self.pipeline_loss, rank=0)
+
+
+def loader(rows: int = 32, batch: int = 8, seed: int = 0, copies: int = 1, shuffle: bool = False) -> DataLoader[Any]:
+    """Batches of all copies together; a rank gets the rows of its copy."""
+    tokens = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    tokens = tokens[dist.get_rank() % copies :: copies]
+    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch // copies, shuffle=shuffle)
+
+
+def pipeline(stages: int | None = 2, zero: int = 1, **settings: Any) -> Any:
+    return zero_strategy.PipelineStrategy(stages=stages, zero_stage=zero, **{"micro_batches": 4, **settings})
+
+
+class Case(NamedTuple):
+    copies: int = 1
+    zero: int = 1
+    schedule: str = "1f1b"
+    precision: Any = "32-true"
+    accumulate: int = 1
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    metrics: dict[str, float]
+    weights: dict[str, Tensor]
+
+
+def fit(module: Module, strategy: Any, case: Case, copies: int) -> Found:
+    flags = {"gradient_clip_val": 0.3, "accumulate_grad_batches": case.accumulate, "precision": case.precision}
+    run = trainer(strategy, **flags)
+    run.fit(module, loader(copies=copies), loader(16, seed=1, copies=copies))
+    metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+    return Found(module.losses, metrics, run.strategy.lightning_module_state_dict())
+
+
+def fit_pipeline(cases: list[Case]) -> list[Found]:
+    found = []
+    for case in cases:
+        result = fit(Module(), pipeline(zero=case.zero, schedule=case.schedule), case, case.copies)
+        found.append(result._replace(weights=dict(result.weights)))
+    return found
+
+
+def fit_plain(cases: list[Case]) -> list[Found]:
+    return [fit(Plain(), "auto", case, 1) for case in cases]
+
+
+def check(ranks: Launcher, cases: list[Case], close: float = CLOSE) -> None:
+    (plain,) = ranks(1)(fit_plain, cases)
+    for results in ranks(2 * cases[0].copies)(fit_pipeline, cases):
+        for case, found, expected in zip(cases, results, plain, strict=True):
+            assert found.losses == pytest.approx(expected.losses, rel=close), case
+            assert found.metrics == pytest.approx(expected.metrics, rel=close), case
+            assert error(found.weights, expected.weights) < 20 * close, case
+
+
+def test_one_pipeline(ranks: Launcher) -> None:
+    """Tied weights, clipping over stages, a schedule of learning rates, validation, accumulation."""
+    check(ranks, [Case(), Case(zero=0, accumulate=2), Case(schedule="gpipe"), Case(schedule="zbv", accumulate=2)])
+
+
+def test_copies_of_a_pipeline(ranks: Launcher) -> None:
+    check(ranks, [Case(2, 3), Case(2, 2, accumulate=2)])
+
+
+def test_low_precision(ranks: Launcher) -> None:
+    """Layers in the precision's context; micro-batches round as the whole batch does, but sums of them do not."""
+    check(ranks, [Case(precision="bf16-mixed"), Case(precision="16-mixed")], close=2e-2)
+
+
+def bf16_weights() -> tuple[bool, list[float]]:
+    module = Module()
+    fit(module, pipeline(), Case(precision="bf16-true"), 1)
+    return all(p.dtype == torch.bfloat16 for p in module.parameters()), module.losses
+
+
+def test_bf16_true(ranks: Launcher) -> None:
+    (plain,) = ranks(1)(fit_plain, [Case()])
+    for low, losses in ranks(2)(bf16_weights):
+        assert low and losses == pytest.approx(plain[0].losses, rel=3e-2)
+
+
+# ---- checkpoints, other loops ----
+
+
+def save_and_go_on(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two epochs in a row, and the second one resumed from the checkpoint of the first; the weights."""
+    found = []
+    for epochs, path in ((2, None), (1, None), (2, f"{folder}/1/epoch=0-step=4.ckpt")):
+        checkpoint = ModelCheckpoint(f"{folder}/{len(found)}", save_top_k=-1)
+        run = trainer(pipeline(), max_epochs=epochs, enable_checkpointing=True, callbacks=[checkpoint])
+        run.fit(Module(), loader(), ckpt_path=path)
+        found.append(dict(run.strategy.lightning_module_state_dict()))
+    return found[0], found[2]
+
+
+def load_again(path: str, stages: int, schedule: str) -> dict[str, Tensor]:
+    """One epoch more with another number of stages."""
+    run = trainer(pipeline(stages, schedule=schedule), max_epochs=2)
+    run.fit(Module(), loader(), ckpt_path=path)
+    return dict(run.strategy.lightning_module_state_dict())
+
+
+def load_plainly(path: str) -> list[str]:
+    module = zero_strategy.load_from_checkpoint(Plain, path)
+    return list(module.state_dict())
+
+
+def test_checkpoints_know_no_stages(ranks: Launcher, tmp_path: Path) -> None:
+    (whole, resumed), _ = ranks(2)(save_and_go_on, str(tmp_path))
+    assert error(whole, resumed) == 0
+    path = str(tmp_path / "1" / "epoch=0-step=4.ckpt")
+    for stages, schedule, world in ((1, "1f1b", 1), (2, "zbv", 2), (4, "gpipe", 4)):
+        for found in ranks(world)(load_again, path, stages, schedule):
+            assert error(found, whole) < 1e-5, stages
+    (names,) = ranks(1)(load_plainly, path)
+    assert set(names) == set(whole) and all(name.startswith("pipeline.") for name in names)
+
+
+def evaluate(shape: str) -> tuple[float, Any, Any, dict[str, Any]]:
+    strategy = pipeline(None, schedule=shape)
+    module, run = Module(), trainer(strategy)
+    tested = run.test(module, loader(20, 8), verbose=False)[0]["test_loss"]  # the last batch has 4 rows
+    predicted = run.predict(module, loader(19, 8))  # 3 rows for 4 micro-batches
+
+    class Everywhere(Module):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.pipeline.outputs(batch[0], everywhere=True)
+
+    everywhere = trainer(pipeline(None)).predict(Everywhere(), loader(19, 8))
+    return tested, predicted, everywhere, strategy.distributed_sampler_kwargs
+
+
+def evaluate_plainly() -> tuple[float, Any]:
+    module, run = Plain(), trainer("auto")
+    return run.test(module, loader(20, 8), verbose=False)[0]["test_loss"], run.predict(module, loader(19, 8))
+
+
+def test_evaluation(ranks: Launcher) -> None:
+    ((loss, outputs),) = ranks(1)(evaluate_plainly)
+    results = ranks(2)(evaluate, "1f1b")
+    assert [predicted for _, predicted, _, _ in results[:1]] == [[None] * 3]
+    for tested, _, everywhere, sampler in results:
+        assert tested == pytest.approx(loss, rel=1e-6)
+        assert sampler == {"num_replicas": 1, "rank": 0}
+        torch.testing.assert_close(everywhere, outputs)
+    torch.testing.assert_close(results[1][1], outputs)
