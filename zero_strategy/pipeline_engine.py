@@ -38,6 +38,7 @@ from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule,
 from zero_strategy.pipeline.choice import Choice
 from zero_strategy.pipeline.executor import Executor, Run
 from zero_strategy.pipeline.feed import BatchFunction
+from zero_strategy.pipeline.from_deepspeed import apply_section
 from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
 from zero_strategy.pipeline.inference import inference
 from zero_strategy.pipeline.lowering import lower
@@ -96,6 +97,8 @@ class PipelineEngine(ZeroEngine):
         pipeline, grid = resolved.config.pipeline, module.mpu()
         self.pipeline, root = module, module if root is None else root
         self._prefix = _prefix_of(module, root)
+        if resolved.config.deepspeed is not None:
+            apply_section(module, resolved.config.deepspeed.pipeline)
         self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
         super().__init__(
             root,
