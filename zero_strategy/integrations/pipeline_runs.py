@@ -180,6 +180,11 @@ class TrainerRunner:
             raise RuntimeError("training_step did not call self.pipeline.loss(batch), which runs the pipeline")
         self._leaves.clear()
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is a loss of which no backward was called."""
+        return bool(self._leaves)
+
     def forget(self) -> None:
         """A step was torn apart."""
         self._aside.clear()
