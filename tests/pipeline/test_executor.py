@@ -53,7 +53,7 @@ def _train(cases: list[Case]) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
         placement = case.placement()
         if placement not in executors:
             stages = build_stages(case, rank)
-            executors[placement] = Executor(stages, placement, loss_fn=loss_fn, name=str(placement)), stages
+            executors[placement] = Executor(stages, placement, loss_fn=loss_fn), stages
         executor, stages = executors[placement]
         for stage in stages:
             stage.zero_grad()
@@ -84,7 +84,7 @@ def _evaluate(cases: list[Case]) -> list[tuple[Tensor | None, list[Tensor], Tens
     for case in cases:
         place = case.placement()
         if place not in executors:
-            executors[place] = Executor(build_stages(case, rank), place, loss_fn=loss_fn, name=str(place))
+            executors[place] = Executor(build_stages(case, rank), place, loss_fn=loss_fn)
         executor = executors[place]
         schedule = (
             InferenceSchedule(case.micro_batches, case.ranks, rank)
@@ -300,8 +300,8 @@ def test_two_pipelines_beside_each_other(ranks: Launcher) -> None:
 
 def _peaks(cases: list[Case]) -> list[int]:
     rank, found = dist.get_rank(), []
-    for i, case in enumerate(cases):
-        executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, record=True, name=str(i))
+    for case in cases:
+        executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, record=True)
         events = executor.run(case.schedules()[rank], data_of(case, rank)).events
         held = [{"F": 1, "B": -1, "W": -1}.get(event.kind, 0) for event in events]
         found.append(max(accumulate(held)))

@@ -53,7 +53,7 @@ class PointToPoint:
         channels: All that will be used, by any of them.
         device: Of the messages.
         timeout: Seconds that a wait may take.
-        name: Tells transports apart in the store; equal on all ranks.
+        name: Tells transports of these ranks apart where not all make them in one order; equal on all ranks.
         title: This rank in words, for errors.
 
     Attributes:
@@ -75,7 +75,7 @@ class PointToPoint:
         self.ranks = list(ranks)
         self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         self.counters = CommunicationCounters()
-        key = f"pipeline/{name}/{'-'.join(map(str, self.ranks))}"
+        key = _unused_key(f"pipeline/{name}/{'-'.join(map(str, self.ranks))}", self.rank, len(self.ranks))
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
@@ -165,6 +165,14 @@ class _Sender:
     def finish(self) -> None:
         while self._under_way:
             self._under_way.popleft().result()
+
+
+def _unused_key(name: str, rank: int, size: int) -> str:
+    """A name in the store that no transport of these ranks has had before: each rank counts its own."""
+    if size == 1:
+        return name
+    store: Any = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+    return f"{name}/{store.add(f'zero_strategy/{name}/made/{rank}', 1)}"
 
 
 def _make_groups(

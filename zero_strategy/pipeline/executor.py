@@ -75,7 +75,7 @@ class Executor:
         device: Of what stages compute with.
         autocast: Makes the context in which forwards run.
         timeout: Seconds that this rank waits for a message.
-        name: Tells pipelines of the same ranks apart; equal on all of them.
+        name: Tells pipelines of the same ranks apart, where not all of them run their first batches in one order.
         record: Whether runs have events.
 
     Attributes:
@@ -98,7 +98,7 @@ class Executor:
         batch_fn: BatchFunction | None = None,
         device: torch.device | str = "cpu",
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
-        timeout: float = 600.0,
+        timeout: float = 1800.0,
         name: str = "pipeline",
         record: bool = False,
     ) -> None:

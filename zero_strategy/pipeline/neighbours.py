@@ -39,8 +39,7 @@ class Neighbours:
     ) -> None:
         self._placement, self._rank, self._ranks, self._device = placement, rank, ranks, device
         self._timeout, self._name = timeout, name
-        self._generation, self._run = 0, 0
-        self._program = 0
+        self._run, self._program = 0, 0
         self._transport: PointToPoint | None = None
         self._sent: Counter[tuple[bool, int]] = Counter()
         self._taken: Counter[tuple[bool, int]] = Counter()
@@ -163,10 +162,10 @@ class Neighbours:
                 ways[False, stage + 1] = Channel(there, here, 2 * stage + 1)
         losses = {rank: Channel(rank_of[last], rank, 2 * last) for rank in range(placement.ranks)}
         del losses[rank_of[last]]
-        self._generation, self._run = self._generation + 1, 0
+        self._run = 0
         transport = self._transport = PointToPoint(
             self._ranks, [*ways.values(), *losses.values()], device=self._device, timeout=self._timeout,
-            name=f"{self._name}/{self._generation}", title=self.title,
+            name=self._name, title=self.title,
         )  # fmt: skip
         self._outlets, self._inlets, self._loss_outlets, self._loss_inlet = {}, {}, [], None
         for (forward, stage), channel in ways.items():
