@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.groups import own_group
 from zero_strategy.distributed.rendezvous import StoreRendezvous
 
 
@@ -83,12 +84,7 @@ class Mesh:
         limit = timedelta(seconds=timeout)
 
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
-            mine = None
-            for ranks in lists:  # every rank takes part in making every group
-                group = dist.new_group(ranks, timeout=limit, backend=backend)
-                if dist.get_rank() in ranks:
-                    mine = group
-            return Communicator(mine, counters)
+            return Communicator(own_group(lists, timeout=limit, backend=backend), counters)
 
         rows = [[row * shard + column for column in range(shard)] for row in range(replicate)]
         columns = [list(column) for column in zip(*rows, strict=True)]

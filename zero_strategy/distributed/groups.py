@@ -1,0 +1,54 @@
+"""Making process groups out of lists of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+ProcessGroup = dist.ProcessGroup
+
+
+def own_group(
+    lists: Iterable[Sequence[int]], *, timeout: timedelta | None = None, backend: str | None = None
+) -> ProcessGroup | None:
+    """Make a group of each list of ranks. A collective over the default process group: all pass the same lists.
+
+    Args:
+        lists: Ranks of each group; a rank is in one of them at most.
+        timeout: Of their collectives; None: the backend's.
+        backend: "gloo", "nccl"; None: the default group's.
+
+    Returns:
+        The group that this rank is in, or None.
+    """
+    mine = None
+    for ranks in lists:  # every rank takes part in making every group
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def has_process_group() -> bool:
+    """Whether the default process group was started."""
+    return dist.is_initialized()
+
+
+def group_size(group: ProcessGroup) -> int:
+    """Number of its ranks."""
+    return dist.get_world_size(group)
+
+
+def from_first_rank(value: T) -> T:
+    """Rank 0's picklable `value`, on all ranks; the value itself without a process group. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values: list[T | None] = [value if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values, src=0)
+    found = values[0]
+    assert found is not None
+    return found

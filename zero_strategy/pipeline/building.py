@@ -1,0 +1,202 @@
+"""From what was passed as layers to what a rank runs: names for all, modules for its own.
+
+| layer | its module is called |
+| --- | --- |
+| a spec, a module or a function in a list | its number in the list, as in the `nn.Sequential` of that list |
+| a member of an `nn.Sequential` | its name there |
+| a `TiedLayerSpec` | tied_modules.KEY |
+| a `ModelLayer` | as in its model, each of its modules |
+
+The names are those of the whole model on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_strategy.pipeline.seeding import LayerSeeds
+from zero_strategy.pipeline.specs import LayerSpec, ModelLayer, TiedLayerSpec, layer_class_name
+
+TIED = "tied_modules"
+"""Where modules of `TiedLayerSpec`s are registered, by their keys."""
+
+
+@dataclass(frozen=True)
+class NamedLayer:
+    """A layer of the whole model, built or not.
+
+    Attributes:
+        index: Its number, from 0.
+        name: Of its module, where it has one.
+        given: What was passed.
+    """
+
+    index: int
+    name: str
+    given: Any
+
+    @property
+    def class_name(self) -> str:
+        """Its class or function."""
+        return layer_class_name(self.given)
+
+
+@dataclass
+class BuiltLayer:
+    """A layer on its stage.
+
+    Attributes:
+        index: Its number in the whole model.
+        class_name: Its class or function.
+        call: Runs it: one input, one output.
+        modules: Its modules by the names that they have in the whole model.
+        module: The module whose state is the layer's; None for functions and for parts of a larger model.
+        tie_key: Of a tied layer.
+        borrows: It runs a function of its own on a tied module.
+    """
+
+    index: int
+    class_name: str
+    call: Callable[[Any], Any]
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    module: nn.Module | None = None
+    tie_key: str | None = None
+    borrows: bool = False
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether anything in it is trained, or could be."""
+        return any(True for module in self.modules.values() for _ in module.parameters())
+
+    def state(self, exclude_frozen: bool = False) -> dict[str, Tensor] | None:
+        """Its state dict: names local to its module, or those of the larger model. None: it can have no state."""
+        if not self.modules:
+            return None
+        state: dict[str, Tensor] = {}
+        for name, module in self.modules.items():
+            prefix = "" if self.module is not None else f"{name}."
+            found = {prefix + key: value for key, value in module.state_dict().items()}
+            if exclude_frozen:
+                frozen = {prefix + key for key, parameter in module.named_parameters() if not parameter.requires_grad}
+                found = {key: value for key, value in found.items() if key not in frozen}
+            state.update(found)
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor], strict: bool) -> None:
+        """Take a state of `state()`'s form."""
+        if self.module is not None:
+            self.module.load_state_dict(state, strict=strict)
+            return
+        for name, module in self.modules.items():
+            start = f"{name}."
+            own = {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+            module.load_state_dict(own, strict=strict)
+
+
+def name_layers(layers: Iterable[Any]) -> list[NamedLayer]:
+    """All layers with their names.
+
+    Raises:
+        TypeError: If one cannot be a layer; names it.
+        ValueError: If there is none.
+    """
+    given: Any = layers
+    if isinstance(given, nn.Module) and not isinstance(given, nn.Sequential):
+        raise TypeError(
+            f"PipelineModule takes layers in their order: a list, or an nn.Sequential, not a {type(given).__name__}; "
+            "zero_strategy.pipeline.recipes.pipeline_layers(model, blocks=...) makes one of a model"
+        )
+    if isinstance(given, nn.Sequential):
+        named = [NamedLayer(i, name, module) for i, (name, module) in enumerate(given._modules.items())]
+    else:
+        named = [NamedLayer(i, _name(i, layer), layer) for i, layer in enumerate(given)]
+    if not named:
+        raise ValueError("PipelineModule has no layers")
+    for layer in named:
+        if not isinstance(layer.given, LayerSpec) and not callable(layer.given):
+            raise TypeError(
+                f"layer {layer.index} is a {type(layer.given).__name__}; a layer is a LayerSpec, a torch.nn.Module or "
+                "a function"
+            )
+    return named
+
+
+def _name(index: int, layer: Any) -> str:
+    return f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(index)
+
+
+def build_layers(own: Sequence[NamedLayer], everyone: Sequence[NamedLayer], seeds: LayerSeeds) -> list[BuiltLayer]:
+    """Build this rank's layers, each under its own seed; a tied module once, under that of its first layer.
+
+    Args:
+        own: The layers.
+        everyone: Those of the whole model.
+        seeds: The random states.
+    """
+    first = {layer.given.key: layer.index for layer in reversed(everyone) if isinstance(layer.given, TiedLayerSpec)}
+    tied: dict[str, nn.Module] = {}
+    built = []
+    for layer in own:
+        given, one = layer.given, BuiltLayer(layer.index, layer.class_name, layer.given)
+        if isinstance(given, ModelLayer):
+            one.modules = given.modules
+        elif isinstance(given, TiedLayerSpec):
+            if given.key not in tied:
+                with seeds.layer(first[given.key]):
+                    tied[given.key] = _checked_tie(given, given.build())
+            one.module, one.tie_key = tied[given.key], given.key
+            one.borrows = given.forward_fn is not None
+            one.call = partial(given.forward_fn, one.module) if given.forward_fn is not None else one.module
+        elif isinstance(given, LayerSpec):
+            with seeds.layer(layer.index):
+                one.module = one.call = given.build()
+        elif isinstance(given, nn.Module):
+            one.module = given
+        if one.module is not None:
+            one.modules = {layer.name: one.module}
+        built.append(one)
+    return built
+
+
+def _checked_tie(spec: TiedLayerSpec, module: nn.Module) -> nn.Module:
+    names = dict(module.named_parameters())
+    for wanted in spec.tied_weight_attr:
+        if wanted not in names and wanted != "weight":  # the default, for modules that may have no such parameter
+            raise ValueError(
+                f"TiedLayerSpec {spec.key!r}: tied_weight_attr {wanted!r} is no parameter of {type(module).__name__}; "
+                f"its parameters: {sorted(names)}"
+            )
+    return module
+
+
+def register(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module under a dotted name, with containers on the way; what lies there already must be the same.
+
+    Raises:
+        ValueError: If the name is taken by something else.
+    """
+    *path, last = name.split(".")
+    owner = root
+    for step, part in enumerate(path):
+        inner = owner._modules.get(part)
+        if inner is None:
+            follows = [*path, last][step + 1]
+            inner = nn.ModuleDict() if follows.isdigit() else nn.Module()
+            _add(owner, part, inner, name)
+        owner = inner
+    if owner._modules.get(last) is not module:
+        _add(owner, last, module, name)
+
+
+def _add(owner: nn.Module, part: str, module: nn.Module, name: str) -> None:
+    try:
+        owner.add_module(part, module)
+    except KeyError as error:
+        raise ValueError(
+            f"a layer cannot be called {name!r} in a PipelineModule, which uses {part!r} itself: {error}; rename it"
+        ) from None

@@ -1,0 +1,445 @@
+"""A model as a sequence of layers, of which a rank has those of its stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_strategy.activation.checkpoint import checkpoint
+from zero_strategy.distributed.collectives import Communicator
+from zero_strategy.distributed.groups import ProcessGroup, from_first_rank
+from zero_strategy.distributed.together import together
+from zero_strategy.distributed.world import world_size
+from zero_strategy.pipeline.building import BuiltLayer, NamedLayer, build_layers, name_layers, register
+from zero_strategy.pipeline.grid import PipelineParallelGrid
+from zero_strategy.pipeline.layer_files import layer_path, layer_paths, layers_with_files, load_layers, save_layers
+from zero_strategy.pipeline.layer_weights import LayerProfile
+from zero_strategy.pipeline.partition import uniform_bounds
+from zero_strategy.pipeline.placement import Placement, Shape
+from zero_strategy.pipeline.seeding import LayerSeeds, draw_seed
+from zero_strategy.pipeline.stages import divide
+from zero_strategy.pipeline.ties import Tie, own_ties, plan_ties
+from zero_strategy.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+
+
+class PipelineModule(nn.Module):
+    """A sequence of layers, divided into stages of consecutive ones. A rank builds and holds its own alone.
+
+    The forward of the whole is layer after layer, each called with what the one before returned: a tensor, or tensors
+    in tuples, lists and dicts. Parameters have the names of the whole model on every rank: "3.weight" is the weight of
+    the layer with number 3, as in the `nn.Sequential` of the layers; members of an `nn.Sequential` that is passed, and
+    layers made of a model's modules, keep their names.
+
+    Initial weights do not depend on the number of stages: see `seed_layers`. Making the module is a collective over
+    all ranks.
+
+    Args:
+        layers: `LayerSpec`s, which are built on their stage only, modules, functions of one input; or an
+            `nn.Sequential`.
+        num_stages: Ranks of a pipeline. Needed without a topology; the other ranks make more pipelines.
+        topology: Which rank is where; it has an axis "pipe".
+        loss_fn: Called with the last stage's outputs and the labels.
+        seed_layers: Layer i is built with the seed base_seed + i, and each forward of it draws from the seed
+            base_seed x (2 + forwards so far) + i; the generators are put back. Otherwise the seed of layer i is
+            r + base_seed + i, where r is drawn from torch's CPU generator on the first rank: one draw, so that a
+            script's seed decides; and a forward draws from the generators as they are, each rank from its own. Slices
+            of tensor parallelism are built with one seed; what they divide draws from the tracker's state.
+        seed_fn: Seeds the generators with a number; default: Python's, NumPy's and torch's.
+        base_seed: See `seed_layers`.
+        partition_method: "parameters" (trainable ones; largest stage as small as can be), "uniform" (numbers of
+            layers), "type:REGEX" (numbers of layers whose class name matches, in any case), "profile" (time), or the
+            bounds themselves, such as [0, 3, 7].
+        activation_checkpoint_interval: Layers that are computed again in backward together; 0: none are.
+        activation_checkpoint_func: Called with a function and its inputs; default: `deepspeed.checkpointing.checkpoint`
+            of this package.
+        checkpointable_layers: Class names; only runs of layers of these are computed again. None: all that have
+            parameters.
+        dynamic_shape: Accepted and without effect: shapes may always change.
+        chunks: Stages of each rank, for schedules that interleave them.
+        placement: Which stages those are: "loop", every `num_stages`-th, or "v", down the ranks and back up; see
+            `Placement`.
+        rank: Build what this rank has without any communication, such as to look at a stage; None: this process's.
+        profile: Of each layer, for "profile".
+        profile_sample: An input of the first layer, for "profile": the first rank measures all layers with it.
+        stage_bytes: For "profile": most bytes of a stage.
+
+    Attributes:
+        num_stages, chunks, placement: As above.
+        parts: Bounds of all num_stages x chunks stages in the layers.
+        stage_id: This rank's place in its pipeline.
+        stages: This rank's global stages, by chunk.
+        local_layers: Numbers of this rank's layers, by chunk.
+        ties: Weights that other ranks hold, too.
+        tied_modules: Modules of `TiedLayerSpec`s, by their keys.
+        loss_fn: As passed.
+        curr_layer: Number of the layer that ran last, or runs.
+
+    Raises:
+        TypeError, ValueError: If an argument does not fit; names it, its value, and what would.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any] | nn.Sequential,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        chunks: int = 1,
+        placement: Shape = "loop",
+        rank: int | None = None,
+        profile: Sequence[LayerProfile] | None = None,
+        profile_sample: Any = None,
+        stage_bytes: int | None = None,
+    ) -> None:
+        super().__init__()
+        named = name_layers(layers)
+        self._topo = _topology(num_stages, topology, alone=rank is not None)
+        self._grid = PipelineParallelGrid(self._topo, rank=rank)
+        self.num_stages, self.stage_id = self._grid.pipe_parallel_size, self._grid.stage_id
+        self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
+        self.placement, self.chunks = Placement(self.num_stages, chunks, placement), chunks
+        uniform_bounds(len(named), self.placement.stages)  # too few layers are an error before anything is measured
+
+        self.loss_fn, self.dynamic_shape, self.checkpoint_parallel_write_pipeline = loss_fn, dynamic_shape, False
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self._together = rank is None
+        self._seeds = self._make_seeds()
+        self.parts = divide(
+            named,
+            self.placement.stages,
+            partition_method,
+            profile=profile,
+            sample=profile_sample,
+            stage_bytes=stage_bytes,
+            seeds=self._seeds,
+            together=self._together,
+        )
+        self._micro_offsets, self.curr_layer = [0] * chunks, 0
+        self.activation_checkpoint_func = activation_checkpoint_func or checkpoint
+        self.checkpointable_layers = _class_names(checkpointable_layers)
+        self.set_checkpoint_interval(activation_checkpoint_interval)
+        self._build(named)
+
+    def _make_seeds(self) -> LayerSeeds:
+        drawn = draw_seed()  # also where it is not used, so that the script's next draw is the same either way
+        if self.seed_layers:
+            return LayerSeeds(self.base_seed, self.seed_fn)
+        return LayerSeeds((from_first_rank(drawn) if self._together else drawn) + self.base_seed, self.seed_fn)
+
+    def _build(self, named: Sequence[NamedLayer]) -> None:
+        self.stages = [self.placement.stage_of(self.stage_id, chunk) for chunk in range(self.chunks)]
+        bounds = [(self.parts[stage], self.parts[stage + 1]) for stage in self.stages]
+        self._local_start, self._local_stop = bounds[0][0], bounds[-1][1]
+        self.local_layers = [layer for start, stop in bounds for layer in range(start, stop)]
+        self._num_layers, self._tied_files = len(named), layers_with_files(named)
+        self.layer_classes = [layer.class_name for layer in named]
+        self.ties: list[Tie] = []
+        self.tied_modules = nn.ModuleDict()
+        plans = plan_ties(named)
+
+        control = self._grid.control()
+        _check_same_model(control, self.describe())
+        self._built = together(control, lambda: self._build_own([named[layer] for layer in self.local_layers], named))
+        lengths = [stop - start for start, stop in bounds]
+        starts = [sum(lengths[:chunk]) for chunk in range(self.chunks)]
+        self._chunks = [self._built[start : start + length] for start, length in zip(starts, lengths)]
+
+        stage_of_layer = {layer: self.stage_owner(layer) for layer in range(self._num_layers)}
+        rank_of_stage = {stage: self.placement.rank_of(stage) for stage in range(self.placement.stages)}
+        self.ties = own_ties(plans, self, self._grid, stage_of_layer, rank_of_stage)
+        self.synchronize_tied_weights()
+
+    def _build_own(self, own: Sequence[NamedLayer], everyone: Sequence[NamedLayer]) -> list[BuiltLayer]:
+        built = build_layers(own, everyone, self._seeds)
+        self._built, self._chunks = built, []  # before what is registered, so that a name that is taken is noticed
+        for layer in built:
+            for name, module in layer.modules.items():
+                register(self, name, module)
+        return built
+
+    # ---- running layers ----
+
+    def forward(self, inputs: Any, chunk: int | None = None) -> Any:
+        """Run the layers of one chunk, or all layers where all are here.
+
+        Args:
+            inputs: What the first of them takes.
+            chunk: Which of this rank's chunks; None where there is one, or the rank has the whole model.
+
+        Raises:
+            ValueError: If it does not follow which layers are meant.
+        """
+        if chunk is not None:
+            if not 0 <= chunk < self.chunks:
+                raise ValueError(f"chunk {chunk} is not one of this rank's {self.chunks} chunks")
+            return self._run_chunk(chunk, inputs)
+        if self.num_stages > 1 and self.chunks > 1:
+            raise ValueError(
+                f"this rank has {self.chunks} chunks, with other ranks' layers between them; use forward_chunk(chunk, "
+                "inputs)"
+            )
+        for each in range(self.chunks):
+            inputs = self._run_chunk(each, inputs)
+        return inputs
+
+    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
+        """Run the layers of a chunk, hooks on this module's forward included.
+
+        Args:
+            chunk: Which of this rank's chunks.
+            inputs: What the first layer takes.
+
+        Returns:
+            What the last layer returns.
+        """
+        return self(inputs, chunk=chunk)
+
+    def chunk_functions(self) -> list[Callable[[Any], Any]]:
+        """This rank's chunks in their order, each a function of its input, for an `Executor`."""
+        return [partial(self.forward_chunk, chunk) for chunk in range(self.chunks)]
+
+    def _run_chunk(self, chunk: int, inputs: Any) -> Any:
+        layers, interval = self._chunks[chunk], self.activation_checkpoint_interval or self._num_layers
+        self._micro_offsets[chunk] += 1
+        for start in range(0, len(layers), interval):
+            run = _Run(self, layers[start : start + interval], self._micro_offsets[chunk] + 1)
+            if self.activation_checkpoint_interval == 0 or not self._is_checkpointable(run.layers):
+                inputs = run(inputs)
+            elif isinstance(inputs, tuple):
+                inputs = self.activation_checkpoint_func(run.unpacked, *inputs)
+            else:
+                inputs = self.activation_checkpoint_func(run, inputs)
+        return inputs
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Change how many layers are computed again together; 0: none are."""
+        if not isinstance(interval, int) or interval < 0:
+            raise ValueError(f"activation_checkpoint_interval {interval!r} must be a number of layers, or 0 for none")
+        self.activation_checkpoint_interval = interval
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """What runs this rank's layers, in their order."""
+        return [layer.call for layer in self._built]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` each layer of this rank by itself.
+
+        Args:
+            *args: For `torch.compile`.
+            **kwargs: Likewise.
+        """
+        for layer in self._built:
+            if layer.module is not None and not layer.borrows:
+                layer.module.compile(*args, **kwargs)
+            else:
+                layer.call = torch.compile(layer.call, *args, **kwargs)
+
+    def get_additional_losses(self) -> dict[str, Any] | None:
+        """Losses beside the one of `loss_fn`, by name, to be reported; for subclasses."""
+        return None
+
+    def _is_checkpointable(self, layers: Sequence[BuiltLayer]) -> bool:
+        if self.checkpointable_layers is not None:
+            return all(layer.class_name in self.checkpointable_layers for layer in layers)
+        return any(layer.has_parameters for layer in layers)
+
+    # ---- where things are ----
+
+    def topology(self) -> ProcessTopology:
+        """Which rank is where."""
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank's place, and its process groups."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Ranks of a pipeline."""
+        return self.num_stages
+
+    def partitions(self) -> list[int]:
+        """Bounds of all stages in the layers."""
+        return self.parts
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The global stage of a layer."""
+        if not 0 <= layer_idx < self._num_layers:
+            raise ValueError(f"layer {layer_idx} is not one of {self._num_layers}")
+        return next(stage for stage, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+
+    def layer_names(self) -> list[str]:
+        """Names of the modules of this rank's layers, in their order, each once."""
+        return list(dict.fromkeys(name for layer in self._built for name in layer.modules))
+
+    def unit_names(self) -> list[str]:
+        """Of those, the ones whose own forward runs: parameters that are gathered for a module may be there.
+
+        Tied modules are left out that a layer uses by a function of its own, such as one that reads their weight.
+        """
+        borrowed = {name for layer in self._built if layer.borrows for name in layer.modules}
+        return [name for name in self.layer_names() if name not in borrowed]
+
+    def describe(self) -> str:
+        """All stages and their layers, one line each."""
+        lines = []
+        for stage in range(self.placement.stages):
+            start, stop = self.parts[stage], self.parts[stage + 1]
+            place = f"stage {stage} on rank {self.placement.rank_of(stage)}"
+            lines.append(f"{place}: layers {start} to {stop - 1}: {', '.join(self.layer_classes[start:stop])}")
+        return "\n".join(lines)
+
+    # ---- tied weights ----
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Add up the gradients of each tied weight over its holders. A collective over those."""
+        for tie in self.ties:
+            tie.reduce_gradients()
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, ProcessGroup | None]]:
+        """Each tied weight of this rank with the group of its holders."""
+        found = []
+        for tie in self.ties:
+            group = None if tie.reduce is None else tie.reduce.group
+            found += [(weight, group) for weight in tie.weights.values()]
+        return found
+
+    def synchronize_tied_weights(self) -> None:
+        """Give all holders of tied weights their owners' values. A collective over those.
+
+        Done when the module is made; to be called again by whoever gives values to parameters later, such as to those
+        that were made on the meta device.
+        """
+        for tie in self.ties:
+            tie.broadcast()
+
+    _synchronize_tied_weights = synchronize_tied_weights
+
+    # ---- layer files ----
+
+    def ckpt_prefix(self, checkpoints_path: str | Path, tag: object) -> str:
+        """What names of this rank's files in a checkpoint begin with, path included; the same for all copies."""
+        place = self._topo.get_rank_repr(self.global_rank, omit_axes=["data"])
+        return os.path.join(checkpoints_path, str(tag), f"module-{place}" if place else "module")
+
+    def ckpt_layer_path(self, ckpt_dir: str | Path, local_layer_idx: int) -> str:
+        """The file of this rank's layer with that number among its own, from 0."""
+        return layer_path(ckpt_dir, self.local_layers[local_layer_idx], self._topo, self.global_rank)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str | Path, local_layer_idx: int) -> list[str]:
+        """The files that there are of that layer, one for each tensor-parallel slice."""
+        return layer_paths(ckpt_dir, self.local_layers[local_layer_idx])
+
+    def save_state_dict(
+        self, save_dir: str | Path, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the weights of this rank's layers, one file each, as DeepSpeed has them; see `layer_files`.
+
+        The first copy of the pipeline writes; with `checkpoint_parallel_write_pipeline = True` all copies share it.
+
+        Args:
+            save_dir: The directory; made if it is missing.
+            checkpoint_engine: A DeepSpeed checkpoint engine; None: files are replaced in one step.
+            exclude_frozen_params: Leave parameters out that are not trained.
+        """
+        number, bounds = self._grid.data_parallel_id, [0, len(self._built)]
+        if self.checkpoint_parallel_write_pipeline:
+            copies = min(self._grid.data_parallel_size, len(self._built))
+            bounds = uniform_bounds(len(self._built), copies)
+        if number + 1 >= len(bounds):
+            return
+        if checkpoint_engine is None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+        else:
+            checkpoint_engine.makedirs(save_dir, exist_ok=True)
+        own = range(bounds[number], bounds[number + 1])
+        paths = [self.ckpt_layer_path(save_dir, index) for index in own]
+        layers = [self._built[index] for index in own]
+        save_layers(layers, paths, self._tied_files, checkpoint_engine, exclude_frozen_params)
+
+    def load_state_dir(self, load_dir: str | Path, checkpoint_engine: Any = None, strict: bool = True) -> None:
+        """Read the weights of this rank's layers from files of `save_state_dict`, or DeepSpeed's, of any stages.
+
+        Args:
+            load_dir: The directory.
+            checkpoint_engine: A DeepSpeed checkpoint engine.
+            strict: Refuse missing and unexpected names.
+
+        Raises:
+            FileNotFoundError: If a layer's file is missing.
+            ValueError: If the files are of another number of tensor-parallel slices.
+        """
+        slices = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
+        load_layers(self._built, load_dir, self._tied_files, checkpoint_engine, strict, slices)
+
+
+class _Run:
+    """Some layers of a chunk in a row; the same when it is called again."""
+
+    def __init__(self, module: PipelineModule, layers: Sequence[BuiltLayer], micro_offset: int) -> None:
+        self.layers, self._module, self._micro_offset = layers, module, micro_offset
+
+    def __call__(self, inputs: Any) -> Any:
+        module = self._module
+        for layer in self.layers:
+            module.curr_layer = layer.index
+            if not module.seed_layers:
+                inputs = layer.call(inputs)
+                continue
+            with module._seeds.forward(layer.index, module.base_seed, self._micro_offset):
+                inputs = layer.call(inputs)
+        return inputs
+
+    def unpacked(self, *inputs: Any) -> Any:
+        """The same with the members of a tuple one by one, as checkpoint functions want them."""
+        return self(inputs)
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None, *, alone: bool) -> ProcessTopology:
+    if topology is not None:
+        found = topology.get_dim("pipe")
+        if found == 0:
+            raise ValueError(f"the topology {topology} has no axis 'pipe', along which layers are divided")
+        if num_stages is not None and num_stages != found:
+            raise ValueError(f"num_stages is {num_stages}, but the topology {topology} has {found}; leave one out")
+        return topology
+    if num_stages is None:
+        raise ValueError("PipelineModule needs num_stages or topology")
+    ranks = num_stages if alone else world_size()
+    if not isinstance(num_stages, int) or num_stages < 1 or ranks % num_stages:
+        raise ValueError(
+            f"num_stages {num_stages} does not divide the {ranks} ranks that take part; start a multiple of it, or "
+            "change num_stages"
+        )
+    return PipeDataParallelTopology(num_pp=num_stages, num_dp=ranks // num_stages)
+
+
+def _check_same_model(control: Communicator, description: str) -> None:
+    """See that all ranks divide the same model in the same way; else they would wait for each other later."""
+    for rank, other in enumerate(control.gather_objects(description)):
+        if other != description:
+            raise ValueError(
+                f"ranks have different models: rank {rank} has\n{other}\nand rank {control.rank}\n{description}\n"
+                "pass the same layers and options on all ranks"
+            )
+
+
+def _class_names(names: Sequence[str] | None) -> list[str] | None:
+    if isinstance(names, str):
+        raise TypeError(f"checkpointable_layers takes a list of class names, not {names!r}")
+    return None if names is None else list(names)
