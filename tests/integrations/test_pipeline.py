@@ -243,6 +243,25 @@ def test_evaluation(ranks: Launcher) -> None:
     torch.testing.assert_close(results[1][1], outputs)
 
 
+def predict_by_copies(rows: int) -> Any:
+    """Copies have batches of different sizes at the end, or none."""
+    run = trainer(pipeline(2, 3), use_distributed_sampler=True)
+    return run.predict(Module(), loader(rows, 4))
+
+
+def predict_plainly(rows: int) -> Any:
+    return trainer("auto").predict(Plain(), loader(rows, rows))
+
+
+def test_copies_with_different_batches(ranks: Launcher) -> None:
+    for rows in (17, 19):
+        ((expected,),) = ranks(1)(predict_plainly, rows)
+        results = ranks(4)(predict_by_copies, rows)
+        for copy in range(2):
+            assert len(results[copy]) == len(results[2 + copy]) and not any(x is not None for x in results[copy])
+            torch.testing.assert_close(torch.cat(results[2 + copy]), expected[copy::2])
+
+
 # ---- settings ----
 
 
@@ -350,6 +369,7 @@ def refusals() -> None:
     fails(Module(), loader(), ValueError, "pipeline.stages is 9", stages=9)
     fails(Module(), loader(rows=16 + 8 * rank), ValueError, "train_dataloader", "rank 0: [2], rank 1: [3]")
     fails(Module(), loader(seed=rank), ValueError, "same batches", "rank 1: 8 rows")
+    fails(Module(), DataLoader(Ends(), None), ValueError, "rank(s) [1] end after 2 batches")
     if rank == 1:
         fails(Broken(), loader(), ZeroDivisionError, "in a layer")
     else:
