@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zero_strategy
-from tests.integrations.trainers import error, trainer
+from tests.integrations.trainers import PLAIN, error, join, raises, trainer
 from tests.launcher import Launcher
+from zero_strategy.pipeline.batches import join_parts, split_batch
+from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
@@ -236,3 +241,169 @@ def test_evaluation(ranks: Launcher) -> None:
         assert sampler == {"num_replicas": 1, "rank": 0}
         torch.testing.assert_close(everywhere, outputs)
     torch.testing.assert_close(results[1][1], outputs)
+
+
+def predict_by_copies(rows: int) -> Any:
+    """Copies have batches of different sizes at the end, or none."""
+    run = trainer(pipeline(2, 3), use_distributed_sampler=True)
+    return run.predict(Module(), loader(rows, 4))
+
+
+def predict_plainly(rows: int) -> Any:
+    return trainer("auto").predict(Plain(), loader(rows, rows))
+
+
+def test_copies_with_different_batches(ranks: Launcher) -> None:
+    for rows in (17, 19):
+        ((expected,),) = ranks(1)(predict_plainly, rows)
+        results = ranks(4)(predict_by_copies, rows)
+        for copy in range(2):
+            assert len(results[copy]) == len(results[2 + copy]) and not any(x is not None for x in results[copy])
+            torch.testing.assert_close(torch.cat(results[2 + copy]), expected[copy::2])
+
+
+# ---- settings ----
+
+
+def test_settings() -> None:
+    strategy = zero_strategy.PipelineStrategy(stages=2, schedule="zbv", micro_batches=8, zero_stage=2, prefetch=3)
+    config = strategy.config
+    assert (config.stage, config.prefetch) == (2, 3)
+    assert (config.pipeline.stages, config.pipeline.schedule, config.pipeline.micro_batches) == (2, "zbv", 8)
+    merged = zero_strategy.PipelineStrategy({"pipeline": {"stages": 4, "gather": "per_step"}}, stages=2).config
+    assert (merged.stage, merged.pipeline.stages, merged.pipeline.gather) == (1, 2, "per_step")
+    assert zero_strategy.PipelineStrategy({"stage": 3}).config.stage == 3
+    with pytest.raises(ValueError, match=r"zero_stage=1 and stage=2"):
+        zero_strategy.PipelineStrategy(zero_stage=1, stage=2)
+    copied = pickle.loads(pickle.dumps(strategy))
+    assert type(copied) is type(strategy) and copied.config == strategy.config
+
+
+def stages_of_names() -> list[tuple[int, str]]:
+    found = []
+    for value in (None, "1"):
+        os.environ.pop("ZERO_STRATEGY_PIPELINE_STAGES", None)
+        if value is not None:
+            os.environ["ZERO_STRATEGY_PIPELINE_STAGES"] = value
+        for namespace in (pl, pytorch_lightning):
+            join()
+            run = namespace.Trainer(strategy="pipeline", devices=2, **PLAIN)
+            settings = dict(run.strategy._resolve().settings())
+            found.append((settings["pipeline.stages"].value, settings["pipeline.stages"].origin))
+    return found
+
+
+def test_registered_name(ranks: Launcher) -> None:
+    for found in ranks(2)(stages_of_names):
+        assert found[:2] == [(2, "derived: all ranks")] * 2
+        assert found[2:] == [(1, "ZERO_STRATEGY_PIPELINE_STAGES")] * 2
+
+
+# ---- what is refused ----
+
+
+class Outside(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class NoPipeline(pl.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> None: ...
+
+
+class Doubled(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 2 * self.pipeline.loss(batch)
+
+
+class Forgot(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.zeros((), requires_grad=True)
+
+
+class Unpaired(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.pipeline.loss(batch[0])
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ZeroDivisionError("in a layer")
+
+
+class Broken(Module):
+    def configure_pipeline(self) -> Any:
+        return [*layers()[:-1], LayerSpec(Breaks)]
+
+
+class Ends(IterableDataset[Any]):
+    """Batches of rank 0, one less on rank 1."""
+
+    def __iter__(self) -> Any:
+        rows = torch.zeros(3 - dist.get_rank(), 8, LENGTH, dtype=torch.long)
+        return iter([(row, row) for row in rows])
+
+
+def refusals() -> None:
+    def fails(module: pl.LightningModule, data: Any, kind: type[Exception], *parts: str, **settings: Any) -> None:
+        with raises(kind, *parts):
+            trainer(pipeline(**{"timeout_seconds": 8.0, **settings})).fit(module, data)
+
+    rank = dist.get_rank()
+    fails(Outside(), loader(), ValueError, "Outside", "scale", "configure_pipeline")
+    fails(Manual(), loader(), ValueError, "automatic_optimization")
+    fails(NoPipeline(), loader(), TypeError, "NoPipeline has no configure_pipeline()")
+    fails(Doubled(), loader(), RuntimeError, "2 times as fast", "pipeline_loss")
+    fails(Forgot(), loader(), RuntimeError, "did not call self.pipeline.loss")
+    fails(Unpaired(), loader(), TypeError, "pipeline_batch", "Tensor")
+    fails(Module(), loader(batch=3), ValueError, "3 row(s)", "4 micro-batches")
+    fails(Module(), loader(), ValueError, "pipeline.stages is 9", stages=9)
+    fails(Module(), loader(rows=16 + 8 * rank), ValueError, "train_dataloader", "rank 0: [2], rank 1: [3]")
+    fails(Module(), loader(seed=rank), ValueError, "same batches", "rank 1: 8 rows")
+    fails(Module(), DataLoader(Ends(), None), ValueError, "rank(s) [1] end after 2 batches")
+    if rank == 1:
+        fails(Broken(), loader(), ZeroDivisionError, "in a layer")
+    else:
+        fails(Broken(), loader(), PipelineError, "stage 1", "ZeroDivisionError: in a layer")
+
+
+def test_refusals(ranks: Launcher) -> None:
+    ranks(2)(refusals)
+
+
+def whole_engine() -> None:
+    with raises(ValueError, "pipeline.stages is 2", "PipelineModule"):
+        trainer(zero_strategy.ZeroStrategy(pipeline={"stages": 2})).fit(Plain(), loader())
+
+
+def test_other_strategies_say_what_takes_pipelines(ranks: Launcher) -> None:
+    ranks(2)(whole_engine)
+
+
+def test_division_of_batches() -> None:
+    x, y = torch.arange(20).reshape(10, 2), torch.arange(10)
+    parts = split_batch({"x": x, "pair": [y, 3, "text"]}, 4)
+    assert [len(part["x"]) for part in parts] == [3, 3, 2, 2]
+    assert all(part["pair"][1:] == [3, "text"] for part in parts)
+    joined = join_parts([(part["x"], part["pair"][0].sum()) for part in parts])
+    assert torch.equal(joined[0], x) and joined[1].tolist() == [3, 12, 13, 17]
+    with pytest.raises(ValueError, match=r"batch\[0\] has 10.*batch\[1\] has 9"):
+        split_batch((y, y[:9]), 2)
+    with pytest.raises(ValueError, match=r"no tensor"):
+        split_batch("text", 2)
+
+
+def test_module_without_strategy() -> None:
+    torch.manual_seed(0)
+    module = PipelineModule(layers(), 2, loss_fn=Module().pipeline_loss, rank=0)
+    with pytest.raises(ValueError, match=r"all 2 stages"):
+        module.loss((torch.zeros(1, 2), torch.zeros(1, 2)))

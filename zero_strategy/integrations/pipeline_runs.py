@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from zero_strategy.distributed import Communicator
 from zero_strategy.pipeline.batches import join_parts, rows_of, split_batch
 from zero_strategy.pipeline.executor import Run
 from zero_strategy.pipeline_engine import PipelineEngine
@@ -46,6 +47,42 @@ class TrainerPipelineEngine(PipelineEngine):
     def run_forward(self, data: list[Any]) -> Run:
         """As `evaluate`, but the loss is that of this copy: copies may have different numbers of batches."""
         return self.executor.run(self.schedule(len(data), training=False), iter(data))
+
+
+class SameNumber:
+    """A data loader without a length, whose ranks look after each batch whether all have one more.
+
+    Args:
+        loader: The loader; it has all other attributes.
+        ranks: Who looks.
+        names: What these are called in the world.
+    """
+
+    def __init__(self, loader: Any, ranks: Communicator, names: Sequence[int]) -> None:
+        self._loader, self._ranks, self._names = loader, ranks, list(names)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, number = iter(self._loader), 0
+        while True:
+            batch = next(batches, _END)
+            flags = self._ranks.exchange_small(torch.tensor([batch is not _END], dtype=torch.int32))
+            there = [bool(flag) for flag in flags]
+            if not any(there):
+                return
+            if not all(there):
+                short = [rank for rank, has in zip(self._names, there, strict=True) if not has]
+                raise ValueError(
+                    f"the data loaders of rank(s) {short} end after {number} batches, and others go on; these ranks "
+                    "train together and need the same number (limit_train_batches, or data of equal length)"
+                )
+            yield batch
+            number += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+_END = object()
 
 
 class TrainerRunner:
@@ -113,7 +150,9 @@ class TrainerRunner:
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), everyone[last])
 
     def _forward(self, batch: tuple[Any, ...]) -> Run:
-        parts = split_batch(batch, min(self.engine.micro_batches, rows_of(batch)))
+        # Copies that gather each other's parameters do so equally often, whatever is left of an epoch for each.
+        count = self.engine.evaluation.agree(min(self.engine.micro_batches, rows_of(batch)))
+        parts = split_batch(batch, count)
         self._compare(batch)
         # Lightning evaluates in inference mode, whose tensors no later backward may use.
         with torch.inference_mode(False), self._alone():

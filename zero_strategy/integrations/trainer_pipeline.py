@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve
+from zero_strategy.distributed import Communicator
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.on_demand import untouched, whole
-from zero_strategy.integrations.pipeline_runs import TrainerPipelineEngine, TrainerRunner
+from zero_strategy.integrations.pipeline_runs import SameNumber, TrainerPipelineEngine, TrainerRunner
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.registry import build_table
@@ -246,11 +247,23 @@ class TrainerPipeline(_Base):
         with super()._evaluation_step(nullcontext()) as module:  # layers have the precision's context themselves
             yield module
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A data loader that is about to be iterated over; without a length it is watched."""
+        dataloader = super().process_dataloader(dataloader)
+        if _has_length(dataloader):
+            return dataloader
+        return SameNumber(dataloader, *self._alike())
+
+    def _alike(self) -> tuple[Communicator, list[int]]:
+        """Who needs the same number of batches: all ranks in training, else those of a pipeline."""
+        if self.lightning_module.trainer.training:
+            return self._engine.mesh.team.control, list(range(self._engine.mesh.team.world_size))
+        return self._engine.pipe, self._engine.pipeline.mpu().pp_group
+
     def on_train_start(self) -> None:
         """As `ZeroStrategy`; ranks of a pipeline compare how many batches they have."""
         super().on_train_start()
-        trainer = self.lightning_module.trainer
-        self._begin_loop([trainer.num_training_batches], "train_dataloader")
+        self._begin_loop([self.lightning_module.trainer.num_training_batches], "train_dataloader")
 
     def on_validation_start(self) -> None:
         """As `on_train_start`."""
@@ -271,12 +284,12 @@ class TrainerPipeline(_Base):
 
     def _begin_loop(self, batches: Any, what: str) -> None:
         self._runner.compares = True
-        everyone = self._engine.pipe.gather_objects(list(batches))
+        control, ranks = self._alike()
+        everyone = control.gather_objects(list(batches))
         if any(other != everyone[0] for other in everyone):
-            ranks = self._engine.pipeline.mpu().pp_group
             raise ValueError(
                 f"{what}: the ranks of a pipeline need the same batches, but have different numbers of them: "
-                f"{', '.join(f'rank {rank}: {counts}' for rank, counts in zip(ranks, everyone))}. Leave "
+                f"{', '.join(f'rank {rank}: {counts}' for rank, counts in zip(ranks, everyone, strict=True))}. Leave "
                 "use_distributed_sampler=True, or divide data by trainer.strategy.distributed_sampler_kwargs"
             )
 
@@ -330,6 +343,15 @@ class TrainerPipeline(_Base):
         }
         module.load_state_dict(own, strict=False)
         engine.publish_ties()
+
+
+def _has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches it gives."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def _as_dict(section: Any) -> dict[str, Any]:
