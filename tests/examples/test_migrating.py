@@ -38,6 +38,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 flags = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "logger": False, "enable_progress_bar": False}
 flags |= {"enable_checkpointing": False, "enable_model_summary": False}
 language_model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+stages = 1
 tokens = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
 """
 AFTER = """
@@ -52,7 +53,7 @@ if torch.distributed.is_initialized():
 def test_every_block_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "migrating.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     shutil.copy(ROOT / "tests" / "config" / "data" / "hf_zero2.json", tmp_path / "ds_config.json")
     ds = (tmp_path / "ds_config.json").read_text()
     assert '"scheduler"' in ds
