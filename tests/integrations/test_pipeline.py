@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zero_strategy
-from tests.integrations.trainers import PLAIN, error, join, raises, trainer
+from tests.integrations.trainers import PLAIN, error, join, raises, trainer, weights
 from tests.launcher import Launcher
+from zero_strategy.integrations.namespaces import pipeline_strategy_class
 from zero_strategy.pipeline.batches import join_parts, split_batch
 from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.module import PipelineModule
@@ -407,3 +408,80 @@ def test_module_without_strategy() -> None:
     module = PipelineModule(layers(), 2, loss_fn=Module().pipeline_loss, rank=0)
     with pytest.raises(ValueError, match=r"all 2 stages"):
         module.loss((torch.zeros(1, 2), torch.zeros(1, 2)))
+
+
+# ---- other files, other namespaces ----
+
+
+def from_ddp(folder: str) -> dict[str, Tensor]:
+    """A checkpoint file of plain Lightning, loaded into two stages and saved again in a folder."""
+    run = trainer(pipeline(2, schedule="zbv"))
+    (tested,) = run.test(Module(), loader(), ckpt_path=f"{folder}/plain.ckpt", verbose=False)
+    run.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    again = trainer(pipeline(2)).test(Module(), loader(), ckpt_path=f"{folder}/weights.ckpt", verbose=False)
+    assert again == [tested]
+    with raises(ValueError, "optimizer state", "checkpoint directory"):
+        trainer(pipeline()).fit(Module(), loader(), ckpt_path=f"{folder}/plain.ckpt")
+    return dict(run.strategy.lightning_module_state_dict())
+
+
+def save_plainly(folder: str) -> dict[str, Tensor]:
+    run = trainer("auto")
+    run.fit(Plain(), loader())
+    run.save_checkpoint(f"{folder}/plain.ckpt")
+    return weights(run.lightning_module)
+
+
+class OfTheOther(pytorch_lightning.LightningModule):
+    pipeline: PipelineModule
+    configure_pipeline = Module.configure_pipeline
+    pipeline_loss = Module.pipeline_loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.pipeline.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=2e-2)
+
+
+def other_namespace() -> float:
+    join()
+    strategy = pipeline_strategy_class("pytorch_lightning")(stages=2, micro_batches=4)
+    flags = {**PLAIN, "devices": 2, "max_epochs": 1, "enable_checkpointing": False, "use_distributed_sampler": False}
+    run = pytorch_lightning.Trainer(strategy=strategy, **flags)
+    run.fit(OfTheOther(), loader())
+    return float(run.callback_metrics["train_loss"])
+
+
+def given_module(timeline: str) -> tuple[float, int]:
+    """A PipelineModule and the loss function that it brings along; an epoch more with the same module."""
+
+    class Given(Module):
+        def configure_pipeline(self) -> Any:
+            torch.manual_seed(0)
+            return PipelineModule(layers(), 2, loss_fn=super().pipeline_loss, partition_method="uniform")
+
+    module = Given()
+    for _ in range(2):
+        run = trainer(zero_strategy.PipelineStrategy(micro_batches=4, timeline=timeline))
+        run.fit(module, loader())
+    assert run.callback_metrics["train_loss"] == module.losses[-1]
+    return module.losses[3], len(module.losses)
+
+
+def test_other_ways_in(ranks: Launcher, tmp_path: Path) -> None:
+    (plain,) = ranks(1)(save_plainly, str(tmp_path))
+    assert all(error(found, plain) == 0 for found in ranks(2)(from_ddp, str(tmp_path)))
+    (expected,) = ranks(1)(fit_once)
+    timeline = tmp_path / "timeline.jsonl"
+    assert ranks(2)(given_module, str(timeline)) == [(pytest.approx(expected, rel=1e-6), 8)] * 2
+    assert sum('"B"' in line for line in timeline.read_text().splitlines()) == 2 * 4 * 8
+    assert ranks(2)(other_namespace) == [pytest.approx(expected, rel=5e-2)] * 2
+
+
+def fit_once() -> float:
+    module = Plain()
+    trainer("auto").fit(module, loader())
+    return module.losses[-1]

@@ -324,6 +324,20 @@ class TrainerPipeline(_Base):
             return
         self._load_whole(whole(weights), strict)
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states into the live shards.
+
+        Raises:
+            ValueError: If they are those of a file, whose parameters have numbers and no names.
+        """
+        if not all(map(untouched, checkpoint["optimizer_states"])):
+            raise ValueError(
+                "the checkpoint's optimizer state numbers the parameters of the whole model, and a stage of a pipeline "
+                "has some of them; resume from a checkpoint directory, or begin anew with the weights: "
+                "trainer.validate(module, ckpt_path=FILE), then trainer.fit(module)"
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
     def _load_whole(self, weights: Mapping[str, Any], strict: bool) -> None:
         """Take this rank's layers out of a state dict of all."""
         engine, module = self._engine, self.lightning_module
