@@ -178,8 +178,9 @@ class PipelineEngine(ZeroEngine):
         schedule = self.schedule(count)
         measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
         self._hooks.begin(count * self.pipeline.chunks, measures=measures)
-        self.executor.record = measures or bool(self.config.config.pipeline.timeline)
         with ExitStack() as stack:
+            stack.callback(setattr, self.executor, "record", self.executor.record)
+            self.executor.record |= measures
             if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
                 stack.enter_context(self.model.gathered(until_backward=True))
             found = self.executor.run(schedule, iter(data))
@@ -236,11 +237,12 @@ class PipelineEngine(ZeroEngine):
 
     def _write_timeline(self, found: Run) -> None:
         """Append what the first pipeline's ranks did to the file that is configured."""
-        if not self.config.config.pipeline.timeline or self.pipeline.mpu().data_parallel_id > 0:
+        path = self.config.config.pipeline.timeline
+        if not self.executor.record or not path or self.pipeline.mpu().data_parallel_id > 0:
             return
         everyone = self.pipe.gather_objects(found.events)
         if self.pipeline.stage_id == 0:
-            with Path(self.config.config.pipeline.timeline).open("a") as file:
+            with Path(path).open("a") as file:
                 file.writelines(json.dumps(asdict(event)) + "\n" for events in everyone for event in events)
 
     def reduce_tied_gradients(self) -> None:
