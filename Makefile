@@ -1,4 +1,5 @@
 # make train          the example: a byte-level GPT under ZeRO stage 3 (overrides: make train ARGS="strategy=zero1")
+# make train-pipeline the same model as a pipeline of two ranks, and a picture of what they did in a step
 # make train-compare  the same run under ZeRO stage 3 and under plain DDP, both curves in one picture
 # make test           ruff, mypy and the test suite
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-compare test torture lint clean install
+.PHONY: train train-pipeline train-compare test torture lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -27,6 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+train-pipeline: $(STAMP)
+	$(BIN)/python examples/train_gpt_pipeline.py $(ARGS)
 
 train-compare: $(STAMP)
 	$(BIN)/python examples/train_gpt.py strategy=ddp hydra.run.dir=$(COMPARE)/ddp $(ARGS)

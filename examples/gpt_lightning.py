@@ -64,9 +64,12 @@ class GPTModule(LightningModule):
     def validation_step(self, windows: Tensor, batch_idx: int) -> None:
         """Log the mean over all windows of all ranks."""
         assert self.model is not None
-        loss = self.model.loss(windows)
-        self.log("val_loss", loss, sync_dist=True, batch_size=len(windows))
-        self.log("val_bpb", loss / math.log(2), prog_bar=True, sync_dist=True, batch_size=len(windows))
+        self.log_validation(self.model.loss(windows), len(windows))
+
+    def log_validation(self, loss: Tensor, windows: int) -> None:
+        """Log the loss of so many windows, and the same in bits per byte."""
+        self.log("val_loss", loss, sync_dist=True, batch_size=windows)
+        self.log("val_bpb", loss / math.log(2), prog_bar=True, sync_dist=True, batch_size=windows)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW in two groups, its schedule advanced once per optimizer step."""

@@ -47,7 +47,7 @@ _ROOMS = (
     "transformer",
 )
 
-__all__ = ["__version__", "ZeroStrategy", *sorted(_PUBLIC)]
+__all__ = ["__version__", "PipelineStrategy", "ZeroStrategy", *sorted(_PUBLIC)]
 
 _install()
 
@@ -59,10 +59,14 @@ def __getattr__(name: str) -> Any:
         from zero_strategy.integrations.namespaces import default_trainer_namespace, strategy_class
 
         return strategy_class(default_trainer_namespace())
+    if name == "PipelineStrategy":
+        from zero_strategy.integrations.namespaces import default_trainer_namespace, pipeline_strategy_class
+
+        return pipeline_strategy_class(default_trainer_namespace())
     if name in _ROOMS:
         return import_module(f"zero_strategy.{name}")
     raise AttributeError(f"module 'zero_strategy' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC, *_ROOMS, "ZeroStrategy"})
+    return sorted({*globals(), *_PUBLIC, *_ROOMS, "PipelineStrategy", "ZeroStrategy"})

@@ -50,8 +50,21 @@ class SharedEvaluation:
         gatherer.release_idle()
         while any(self._exchange(0)):
             while (number := max(self._exchange(_NOTHING))) >= 0:
-                gatherer.units[number].gather()
-                gatherer.units[number].release()
+                if number < len(gatherer.units):  # else ranks with a batch agree on something
+                    gatherer.units[number].gather()
+                    gatherer.units[number].release()
+
+    def agree(self, value: int) -> int:
+        """In a step: the least value of all ranks that have a batch, where these must gather alike (stage 3).
+
+        Args:
+            value: This rank's; not negative.
+        """
+        gatherer = self._model.gatherer
+        if gatherer is None or self._mesh.world_size == 1:
+            return value
+        above = len(gatherer.units)
+        return min(other for other in self._exchange(above + value) if other != _NOTHING) - above
 
     def _announce(self, number: int) -> None:
         everyone = self._exchange(number)

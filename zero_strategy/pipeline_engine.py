@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.activation.storages import model_storages
@@ -66,9 +66,12 @@ class PipelineEngine(ZeroEngine):
         device: See `ZeroEngine`.
         batch_fn: Makes pairs of inputs and labels of what data iterators give.
         autocast: Makes the context in which forwards run.
+        root: A module that has `module` below it and nothing else that is trained; parameters then have their names
+            there. None: `module` itself.
 
     Attributes:
-        module: This rank's layers.
+        module: The root.
+        pipeline: This rank's layers.
         executor: What carries schedules out.
         forwarded: Called on the rank of the last stage with a micro-batch's number, outputs and loss.
         chosen: What `pipeline.schedule: auto` has chosen, from the end of the first step on.
@@ -77,8 +80,6 @@ class PipelineEngine(ZeroEngine):
         ValueError: If the config asks for other stages or chunks than the module has, or for a schedule that does not
             go with them.
     """
-
-    module: PipelineModule
 
     def __init__(
         self,
@@ -90,20 +91,23 @@ class PipelineEngine(ZeroEngine):
         device: torch.device | None = None,
         batch_fn: BatchFunction | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+        root: nn.Module | None = None,
     ) -> None:
         resolved = _resolved(module, config, compute_dtype)
         pipeline, grid = resolved.config.pipeline, module.mpu()
+        self.pipeline, root = module, module if root is None else root
+        self._prefix = _prefix_of(module, root)
         if resolved.config.deepspeed is not None:
             apply_section(module, resolved.config.deepspeed.pipeline)
         self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
         super().__init__(
-            module,
-            _with_units(resolved, module),
+            root,
+            _with_units(resolved, module, self._prefix),
             compute_dtype=compute_dtype,
             weights=weights,
             device=device,
             lanes=grid.dp_groups,
-            order=_order_of(module),
+            order=_order_of(module, root, self._prefix),
         )
         alone = module.num_stages == 1
         self.pipe = Communicator(
@@ -127,7 +131,7 @@ class PipelineEngine(ZeroEngine):
             name=self.mesh.team.rendezvous.prefix + f".{grid.data_parallel_id}",
             record=bool(pipeline.timeline),
         )
-        self._publish_ties()
+        self.publish_ties()
 
     # ---- schedules ----
 
@@ -142,7 +146,7 @@ class PipelineEngine(ZeroEngine):
         """This rank's instructions for so many micro-batches."""
         key = training, micro_batches
         if key not in self._schedules:
-            module, pipeline = self.module, self.config.config.pipeline
+            module, pipeline = self.pipeline, self.config.config.pipeline
             if training:
                 name = pipeline.schedule
                 if name == AUTO:
@@ -173,9 +177,10 @@ class PipelineEngine(ZeroEngine):
         count = self.micro_batches if micro_batches is None else micro_batches
         schedule = self.schedule(count)
         measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
-        self._hooks.begin(count * self.module.chunks, measures=measures)
-        self.executor.record = measures or bool(self.config.config.pipeline.timeline)
+        self._hooks.begin(count * self.pipeline.chunks, measures=measures)
         with ExitStack() as stack:
+            stack.callback(setattr, self.executor, "record", self.executor.record)
+            self.executor.record |= measures
             if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
                 stack.enter_context(self.model.gathered(until_backward=True))
             found = self.executor.run(schedule, iter(data))
@@ -187,7 +192,7 @@ class PipelineEngine(ZeroEngine):
 
     def _choose(self, micro_batches: int, found: Run) -> None:
         """Take the schedule for all further steps, the same on all ranks."""
-        grid, placement = self.module.mpu(), self.module.placement
+        grid, placement = self.pipeline.mpu(), self.pipeline.placement
         held = self._hooks.bytes.by_chunk
         left = memory_left(self.model.device, grid.world_size, sum(held.values()))
         mine = grid.data_parallel_id, grid.stage_id, found.events, held, left
@@ -232,11 +237,12 @@ class PipelineEngine(ZeroEngine):
 
     def _write_timeline(self, found: Run) -> None:
         """Append what the first pipeline's ranks did to the file that is configured."""
-        if not self.config.config.pipeline.timeline or self.module.mpu().data_parallel_id > 0:
+        path = self.config.config.pipeline.timeline
+        if not self.executor.record or not path or self.pipeline.mpu().data_parallel_id > 0:
             return
         everyone = self.pipe.gather_objects(found.events)
-        if self.module.stage_id == 0:
-            with Path(self.config.config.pipeline.timeline).open("a") as file:
+        if self.pipeline.stage_id == 0:
+            with Path(path).open("a") as file:
                 file.writelines(json.dumps(asdict(event)) + "\n" for events in everyone for event in events)
 
     def reduce_tied_gradients(self) -> None:
@@ -244,7 +250,8 @@ class PipelineEngine(ZeroEngine):
         for parameter, gradient in self._ties.exchange_gradients():
             self.add_gradient(parameter, gradient)
 
-    def _publish_ties(self) -> None:
+    def publish_ties(self) -> None:
+        """Give replicas of tied weights the owners' values. A collective."""
         self._ties.publish(self.model.gathered)
 
     # ---- what is different for a part of a model ----
@@ -252,7 +259,8 @@ class PipelineEngine(ZeroEngine):
     @property
     def aliases(self) -> dict[str, str]:
         """See `ZeroEngine.aliases`; names of replicas are such."""
-        return {**super().aliases, **self._ties.aliases()}
+        ties = self._ties.aliases().items()
+        return {**super().aliases, **{self._prefix + alias: self._prefix + name for alias, name in ties}}
 
     def attach(self, *optimizers: Optimizer) -> None:
         """See `ZeroEngine.attach`. Weights that another rank owns leave the groups: its own optimizer updates them."""
@@ -269,20 +277,20 @@ class PipelineEngine(ZeroEngine):
         super()._check_before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._publish_ties()
+        self.publish_ties()
         super()._after_step(optimizer, args, kwargs)
 
     def load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True) -> StateReader:
         """See `ZeroEngine.load_weights`."""
         reader = super().load_weights(source, strict=strict)
         if hasattr(self, "executor"):
-            self._publish_ties()
+            self.publish_ties()
         return reader
 
     def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
         """See `ZeroEngine.load_optimizers`."""
         super().load_optimizers(source)
-        self._publish_ties()
+        self.publish_ties()
 
     def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
@@ -379,7 +387,15 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
         )
 
 
-def _with_units(resolved: ResolvedConfig, module: PipelineModule) -> ResolvedConfig:
+def _prefix_of(module: PipelineModule, root: nn.Module) -> str:
+    """What names in the root begin with."""
+    name = next((name for name, child in root.named_modules() if child is module), None)
+    if name is None:
+        raise ValueError(f"the PipelineModule is not below the {type(root).__name__} that is passed as its root")
+    return f"{name}." if name else ""
+
+
+def _with_units(resolved: ResolvedConfig, module: PipelineModule, prefix: str) -> ResolvedConfig:
     """Units named one by one: every layer, or what the config names as far as it is in this part of the model."""
     units = resolved.config.units
     if units.classes or units.patterns:
@@ -387,10 +403,16 @@ def _with_units(resolved: ResolvedConfig, module: PipelineModule) -> ResolvedCon
             name
             for name, child in module.named_modules()
             if name
-            and (type(child).__name__ in units.classes or any(fnmatchcase(name, p) for p in units.patterns))
+            and (
+                type(child).__name__ in units.classes
+                or any(fnmatchcase(prefix + name, pattern) for pattern in units.patterns)
+            )
         ]
     else:
         names = [name for name in module.unit_names() if any(True for _ in module.get_submodule(name).parameters())]
+    names = [prefix + name for name in names]
+    if prefix:
+        names.insert(0, prefix.removesuffix("."))  # what is in no layer's unit is used in this module's forward
     config = deepcopy(resolved.config)
     origin = "derived: the PipelineModule's layers"
     config.units.record("classes", [], origin)
@@ -398,9 +420,9 @@ def _with_units(resolved: ResolvedConfig, module: PipelineModule) -> ResolvedCon
     return replace(resolved, config=config)
 
 
-def _order_of(module: PipelineModule) -> Callable[[str], tuple[int, ...]]:
+def _order_of(module: PipelineModule, root: nn.Module, prefix: str) -> Callable[[str], tuple[int, ...]]:
     """Where a tensor comes in the whole model: by its layer, then as in the layer."""
     places = {}
-    for number, (name, _) in enumerate(state_dict_entries(module)):
-        places[name] = module.layer_of(name), number
+    for number, (name, _) in enumerate(state_dict_entries(root)):
+        places[name] = module.layer_of(name.removeprefix(prefix)), number
     return places.__getitem__

@@ -19,6 +19,9 @@ from typing import Any
 NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
 """Presets of `zero_strategy.config`, one strategy each."""
 
+PIPELINE = "pipeline"
+"""The same for pipelines, for Trainers only."""
+
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 """Suffix of a strategy name -> how processes are started, as Lightning's own names for DDP have it."""
 
@@ -59,6 +62,23 @@ def register(module: ModuleType) -> None:
                 registered=name + suffix,
                 start_method=start_method,
             )
+
+
+    for suffix, start_method in START_METHODS.items() if owner == "Trainer" else ():
+        registry.register(
+            PIPELINE + suffix,
+            partial(_make_pipeline, namespace),
+            description=f"zero_strategy, pipeline stages, with `start_method` {start_method!r}",
+            override=True,
+            start_method=start_method,
+        )
+
+
+def _make_pipeline(namespace: str, *, start_method: str) -> Any:
+    """What the registry calls for `Trainer(strategy="pipeline")`."""
+    from zero_strategy.integrations.namespaces import pipeline_strategy_class
+
+    return pipeline_strategy_class(namespace)(start_method=start_method)
 
 
 def _make(namespace: str, owner: str, *, preset: str, registered: str, start_method: str) -> Any:

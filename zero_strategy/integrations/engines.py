@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ _SLOT = "_zero_strategy_engine"
 class _EngineSlot:
     """Keeps a module's engine alive with the module; a copy of the module is not sharded and gets an empty one."""
 
-    def __init__(self, engine: ZeroEngine | None = None, compute_dtype: torch.dtype | None = None) -> None:
-        self.engine, self.compute_dtype = engine, compute_dtype
+    def __init__(
+        self,
+        engine: ZeroEngine | None = None,
+        compute_dtype: torch.dtype | None = None,
+        config: ResolvedConfig | None = None,
+    ) -> None:
+        self.engine, self.compute_dtype, self.config = engine, compute_dtype, config
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _EngineSlot:
         return _EngineSlot()
@@ -34,7 +40,11 @@ def engine_of(module: nn.Module) -> ZeroEngine | None:
 
 
 def engine_for(
-    module: nn.Module, config: ResolvedConfig, compute_dtype: torch.dtype | None, device: torch.device | None = None
+    module: nn.Module,
+    config: ResolvedConfig,
+    compute_dtype: torch.dtype | None,
+    device: torch.device | None = None,
+    make: Callable[..., ZeroEngine] = ZeroEngine,
 ) -> ZeroEngine:
     """The module's engine, made now if it has none.
 
@@ -43,6 +53,7 @@ def engine_for(
         config: The settings that are asked for.
         compute_dtype: See `ZeroEngine`.
         device: Where to; None leaves it where it is.
+        make: Called as `ZeroEngine` is.
 
     Raises:
         RuntimeError: If the module is sharded with other settings already; names them.
@@ -51,12 +62,13 @@ def engine_for(
     if engine is None:
         if device is not None:
             move_to(module, device)
-        engine = ZeroEngine(module, config, compute_dtype=compute_dtype, device=device)
+        engine = make(module, config, compute_dtype=compute_dtype, device=device)
         _tell_dtype(module, compute_dtype)
-        module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype)
+        module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype, config)
         return engine
     slot: _EngineSlot = module.__dict__[_SLOT]
-    before, now = dict(engine.config.config.settings()), dict(config.config.settings())
+    assert slot.config is not None  # an engine may have derived more settings from it
+    before, now = dict(slot.config.config.settings()), dict(config.config.settings())
     differences = [
         f"{key} was {before[key].value} and is {now[key].value} [{now[key].origin}]"
         for key in now

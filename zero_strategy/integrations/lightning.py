@@ -14,10 +14,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zero_strategy.integrations.namespaces import strategy_class
 from zero_strategy.integrations.trainer import TrainerStrategy
+from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import BatchEnd
 
-__all__ = ["ZeroPrecision", "ZeroStrategy", "strategy_class"]
+__all__ = ["PipelineStrategy", "ZeroPrecision", "ZeroStrategy", "strategy_class"]
 
 
 class ZeroPrecision(TrainerPrecision, Precision):
@@ -34,3 +35,7 @@ class ZeroStrategy(TrainerStrategy, DDPStrategy):
     precision_class = ZeroPrecision
     batch_end_class = SaveOnSignal
     sigterm_exception = SIGTERMException
+
+
+class PipelineStrategy(TrainerPipeline, ZeroStrategy):
+    """Divides the layers of a LightningModule's `configure_pipeline()` among ranks; shards what copies share."""

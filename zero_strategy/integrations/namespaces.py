@@ -40,6 +40,22 @@ def strategy_class(namespace: str) -> type[Any]:
     return found
 
 
+def pipeline_strategy_class(namespace: str) -> type[Any]:
+    """The `PipelineStrategy` for one of the Trainer's import names; imports that framework.
+
+    Args:
+        namespace: `lightning.pytorch` or `pytorch_lightning`.
+
+    Raises:
+        ValueError: If there is none for it.
+        ImportError: If the framework is not installed.
+    """
+    if namespace not in _TRAINERS:
+        raise ValueError(f"no PipelineStrategy for {namespace!r}; accepted: {', '.join(map(repr, _TRAINERS))}")
+    found: type[Any] = import_module(MODULES[namespace]).PipelineStrategy
+    return found
+
+
 def default_trainer_namespace() -> str:
     """Which Trainer `zero_strategy.ZeroStrategy` is for: the one imported already, else the one installed.
 

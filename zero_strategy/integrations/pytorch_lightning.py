@@ -8,6 +8,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from zero_strategy.integrations.trainer import TrainerStrategy
+from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import BatchEnd
 
@@ -26,3 +27,7 @@ class ZeroStrategy(TrainerStrategy, DDPStrategy):
     precision_class = ZeroPrecision
     batch_end_class = SaveOnSignal
     sigterm_exception = SIGTERMException
+
+
+class PipelineStrategy(TrainerPipeline, ZeroStrategy):
+    """Divides the layers of a LightningModule's `configure_pipeline()` among ranks; shards what copies share."""

@@ -246,7 +246,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         compute_dtype = self.precision_plugin.plan.compute_dtype
         if fitting:
             check_owned(self.config, self._facts(), later=LATER_KEYS)
-        self.engine = engine_for(module, self._resolve(), compute_dtype, self.root_device)
+        self.engine = self._engine_for(module, compute_dtype)
         if self._failed:
             self.engine.reset()
             self._failed = False
@@ -256,6 +256,9 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
+        return engine_for(module, self._resolve(), compute_dtype, self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call `configure_optimizers` and let its optimizers update shards."""

@@ -134,11 +134,15 @@ class TrainerCheckpoints(TrainerResume, _Base):
             path,
             user=describe(rest),
             extra_files={LIGHTNING_FILE: pack(rest, self.engine.module)} if self.is_global_zero else {},
-            own_files=own_files(rest, self.engine),
+            own_files=self._own_files(rest),
             optimizers=optimizers,
             update_latest=False,  # ModelCheckpoint has its own `last`
             asynchronous=background,
         )
+
+    def _own_files(self, rest: dict[str, Any]) -> dict[str, bytes]:
+        assert self.engine is not None
+        return own_files(rest, self.engine)
 
     def _in_background(self, path: str) -> bool:
         """Whether a save may go on while training does: one of a checkpoint callback, in the middle of a fit.

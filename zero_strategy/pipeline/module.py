@@ -16,6 +16,7 @@ from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.groups import ProcessGroup, from_first_rank
 from zero_strategy.distributed.together import together
 from zero_strategy.distributed.world import world_size
+from zero_strategy.pipeline.batches import WholeBatches
 from zero_strategy.pipeline.building import BuiltLayer, NamedLayer, build_layers, name_layers, register
 from zero_strategy.pipeline.grid import PipelineParallelGrid
 from zero_strategy.pipeline.layer_files import layer_path, layer_paths, layers_with_files, load_layers, save_layers
@@ -28,7 +29,7 @@ from zero_strategy.pipeline.ties import Tie, own_ties, plan_ties
 from zero_strategy.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(WholeBatches, nn.Module):
     """A sequence of layers, divided into stages of consecutive ones. A rank builds and holds its own alone.
 
     The forward of the whole is layer after layer, each called with what the one before returned: a tensor, or tensors

@@ -1,0 +1,396 @@
+"""The Trainer's strategy for pipelines: the layers of a LightningModule divided among ranks.
+
+connect -> setup_environment -> setup: configure_pipeline, an engine for this rank's layers, configure_optimizers
+training_step       the module's own, in which self.pipeline.loss(batch) runs all forwards and backwards
+validation_step...  the module's own, in which self.pipeline.loss(batch) and self.pipeline.outputs(inputs) run forwards
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve
+from zero_strategy.distributed import Communicator
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.engines import engine_for, engine_of
+from zero_strategy.integrations.on_demand import untouched, whole
+from zero_strategy.integrations.pipeline_runs import SameNumber, TrainerPipelineEngine, TrainerRunner
+from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
+from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.registry import build_table
+from zero_strategy.saving.catalog import catalog_of
+from zero_strategy.saving.contents import state_dict_entries
+
+if TYPE_CHECKING:
+    from zero_strategy.integrations.trainer import TrainerStrategy as _Base
+else:
+    _Base = object
+
+STAGES_VARIABLE = "ZERO_STRATEGY_PIPELINE_STAGES"
+"""Number of stages where neither config nor keyword nor module says one; else all ranks are stages of one pipeline."""
+
+ATTRIBUTE = "pipeline"
+"""Where a LightningModule has its PipelineModule; names of parameters begin with it."""
+
+
+class TrainerPipeline(_Base):
+    """What `PipelineStrategy` of either Trainer namespace does on top of `ZeroStrategy`."""
+
+    def __init__(
+        self,
+        config: ZeroConfig | dict[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        stages: int | None = None,
+        schedule: str | None = None,
+        micro_batches: int | None = None,
+        zero_stage: int | None = None,
+        chunks: int | None = None,
+        partition: str | None = None,
+        gather: str | None = None,
+        timeline: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Takes a config, or its settings as keywords; keywords win. See `PipelineConfig` for those of pipelines.
+
+        Args:
+            config: A `ZeroConfig`, a mapping, or the path of a YAML file.
+            stages: Ranks that one copy of the model is divided among. Default: what `configure_pipeline` returns says,
+                else the variable ZERO_STRATEGY_PIPELINE_STAGES, else all ranks.
+            schedule: In which order ranks do forwards and backwards.
+            micro_batches: Parts that each batch of the data loader is divided into. Default: as many as stages.
+            zero_stage: ZeRO stage among the copies of the pipeline (`stage` of `ZeroStrategy`). Default: 1.
+            chunks: Parts of the model that each rank holds.
+            partition: What stages have equal shares of.
+            gather: Stage 3: how often parameters are gathered.
+            timeline: File into which rank 0 writes what ranks did when.
+            settings: All that `ZeroStrategy` takes.
+        """
+        if zero_stage is not None:
+            if settings.get("stage") is not None:
+                raise ValueError(f"zero_stage={zero_stage} and stage={settings['stage']} set the same thing; give one")
+            settings["stage"] = zero_stage
+        own = {
+            "stages": stages,
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+            "chunks": chunks,
+            "partition": partition,
+            "gather": gather,
+            "timeline": timeline,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        if given:
+            section = settings.pop("pipeline", None)
+            settings["pipeline"] = {**_as_dict(section), **given}
+        if stages is None and chunks is not None and STAGES_VARIABLE in os.environ:
+            settings["pipeline"]["stages"] = _stages_of_environment()
+        super().__init__(config, **settings)
+        if self.config.origin_of("stage") == "default":
+            self.config.record("stage", 1, "default of PipelineStrategy")
+
+    def __repr__(self) -> str:
+        name = f"{type(self).__module__}.{type(self).__name__}"
+        return f"{name}(stages={self.config.pipeline.stages}, zero_stage={self.config.stage}), for a Trainer"
+
+    @property
+    def _engine(self) -> TrainerPipelineEngine:
+        assert isinstance(self.engine, TrainerPipelineEngine)
+        return self.engine
+
+    @property
+    def _runner(self) -> TrainerRunner:
+        runner = self._engine.pipeline.runner
+        assert isinstance(runner, TrainerRunner)
+        return runner
+
+    # ---- settings ----
+
+    def _resolve(self) -> ResolvedConfig:
+        world = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+        return resolve(self._with_stages(world), world, self._facts())
+
+    def _with_stages(self, world: int) -> ZeroConfig:
+        config = deepcopy(self.config)
+        if config.origin_of("pipeline.stages") == "default":
+            there = getattr(self._lightning_module, ATTRIBUTE, None)
+            if isinstance(there, PipelineModule):
+                config.pipeline.record("stages", there.num_stages, "derived: the PipelineModule")
+                config.pipeline.record("chunks", there.chunks, "derived: the PipelineModule")
+            elif STAGES_VARIABLE in os.environ:
+                config.pipeline.record("stages", _stages_of_environment(), STAGES_VARIABLE)
+            else:
+                config.pipeline.record("stages", world, "derived: all ranks")
+        return config
+
+    def _facts(self) -> dict[str, Fact]:
+        facts = super()._facts()
+        per_rank = facts.get("micro_batch_per_rank")
+        if per_rank is not None:
+            world = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+            copies = max(1, world // self._with_stages(world).pipeline.stages)
+            accumulation = self.lightning_module.trainer.accumulate_grad_batches
+            facts["samples_per_step"] = batch_fact(copies, per_rank.value, accumulation)
+        return facts
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For a sampler: ranks of one pipeline see the same data, copies of the pipeline different ones."""
+        if self.engine is None:
+            world = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+            copies = world // self._with_stages(world).pipeline.stages
+            return {"num_replicas": copies, "rank": self.global_rank % copies}
+        grid = self._engine.pipeline.mpu()
+        return {"num_replicas": grid.data_parallel_size, "rank": grid.data_parallel_id}
+
+    # ---- set-up ----
+
+    def setup(self, trainer: Any) -> None:
+        """Divide the layers, unless that is done; then as `ZeroStrategy`."""
+        module = self.lightning_module
+        assert module is not None
+        if self._layer_sync:
+            raise ValueError(
+                "sync_batchnorm=True averages over all ranks, and ranks of a pipeline have different layers; leave it "
+                "out, or use torch.nn.SyncBatchNorm with the group self.pipeline.mpu().get_data_parallel_group()"
+            )
+        if trainer.state.fn == "fit" and not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__}.automatic_optimization is False, but a pipeline runs backwards together with "
+                "forwards, so that training_step cannot decide between them; leave it True"
+            )
+        if engine_of(module) is None:
+            self._configure_pipeline(module)
+        super().setup(trainer)
+        runner = self._runner
+        runner.forward_context = self.precision_plugin.forward_context
+        runner.forget()
+
+    def _configure_pipeline(self, module: Any) -> None:
+        """Make `module.pipeline`.
+
+        Raises:
+            TypeError: If the module has no `configure_pipeline`, or it returns something else.
+            ValueError: If the module has parameters or buffers outside of it; names them.
+        """
+        make = getattr(module, "configure_pipeline", None)
+        if not callable(make):
+            raise TypeError(
+                f"{type(module).__name__} has no configure_pipeline(): PipelineStrategy divides what it returns, a "
+                "PipelineModule, a list of layers or an nn.Sequential"
+            )
+        with self.tensor_init_context(), self.model_sharded_context(), self.precision_plugin.module_init_context():
+            made = make()
+            pipeline = made if isinstance(made, PipelineModule) else self._module_of(made)
+        if pipeline.loss_fn is None:
+            pipeline.loss_fn = getattr(module, "pipeline_loss", None)
+        setattr(module, ATTRIBUTE, pipeline)
+        _check_nothing_else(module)
+
+    def _module_of(self, layers: Any) -> PipelineModule:
+        if layers is None:
+            raise TypeError("configure_pipeline() returned None; it returns a PipelineModule, or layers in their order")
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        pipeline = resolve(self._with_stages(world), world).config.pipeline
+        count, chunks = pipeline.micro_batches or 1, pipeline.chunks or 1
+        table = build_table(pipeline.schedule, pipeline.stages, count, chunks)
+        return PipelineModule(
+            layers,
+            pipeline.stages,
+            partition_method=pipeline.partition,
+            chunks=chunks,
+            placement=table.placement.shape,
+        )
+
+    def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
+        def make(root: Any, config: ResolvedConfig, **more: Any) -> ZeroEngine:
+            pipeline: PipelineModule = getattr(root, ATTRIBUTE)
+            engine = TrainerPipelineEngine(pipeline, config, root=root, autocast=context, **more)
+            pipeline.runner = TrainerRunner(engine, getattr(root, "pipeline_batch", None))
+            return engine
+
+        def context() -> Any:  # a later Trainer may have another precision plugin
+            runner = getattr(module, ATTRIBUTE).runner
+            return nullcontext() if runner.forward_context is None else runner.forward_context()
+
+        return engine_for(module, self._resolve(), compute_dtype, self.root_device, make)
+
+    # ---- steps ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `training_step`, which runs the batch forward and backward by `self.pipeline.loss`."""
+        module, engine, runner = self.lightning_module, self._engine, self._runner
+        assert module is not None
+        accumulation = module.trainer.accumulate_grad_batches
+        runner.accumulation = accumulation
+        runner.begin_step(first=module.trainer.fit_loop.epoch_loop.batch_idx % accumulation == 0)
+        with engine.forward_scope(), schedulers_left_alone(module):
+            return module.training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Nothing: the loss has no graph."""
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Give the optimizer the gradients that the pipeline made."""
+        scaler = self.precision_plugin.scaler
+        self._runner.end_backward(1.0 if scaler is None else scaler.scale)
+
+    @contextmanager
+    def _evaluation_step(self, context: Any) -> Any:
+        with super()._evaluation_step(nullcontext()) as module:  # layers have the precision's context themselves
+            yield module
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A data loader that is about to be iterated over; without a length it is watched."""
+        dataloader = super().process_dataloader(dataloader)
+        if _has_length(dataloader):
+            return dataloader
+        return SameNumber(dataloader, *self._alike())
+
+    def _alike(self) -> tuple[Communicator, list[int]]:
+        """Who needs the same number of batches: all ranks in training, else those of a pipeline."""
+        if self.lightning_module.trainer.training:
+            return self._engine.mesh.team.control, list(range(self._engine.mesh.team.world_size))
+        return self._engine.pipe, self._engine.pipeline.mpu().pp_group
+
+    def on_train_start(self) -> None:
+        """As `ZeroStrategy`; ranks of a pipeline compare how many batches they have."""
+        super().on_train_start()
+        self._begin_loop([self.lightning_module.trainer.num_training_batches], "train_dataloader")
+
+    def on_validation_start(self) -> None:
+        """As `on_train_start`."""
+        super().on_validation_start()
+        trainer = self.lightning_module.trainer
+        sanity = trainer.sanity_checking
+        self._begin_loop(trainer.num_sanity_val_batches if sanity else trainer.num_val_batches, "val_dataloaders")
+
+    def on_test_start(self) -> None:
+        """As `on_train_start`."""
+        super().on_test_start()
+        self._begin_loop(self.lightning_module.trainer.num_test_batches, "test_dataloaders")
+
+    def on_predict_start(self) -> None:
+        """As `on_train_start`."""
+        super().on_predict_start()
+        self._begin_loop(self.lightning_module.trainer.num_predict_batches, "predict_dataloaders")
+
+    def _begin_loop(self, batches: Any, what: str) -> None:
+        self._runner.compares = True
+        control, ranks = self._alike()
+        everyone = control.gather_objects(list(batches))
+        if any(other != everyone[0] for other in everyone):
+            raise ValueError(
+                f"{what}: the ranks of a pipeline need the same batches, but have different numbers of them: "
+                f"{', '.join(f'rank {rank}: {counts}' for rank, counts in zip(ranks, everyone, strict=True))}. Leave "
+                "use_distributed_sampler=True, or divide data by trainer.strategy.distributed_sampler_kwargs"
+            )
+
+    # ---- checkpoints ----
+
+    def _own_files(self, rest: dict[str, Any]) -> dict[str, bytes]:
+        # Ranks of one pipeline have the same state of data loaders.
+        return super()._own_files(rest) if self._engine.pipeline.stage_id == 0 else {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """See `TrainerCheckpoints.save_checkpoint`.
+
+        Raises:
+            ValueError: If optimizer states would have to be one file: a rank has those of its stages.
+        """
+        states = checkpoint.get("optimizer_states") or []
+        if states and (self._whole_files or not all(map(untouched, [checkpoint["state_dict"], *states]))):
+            raise ValueError(
+                f"{os.fspath(filepath)}: a pipeline's optimizer state is written by all stages into a directory; leave "
+                "the CheckpointIO plugin and changes of the state dicts in hooks out, or save with "
+                "save_weights_only=True"
+            )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into the live shards."""
+        weights = checkpoint["state_dict"]
+        if untouched(weights) and self.engine is not None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        self._load_whole(whole(weights), strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states into the live shards.
+
+        Raises:
+            ValueError: If they are those of a file, whose parameters have numbers and no names.
+        """
+        if not all(map(untouched, checkpoint["optimizer_states"])):
+            raise ValueError(
+                "the checkpoint's optimizer state numbers the parameters of the whole model, and a stage of a pipeline "
+                "has some of them; resume from a checkpoint directory, or begin anew with the weights: "
+                "trainer.validate(module, ckpt_path=FILE), then trainer.fit(module)"
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
+    def _load_whole(self, weights: Mapping[str, Any], strict: bool) -> None:
+        """Take this rank's layers out of a state dict of all."""
+        engine, module = self._engine, self.lightning_module
+        catalog = catalog_of(engine)
+        first, aliases = set(catalog.names()), dict(catalog.aliases)
+        there = {aliases.get(name, name) for name in weights}
+        missing, unexpected = sorted(first - there), sorted(there - first)
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"the state dict does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected}"
+            )
+        by_first = {aliases.get(name, name): value for name, value in weights.items()}
+        own = {
+            name: by_first[aliases.get(name, name)]
+            for name, _ in state_dict_entries(engine.module, tied=True)
+            if aliases.get(name, name) in by_first
+        }
+        module.load_state_dict(own, strict=False)
+        engine.publish_ties()
+
+
+def _has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches it gives."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _as_dict(section: Any) -> dict[str, Any]:
+    """Settings of a section that were given, as keywords may be added to them."""
+    if section is None or isinstance(section, Mapping):
+        return dict(section or {})
+    return {
+        key.removeprefix("pipeline."): setting.value
+        for key, setting in section.settings()
+        if setting.origin != "default"
+    }
+
+
+def _stages_of_environment() -> int:
+    text = os.environ[STAGES_VARIABLE]
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{STAGES_VARIABLE}={text!r} must be a number of stages, from 1")
+    return int(text)
+
+
+def _check_nothing_else(module: nn.Module) -> None:
+    names = [name for name, _ in state_dict_entries(module) if not name.startswith(f"{ATTRIBUTE}.")]
+    if names:
+        raise ValueError(
+            f"{type(module).__name__} has parameters or buffers outside of its pipeline: {', '.join(names)}. A stage "
+            "trains the layers that configure_pipeline() returns: make them layers, build them there without keeping "
+            "them in an attribute, or register buffers with persistent=False"
+        )
