@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -83,6 +83,9 @@ class GradientReducer:
         """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
         self._sync = True
+        self._joined = self._paused = False
+        self._began = False
+        self._within: set[int] | None = None
         self._active = False
         self._next = 0
         self._begun: set[int] = set()
@@ -107,6 +110,37 @@ class GradientReducer:
             yield
         finally:
             self._sync = before
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """What autograd runs inside is one backward, in however many calls: it ends with the block."""
+        assert not self._joined
+        self._joined, self._began = True, False
+        try:
+            yield
+            self._joined = False
+            if self._began:
+                self._finish_backward()
+        finally:
+            self._joined = self._began = False
+
+    @contextmanager
+    def within(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Only these get gradients from backwards inside, as all ranks know: no other bucket is expected to leave."""
+        before, self._within = self._within, {id(parameter) for parameter in parameters}
+        try:
+            yield
+        finally:
+            self._within = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards inside give no gradients to parameters: the end of a unit's is no reason to reduce its buckets."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def hook_trainable(self) -> None:
         """Watch every parameter that requires a gradient now and is not watched yet (it may have been unfrozen)."""
@@ -166,6 +200,8 @@ class GradientReducer:
 
     def unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
         """The backward of a unit with these parameters is over, on every rank at the same point of its gathers."""
+        if self._paused:
+            return
         if not self._active:
             self.begin_backward()
         if self._reduces:
@@ -188,8 +224,10 @@ class GradientReducer:
         if self.announce is not None:
             self.announce("backward", self.shown())
         self._active = True
-        self._reuse.open()
-        self._forget_backward()
+        if not (self._joined and self._began):
+            self._reuse.open()
+            self._forget_backward()
+        self._began = True
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _forget_backward(self) -> None:
@@ -201,10 +239,13 @@ class GradientReducer:
             seen.clear()
         self.plan.begin(
             [
-                {index for index, parameter in enumerate(bucket.bucket.parameters) if parameter.requires_grad}
+                {index for index, parameter in enumerate(bucket.bucket.parameters) if self._may_train(parameter)}
                 for bucket in self.buckets
             ]
         )
+
+    def _may_train(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and (self._within is None or id(parameter) in self._within)
 
     @property
     def _reduces(self) -> bool:
@@ -246,6 +287,10 @@ class GradientReducer:
         self._active = False
         for number, index in self._awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
             self.buckets[number].resume(index)
+        if not self._joined:
+            self._finish_backward()
+
+    def _finish_backward(self) -> None:
         if self._reduces:
             self.reduce()
         else:
