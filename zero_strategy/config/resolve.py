@@ -85,6 +85,7 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
         reduction = "per_step" if config.stage < 2 else "per_micro_batch"
         config.record("gradient_reduction", reduction, f"derived: stage {config.stage}")
     _resolve_gradients(config)
+    _resolve_early_step(config)
     facts = {name: Fact(*fact) for name, fact in (facts or {}).items()}
     _check_facts(config, world_size, facts)
     return ResolvedConfig(config, world_size, facts)
@@ -133,6 +134,18 @@ def _resolve_gradients(config: ZeroConfig) -> None:
             "whole gradients on the device until the step; use gradient_reduction: per_micro_batch (the default of "
             "stages 2 and 3), or leave offload.gradients out"
         )
+
+
+def _resolve_early_step(config: ZeroConfig) -> None:
+    offload = config.offload
+    if offload.early_step != "auto":
+        return
+    if offload.optimizer != "nvme":
+        offload.record("early_step", "off", f"derived: offload.optimizer is {offload.optimizer!r}")
+    elif offload.parameters == "cpu":
+        offload.record("early_step", "off", "derived: it would take host memory for parameters")
+    else:
+        offload.record("early_step", "on", "derived: offload.optimizer is 'nvme', it takes disk only")
 
 
 def _check_facts(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact]) -> None:

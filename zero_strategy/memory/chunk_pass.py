@@ -7,8 +7,8 @@
 Memory is that of the slots, whatever the number of chunks; a chunk that is resident is worked on where it lies. A pass
 that fails leaves chunks of two states, which are marked torn: their tier refuses them until they are written anew.
 
-What is written *aside* goes to a second place of each chunk, and nobody sees it before it is adopted: a pass that fails,
-or whose outcome is not wanted, leaves all as it was.
+What is written *aside* goes to a second place of each chunk, and nobody sees it before it is adopted: a pass that
+fails, or whose outcome is not wanted, leaves all as it was.
 """
 
 from __future__ import annotations
