@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.engine.test_offload import OPTIMIZERS, Net, outcome, tiers, unequal
@@ -20,7 +21,7 @@ from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
-from zero_strategy.optim.early import Patience
+from zero_strategy.optim.early import MOST_PATIENCE, Patience
 from zero_strategy.optim.full_state import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
@@ -36,7 +37,10 @@ FAR = 1e9
 class Run:
     """One engine in training, and what is noted of it."""
 
-    def __init__(self, stage: int, dtype: torch.dtype | None, offload: dict[str, Any], optimizer: str, **more: Any):
+    def __init__(
+        self, folder: Path, stage: int, dtype: torch.dtype | None, offload: dict[str, Any], optimizer: str, **more: Any
+    ) -> None:
+        self.folder = folder / f"of {offload.get('optimizer')}"
         config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=20.0, offload=offload, **more)
         self.engine = ZeroEngine(Net(), config, compute_dtype=dtype)
         self.net, self.dtype, self.stage = self.engine.module, dtype or torch.float32, stage
@@ -82,8 +86,9 @@ def told(
     story: Story, stage: int, dtype: torch.dtype | None, folder: Path, tier: str, optimizer: str, **more: Any
 ) -> tuple[list[str], dict[str, tuple[int, int]]]:
     results, counts = [], dict[str, tuple[int, int]]()
-    for offload in (tiers(folder)["none"], tiers(folder)[tier] | {"early_step": "on"}):
-        run = Run(stage, dtype, offload, optimizer, **more)
+    early = {"early_step": "on", "checksums": tier == "all"}
+    for offload in (tiers(folder)["none"], tiers(folder)[tier] | early):
+        run = Run(folder, stage, dtype, offload, optimizer, **more)
         counts = story(run)
         results.append(outcome(run.engine, run.optimizer) | run.notes)
         run.engine.detach()
@@ -239,6 +244,8 @@ def looked_at(run: Run) -> dict[str, tuple[int, int]]:
     before = outcome(run.engine, run.optimizer)
     run.backward()
     wrong = unequal(outcome(run.engine, run.optimizer), before)
+    run.engine.save(run.folder)
+    wrong += [f"saved {n}" for n, v in load_file(run.folder / "model.safetensors").items() if not v.equal(before[n])]
     with torch.no_grad():
         run.notes["evaluated"] = run.loss().item()
     run.notes["gradient"] = run.net.first.weight.grad.clone()
@@ -364,35 +371,40 @@ def test_two_optimizers_in_turn(ranks: Launcher, tmp_path: Path, units: list[str
 
 
 class BadDrive(NvmeTier):
-    """Refuses writes of a thread's while it is told to."""
+    """Refuses writes of early steps, or all others, while it is told to."""
 
-    refused = False
+    refuses: str | None = None
 
     def write(self, record: str, memory: Tensor) -> NvmeTransfer:
-        if self.refused and threading.current_thread().name == "zero-early-step":
+        early = threading.current_thread().name == "zero-early-step"
+        if self.refuses == ("early" if early else "others"):
             raise OSError(errno.EIO, "injected", record)
         return super().write(record, memory)
+
+
+def drive_of(run: Run) -> dict[str, Any]:
+    store = run.engine.offloaded.optimizer
+    assert store is not None
+    store.tier.__class__ = BadDrive
+    return vars(store.tier)
 
 
 def failing(folder: Path, tier: str) -> tuple[list[str], list[str]]:
     """A drive that fails during backward: told by the step, which has changed nothing."""
     found, said = [], []
     for bad in (False, True):
-        run = Run(2, torch.bfloat16, tiers(folder)[tier], "adamw")
+        run = Run(folder, 2, torch.bfloat16, tiers(folder)[tier], "adamw")
         run.steps(3)
         if bad:
-            before = outcome(run.engine, run.optimizer)
-            store = run.engine.offloaded.optimizer
-            assert store is not None
-            store.tier.__class__ = BadDrive
+            before, drive = outcome(run.engine, run.optimizer), drive_of(run)
             for how in ("step", "no step"):
-                vars(store.tier)["refused"] = True
+                drive["refuses"] = "early"
                 run.backward()
                 if how == "step":
                     with pytest.raises(OSError, match="injected") as caught:
                         run.update()
                     said.append(str(caught.value))
-                vars(store.tier)["refused"] = False
+                drive["refuses"] = None
                 run.engine.reset()
                 run.optimizer.zero_grad()
                 said += unequal(outcome(run.engine, run.optimizer), before)
@@ -406,6 +418,64 @@ def failing(folder: Path, tier: str) -> tuple[list[str], list[str]]:
 def test_a_drive_that_fails_meanwhile(ranks: Launcher, tmp_path: Path) -> None:
     ((said, wrong),) = ranks(1)(failing, tmp_path, "gradients in memory")
     assert len(said) == 1 and "injected" in said[0] and wrong == []
+
+
+def half_adopted(folder: Path) -> tuple[list[str], list[str]]:
+    """A step that adopts what was carried out early, and fails at what was not."""
+    found, said = [], []
+    for bad in (False, True):
+        run = Run(folder, 2, None, tiers(folder)["gradients in memory"], "adamw")
+        run.steps(3)
+        if bad:
+            run.engine.save(run.folder)
+            run.backward(True)  # a parameter that had no gradient before: its bucket is redone
+            drive_of(run)["refuses"] = "others"
+            for _ in range(2):
+                with pytest.raises((OSError, RuntimeError), match=r"injected|stopped half-way") as caught:
+                    run.update()
+                said.append(type(caught.value).__name__)
+                store = run.engine.offloaded.optimizer
+                assert store is not None
+                vectors = [v for name, v in store.vectors.items() if "blocks" in name and v.twice]
+                assert vectors and all(store.tier.is_torn(vector.record(0)) for vector in vectors)  # adopted ones, too
+                drive_of(run)["refuses"] = None
+                run.engine.reset()
+                run.optimizer.zero_grad()
+                run.backward()
+            run.optimizer.zero_grad()
+            run.engine.load(run.folder)
+            run.turn = 3
+        run.steps(3)
+        found.append(outcome(run.engine, run.optimizer))
+        run.engine.detach()
+    return said, unequal(found[1], found[0])
+
+
+def test_a_step_that_fails_after_it_has_adopted_something_is_torn(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(1)(half_adopted, tmp_path) == [(["OSError", "TornRecordError"], [])]
+
+
+def attempts(guesses: str) -> str:
+    """Which of a row of guesses, right or wrong, are tried."""
+    patience, found = Patience(), ""
+    for guess in guesses:
+        found += "+" if patience.tries else "-"
+        patience.learn(guess == "r")
+    return found
+
+
+def test_patience() -> None:
+    assert attempts("rrrr") == "++++"
+    assert attempts("wrrrwrrr") == "+--++--+"  # two in a row after the first; the one that was right takes one off
+    assert attempts("wwwwww") == "+-----"
+    assert attempts("wrwrwrwr") == "+-------"
+    assert attempts("w" + "rrw" * 30).count("+") == 2
+    lasting = Patience()
+    for _ in range(20):
+        lasting.learn(False)
+        while not lasting.tries:
+            lasting.learn(True)
+    assert lasting._asked == MOST_PATIENCE
 
 
 SCRIPT = """
