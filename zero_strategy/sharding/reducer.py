@@ -16,7 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -32,6 +32,22 @@ from zero_strategy.sharding.plan import ReductionPlan
 
 MAX_IN_FLIGHT = 2
 """Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
+
+
+class ReductionWatcher(Protocol):
+    """Somebody who uses gradients as soon as they are reduced."""
+
+    def backward_begins(self) -> None:
+        """A backward begins that will reduce gradients."""
+
+    def reduced(self, gradients: GradientBucket) -> None:
+        """The gradients of a bucket are reduced, and will stay as they are unless more come late in this backward.
+
+        Called while the backward runs, and at its end again for all buckets that any rank touched.
+        """
+
+    def reset(self) -> None:
+        """Gradients were dropped; wait for nothing that was to come."""
 
 
 class Watcher:
@@ -82,6 +98,7 @@ class GradientReducer:
         self.announce: Callable[[str, Any], None] | None = None
         """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
+        self.watchers: list[ReductionWatcher] = []
         self._sync = True
         self._joined = self._paused = False
         self._began = False
@@ -227,8 +244,14 @@ class GradientReducer:
         if not (self._joined and self._began):
             self._reuse.open()
             self._forget_backward()
+            self._tell_begin()
         self._began = True
         Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _tell_begin(self) -> None:
+        if self._reduces:
+            for watcher in self.watchers:
+                watcher.backward_begins()
 
     def _forget_backward(self) -> None:
         self._next = 0
@@ -273,15 +296,15 @@ class GradientReducer:
             bucket.begin()
         self._seen[number] |= bucket.local_live
         self._left[number] = None
-        if not self.per_step and len(self._in_flight) >= MAX_IN_FLIGHT:
+        if (self.watchers or not self.per_step) and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._complete(self._in_flight.popleft())
         bucket.launch()
         self._in_flight.append(bucket)
 
     def _complete(self, bucket: GradientBucket) -> None:
-        bucket.finish_sum()
-        if not self.per_step:
-            bucket.finish()
+        bucket.finish()
+        for watcher in self.watchers:
+            watcher.reduced(bucket)
 
     def _end_backward(self) -> None:
         self._active = False
@@ -352,6 +375,7 @@ class GradientReducer:
         """Take part in what a rank with data announces, without data. A collective, as there."""
         if what == "backward":
             self._forget_backward()
+            self._tell_begin()
             self.follow_shown(value)
         elif what == "launch":
             self._start(value)
@@ -397,6 +421,8 @@ class GradientReducer:
             for index in indices:
                 bucket.live.add(index)
                 bucket.show(index)
+            for watcher in self.watchers if indices else ():
+                watcher.reduced(bucket)
         return agreed.same_gathers
 
     def _sequence(self) -> int:
@@ -414,6 +440,8 @@ class GradientReducer:
             self._in_flight.clear()
             self._reuse.close()
             self._active, self._next, self._unreduced = False, 0, False
+        for watcher in self.watchers:
+            watcher.reset()
 
     def settle(self) -> None:
         """Before gradients are used: reduce what `no_sync` kept back, follow what the user did to `p` and `p.grad`.
