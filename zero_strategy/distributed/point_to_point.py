@@ -57,6 +57,7 @@ class PointToPoint:
         channels: All that will be used, by any of them.
         device: Of the messages.
         timeout: Seconds that a wait may take.
+        patience: Seconds of a wait in which the other rank must come to this rank's batch.
         name: Tells transports of these ranks apart where not all make them in one order; equal on all ranks.
         title: This rank in words, for errors.
 
@@ -73,6 +74,7 @@ class PointToPoint:
         *,
         device: torch.device,
         timeout: float,
+        patience: float,
         name: str,
         title: str,
     ) -> None:
@@ -83,7 +85,7 @@ class PointToPoint:
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
-        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout)
+        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout, patience)
         self._senders = {group: _DeviceSender() if group.on_device else _Sender() for group in groups}
         weakref.finalize(self, self.waits.stop)
 
