@@ -75,6 +75,7 @@ class Executor:
         device: Of what stages compute with.
         autocast: Makes the context in which forwards run.
         timeout: Seconds that this rank waits for a message.
+        patience: Seconds that it waits for one from a rank that has not come to the same batch.
         name: Tells pipelines of the same ranks apart, where not all of them run their first batches in one order.
         record: Whether runs have events.
         ahead: Post receives before the schedule comes to them; None: on the CPU. On a GPU they would occupy it.
@@ -103,6 +104,7 @@ class Executor:
         device: torch.device | str = "cpu",
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
         timeout: float = 1800.0,
+        patience: float = 60.0,
         name: str = "pipeline",
         record: bool = False,
         ahead: bool | None = None,
@@ -121,7 +123,7 @@ class Executor:
         last = placement.stages - 1
         self.chunks = [Chunk(module, stage, stage == last) for module, stage in zip(chunks, stages)]
         ahead = self._device.type == "cpu" if ahead is None else ahead
-        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, name, ahead)
+        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, patience, name, ahead)
         self._readers = (0 in stages) + (last in stages)
         self._read: Orders | None = None
         self._doing = ""

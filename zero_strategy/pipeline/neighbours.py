@@ -27,6 +27,7 @@ class Neighbours:
         ranks: World ranks of the pipeline, in order.
         device: Of tensors.
         timeout: Seconds that a wait may take.
+        patience: Seconds of a wait in which the neighbour must come to the same batch.
         name: Tells pipelines apart; equal on all ranks.
         ahead: Post receives before the schedule comes to them.
 
@@ -42,12 +43,13 @@ class Neighbours:
         ranks: list[int],
         device: torch.device,
         timeout: float,
+        patience: float,
         name: str,
         ahead: bool,
     ) -> None:
         self._placement, self._rank, self._ranks, self._device = placement, rank, ranks, device
         self._ahead = ahead
-        self._timeout, self._name = timeout, name
+        self._timeout, self._patience, self._name = timeout, patience, name
         self._run, self._program = 0, 0
         self._transport: PointToPoint | None = None
         self._sent: Counter[tuple[bool, int]] = Counter()
@@ -78,6 +80,8 @@ class Neighbours:
         if self._transport is None or self._transport.waits.broken:
             self._connect()
         self._run, self._program = self._run + 1, program
+        assert self._transport is not None
+        self._transport.waits.begin(self._run)
         self._sent.clear()
         self._taken.clear()
         self._come_to.clear()
@@ -183,7 +187,7 @@ class Neighbours:
         self._run = 0
         transport = self._transport = PointToPoint(
             self._ranks, [*ways.values(), *losses.values()], device=self._device, timeout=self._timeout,
-            name=self._name, title=self.title,
+            patience=self._patience, name=self._name, title=self.title,
         )  # fmt: skip
         self._outlets, self._inlets, self._loss_outlets, self._loss_inlet = {}, {}, [], None
         for (forward, stage), channel in ways.items():
