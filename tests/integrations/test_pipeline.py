@@ -74,6 +74,12 @@ class Module(pl.LightningModule):
         self.log("train_loss", loss)
         return loss
 
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert type(self) is Plain or all(p.grad is None for p in self.parameters())
+
+    def on_after_backward(self) -> None:
+        assert all(p.grad is not None for p in self.parameters())
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.pipeline.loss(batch), sync_dist=True, batch_size=len(batch[0]))
 

@@ -235,10 +235,11 @@ class TrainerPipeline(_Base):
             return module.training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: the loss has no graph."""
+        """Old gradients have been removed: give the module those that the pipeline made."""
+        self._runner.begin_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Give the optimizer the gradients that the pipeline made."""
+        """Look whether the module returned the loss as it is."""
         scaler = self.precision_plugin.scaler
         self._runner.end_backward(1.0 if scaler is None else scaler.scale)
 
