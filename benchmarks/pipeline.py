@@ -4,8 +4,9 @@
 
 A layer sleeps in its forward, in the input half and in the weight half of its backward, so that more ranks than
 cores compute at once. ``idle``: the fraction of each rank's window, from the beginning of its first computation to
-the end of its last one, in which no layer sleeps, against the simulator's fraction for the same times. ``torch``: the
-same schedule by torch.distributed.pipelining and by us, in the same processes, with gloo, taking turns as A B B A; a
+the end of its last one, in which it carries out none, against the simulator's fraction for the same times; and the
+stricter one in which no layer sleeps, so that what computations cost besides counts as idle, too. ``torch``: the same
+schedule by torch.distributed.pipelining and by us, in the same processes, with gloo, taking turns as A B B A; a
 batch's time is from a barrier until the slowest rank has returned. The ratio is torch's time over ours: above 1 we are
 faster.
 """
@@ -212,7 +213,7 @@ def summarize_idle(schedule: str, plan: Plan, results: Sequence[Sequence[dict[st
         slept = statistics.median(1 - one["slept"] / one["window"] for one in result)
         busy = statistics.median(1 - one["busy"] / one["window"] for one in result)
         bound = 1.10 * own.idle_in_window + 0.01
-        ranks.append({"simulated": own.idle_in_window, "measured": slept, "by_events": busy, "bound": bound})
+        ranks.append({"simulated": own.idle_in_window, "measured": busy, "not_sleeping": slept, "bound": bound})
     return {"schedule": schedule, "ranks": ranks}
 
 
@@ -267,9 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             if "idle" in options.suites:
                 found = summarize_idle(schedule, plan, pool.run(idle, (schedule, plan), timeout=options.timeout))
                 report["idle"].append(found)
-                cells = "  ".join(f"{one['measured']:.3f}/{one['simulated']:.3f}" for one in found["ranks"])
+                cells = "  ".join(
+                    f"{one['measured']:.3f}({one['not_sleeping']:.3f})/{one['simulated']:.3f}" for one in found["ranks"]
+                )
                 kept = all(one["measured"] <= one["bound"] for one in found["ranks"])
-                print(f"{ranks} ranks {schedule:<18} idle, measured/simulated: {cells}  {'ok' if kept else 'ABOVE'}")
+                verdict = "ok" if kept else "ABOVE"
+                print(f"{ranks} ranks {schedule:<18} idle, measured(strict)/simulated: {cells}  {verdict}")
             if "torch" in options.suites and schedule in PEERS:
                 results = pool.run(compare, (schedule, plan), timeout=options.timeout)
                 one = summarize_torch(schedule, ranks, results)

@@ -17,10 +17,14 @@ import pytest
 import torch
 
 from tests.launcher import Launcher
+from tests.permanent import PermanentObjects
 
 # A slow machine is no failure, and a failure must be repeatable.
 hypothesis.settings.register_profile("default-here", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("default-here")
+
+
+PERMANENT = pytest.StashKey[PermanentObjects]()
 
 
 def pytest_configure() -> None:
@@ -29,7 +33,7 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """No look at all objects while all libraries are loaded, nor at those of the libraries ever after.
 
     Each would take half a second, and many tests ask for several.
@@ -38,13 +42,11 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.enable()
     gc.collect()
-    gc.freeze()
+    session.config.stash[PERMANENT] = PermanentObjects()
 
 
-def pytest_runtest_teardown() -> None:
-    if gc.get_freeze_count() == 0:  # the test has undone it
-        gc.collect()
-        gc.freeze()
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    item.config.stash[PERMANENT].restore()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,6 +43,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from tests.permanent import PermanentObjects
+
 T = TypeVar("T")
 MAX_WORLD = 4
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo"]
@@ -133,13 +135,12 @@ def _prepare_process(log_path: str) -> None:
     # Back to the platform's default, as in any process: our own start method is inherited otherwise.
     multiprocessing.set_start_method(None, force=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    gc.freeze()  # else the collection after each run looks at all of torch: 0.2 s, and 1 s after the fork
     if sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 @contextlib.contextmanager
-def _clean_state(env: Mapping[str, str]) -> Iterator[None]:
+def _clean_state(env: Mapping[str, str], permanent: PermanentObjects) -> Iterator[None]:
     """Gives a run the same random, dtype, thread, signal and environment state, whatever ran before it."""
     environment = dict(os.environ)
     directory = os.getcwd()
@@ -160,8 +161,7 @@ def _clean_state(env: Mapping[str, str]) -> Iterator[None]:
         os.chdir(directory)
         torch._dynamo.reset()  # it would keep the run's compiled modules, and so their engines and groups
         gc.collect()
-        if gc.get_freeze_count() == 0:  # the run has undone it
-            gc.freeze()
+        permanent.restore()
 
 
 def _wait_for_all(store: Store, world: int) -> None:
@@ -174,14 +174,14 @@ def _wait_for_all(store: Store, world: int) -> None:
     store.wait(["all finished"], timedelta(days=1))
 
 
-def _execute(job: _Job, rank: int, world: int, store: Store) -> _Reply:
+def _execute(job: _Job, rank: int, world: int, store: Store, permanent: PermanentObjects) -> _Reply:
     sys.path[:] = job.import_path
     try:
-        with _clean_state(job.env):
+        with _clean_state(job.env, permanent):
             known = len(sys.modules)
             function, args, kwargs = _loads(job.call)
             if len(sys.modules) > known:
-                gc.freeze()  # see `_prepare_process`
+                permanent.add_all()
             run_store = PrefixStore(f"run{job.number}", store)
             dist.init_process_group("gloo", store=run_store, rank=rank, world_size=world)
             payload = _dumps(function(*args, **kwargs))
@@ -197,12 +197,13 @@ def _execute(job: _Job, rank: int, world: int, store: Store) -> _Reply:
 def _serve(rank: int, world: int, port: int, connection: Connection, log_path: str) -> None:
     _prepare_process(log_path)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    permanent = PermanentObjects()  # else the collection after each run looks at all of torch: 0.2 s, 1 s after a fork
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        reply = _execute(job, rank, world, store)
+        reply = _execute(job, rank, world, store, permanent)
         connection.send_bytes(pickle.dumps(reply))
         if not reply.ok:
             # The group is left as it is: closing it would add errors on other ranks that explain nothing.

@@ -1,12 +1,13 @@
-"""`python -c CODE ARGUMENTS` without the seconds that imports take: in a fork of the server that has them loaded.
+"""`python -c CODE`, `python SCRIPT` and `python -m MODULE` without the seconds that imports take.
 
-For checks that need a process to themselves, as of what works where this package cannot be imported: the server loads
-torch and the frameworks of others only. Not for what happens while a process starts or ends: code registered with
-`atexit` does not run.
+They run in a fork of the server that has torch and the frameworks of others loaded; this package they load themselves,
+if it can be imported. What they start is a process as any other. Not for what happens while a process starts or ends:
+code registered with `atexit` does not run.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import types
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from tests.launcher import fork_server
 
@@ -26,9 +28,31 @@ def _main(code: str, arguments: tuple[str, ...], env: Mapping[str, str], cwd: Pa
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["-c", *arguments]
+    cast(Any, multiprocessing.current_process())._config["daemon"] = False  # it may start processes, as any other
+    multiprocessing.set_start_method(None, force=True)
     assert "zero_strategy" not in sys.modules
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(code, "<string>", "exec"), main.__dict__)
+
+
+SCRIPT = """
+import os, runpy, sys
+place = os.getcwd() if sys.argv[1] == "-m" else os.path.dirname(os.path.abspath(sys.argv[1]))
+sys.path.insert(0, place)
+del sys.argv[0]
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_warm_script(
+    *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """`python WORDS`, where the first word is a script or `-m`; see `run_warm`."""
+    return run_warm(SCRIPT, *words, cwd=cwd, env=env, timeout=timeout)
 
 
 def run_warm(

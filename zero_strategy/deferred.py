@@ -6,7 +6,7 @@ adapter's own weights are made beside it as beside a real one. Where the values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,10 @@ class DeferredWeights:
         for parameter, _ in self.parameters:
             hollow = torch.full((), float("nan")).to(parameter.dtype).expand(parameter.shape)
             torch.utils.swap_tensors(parameter, nn.Parameter(hollow, parameter.requires_grad))
+        self.keep_with(module)
+
+    def keep_with(self, module: nn.Module) -> None:
+        """Keep this with a module that has parameters without memory."""
         vars(module)[_SLOT] = self
         self._hooks.append(module.register_forward_pre_hook(self._refuse))
         self._hooks.append(module.register_state_dict_pre_hook(self._refuse_to_save))
@@ -105,6 +109,14 @@ class DeferredWeights:
         """Let the module be used."""
         for hook in self._hooks:
             hook.remove()
+
+    def part_for(self, module: nn.Module) -> DeferredWeights:
+        """Those of the parameters that a module has."""
+        own = {id(parameter) for parameter in module.parameters()}
+        kept = [(entry, shape) for entry, shape in zip(self.parameters, self._shapes) if id(entry[0]) in own]
+        part = DeferredWeights(self.directory, [entry for entry, _ in kept])
+        part._shapes = [shape for _, shape in kept]
+        return part
 
     def _refuse_to_save(self, module: nn.Module, prefix: str, _: bool) -> None:
         if not prefix:  # else somebody around it asks, who may want the names alone, as PEFT does
@@ -128,6 +140,25 @@ class DeferredWeights:
 def is_deferred(module: nn.Module) -> bool:
     """Whether a module, or one inside of it, has weights that are not read yet."""
     return any(_SLOT in vars(owner) for owner in module.modules())
+
+
+def hand_over(module: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Keep what a module waits for with parts of it instead, for those that go on without it.
+
+    Args:
+        module: Is as one that waits for nothing afterwards, but for its parts.
+        parts: Modules inside of it.
+    """
+    distinct = {id(part): part for part in parts}
+    inside = {id(inner) for part in distinct.values() for inner in part.modules()}
+    for owner in list(module.modules()):
+        if _SLOT not in vars(owner) or id(owner) in inside:
+            continue
+        whole: DeferredWeights = vars(owner).pop(_SLOT)
+        whole.detach()
+        for part in distinct.values():
+            if (held := whole.part_for(part)).parameters:
+                held.keep_with(part)
 
 
 def open_deferred(module: nn.Module, device: torch.device | None = None) -> StateReader | None:

@@ -13,13 +13,13 @@ Every rank of the world calls the same methods. Data-parallel ranks of one stage
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.activation.storages import model_storages
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline.building import TIED
+from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule, measured_costs, memory_left
+from zero_strategy.pipeline.choice import Choice
 from zero_strategy.pipeline.executor import Executor, Run
 from zero_strategy.pipeline.feed import BatchFunction
+from zero_strategy.pipeline.from_deepspeed import apply_section
 from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
 from zero_strategy.pipeline.inference import inference
 from zero_strategy.pipeline.lowering import lower
@@ -47,6 +50,8 @@ from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
 from zero_strategy.sharding.model import device_of
 
+AUTO = "auto"
+_logger = logging.getLogger(__name__)
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
@@ -69,6 +74,7 @@ class PipelineEngine(ZeroEngine):
         pipeline: This rank's layers.
         executor: What carries schedules out.
         forwarded: Called on the rank of the last stage with a micro-batch's number, outputs and loss.
+        chosen: What `pipeline.schedule: auto` has chosen, from the end of the first step on.
 
     Raises:
         ValueError: If the config asks for other stages or chunks than the module has, or for a schedule that does not
@@ -91,6 +97,8 @@ class PipelineEngine(ZeroEngine):
         pipeline, grid = resolved.config.pipeline, module.mpu()
         self.pipeline, root = module, module if root is None else root
         self._prefix = _prefix_of(module, root)
+        if resolved.config.deepspeed is not None:
+            apply_section(module, resolved.config.deepspeed.pipeline)
         self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
         super().__init__(
             root,
@@ -108,9 +116,10 @@ class PipelineEngine(ZeroEngine):
         self.model.norm_groups.append(self.pipe)
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
+        self.chosen: Choice | None = None
         self._hooks = _Hooks(self)
         self.executor = Executor(
-            [partial(module.forward_chunk, chunk) for chunk in range(module.chunks)],
+            module.chunk_functions(),
             module.placement,
             ranks=grid.pp_group,
             loss_fn=module.loss_fn,
@@ -139,7 +148,10 @@ class PipelineEngine(ZeroEngine):
         if key not in self._schedules:
             module, pipeline = self.pipeline, self.config.config.pipeline
             if training:
-                table = build_table(pipeline.schedule, module.num_stages, micro_batches, pipeline.chunks)
+                name = pipeline.schedule
+                if name == AUTO:
+                    name = first_schedule(module.placement) if self.chosen is None else self.chosen.schedule
+                table = build_table(name, module.num_stages, micro_batches, pipeline.chunks)
             else:
                 table = inference(module.placement, micro_batches)
             self._schedules[key] = lower(table)[module.stage_id]
@@ -164,14 +176,41 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         schedule = self.schedule(count)
-        self._hooks.begin(count * self.pipeline.chunks)
+        measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
+        self._hooks.begin(count * self.pipeline.chunks, measures=measures)
         with ExitStack() as stack:
+            stack.callback(setattr, self.executor, "record", self.executor.record)
+            self.executor.record |= measures
             if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
                 stack.enter_context(self.model.gathered(until_backward=True))
             found = self.executor.run(schedule, iter(data))
         assert found.loss is not None
         self._write_timeline(found)
+        if measures:
+            self._choose(count, found)
         return self._mean_loss(found.loss)
+
+    def _choose(self, micro_batches: int, found: Run) -> None:
+        """Take the schedule for all further steps, the same on all ranks."""
+        grid, placement = self.pipeline.mpu(), self.pipeline.placement
+        held = self._hooks.bytes.by_chunk
+        left = memory_left(self.model.device, grid.world_size, sum(held.values()))
+        mine = grid.data_parallel_id, grid.stage_id, found.events, held, left
+        everyone = sorted(self.mesh.team.control.gather_objects(mine), key=lambda one: one[:2])
+        first = everyone[: grid.pipe_parallel_size]
+        costs = measured_costs(placement, [one[2] for one in first], [one[3] for one in first])
+        limits = [
+            min((one[4] for one in everyone if one[1] == rank and one[4] is not None), default=None)
+            for rank in range(grid.pipe_parallel_size)
+        ]
+        self.chosen = choose(placement, micro_batches, costs, limits)
+        self._schedules.clear()
+        _logger.info(
+            "pipeline.schedule auto: %s, expected to be idle %.1f %% of a step and to hold %s bytes of activations",
+            self.chosen.schedule,
+            100 * self.chosen.idle,
+            [int(nbytes) for nbytes in self.chosen.activation_bytes],
+        )
 
     @torch.no_grad()
     def evaluate(self, data: Iterable[Any], micro_batches: int | None = None) -> Run:
@@ -198,11 +237,12 @@ class PipelineEngine(ZeroEngine):
 
     def _write_timeline(self, found: Run) -> None:
         """Append what the first pipeline's ranks did to the file that is configured."""
-        if not self.executor.record or self.pipeline.mpu().data_parallel_id > 0:
+        path = self.config.config.pipeline.timeline
+        if not self.executor.record or not path or self.pipeline.mpu().data_parallel_id > 0:
             return
         everyone = self.pipe.gather_objects(found.events)
         if self.pipeline.stage_id == 0:
-            with Path(self.config.config.pipeline.timeline).open("a") as file:
+            with Path(path).open("a") as file:
                 file.writelines(json.dumps(asdict(event)) + "\n" for events in everyone for event in events)
 
     def reduce_tied_gradients(self) -> None:
@@ -274,14 +314,18 @@ class _Hooks(ExecutorHooks):
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine, self._scope, self._left = engine, ExitStack(), 0
+        self.bytes = ActivationBytes(lambda: model_storages(engine.model))
+        self._measures = False
 
-    def begin(self, backwards: int) -> None:
-        """A step begins in which so many computations add to gradients."""
+    def begin(self, backwards: int, *, measures: bool) -> None:
+        """A step begins in which so many computations add to gradients; `measures`: what forwards keep, too."""
         self._scope.close()
-        self._left = backwards
+        self._left, self._measures = backwards, measures
 
     def before(self, computation: Computation) -> None:
         """Backwards but the last of the step may keep their gradients on this rank."""
+        if self._measures and computation.kind is Kind.FORWARD and computation.micro_batch == 0:
+            self._scope.enter_context(self.bytes.count(computation.chunk))
         if computation.kind not in _ADDS_GRADIENTS:
             return
         self._left -= 1
@@ -334,7 +378,8 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
                 f"pipeline.{key} is {getattr(pipeline, key)} [{config.origin_of(f'pipeline.{key}')}], but the "
                 f"PipelineModule was made with {there}; make both the same"
             )
-    table = build_table(pipeline.schedule, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
+    name = first_schedule(module.placement) if pipeline.schedule == AUTO else pipeline.schedule
+    table = build_table(name, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
     if table.placement != module.placement:
         raise ValueError(
             f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
@@ -364,8 +409,7 @@ def _with_units(resolved: ResolvedConfig, module: PipelineModule, prefix: str) -
             )
         ]
     else:
-        names = [name for name in module.layer_names() if not name.startswith(f"{TIED}.")]
-        names = [name for name in names if any(True for _ in module.get_submodule(name).parameters())]
+        names = [name for name in module.unit_names() if any(True for _ in module.get_submodule(name).parameters())]
     names = [prefix + name for name in names]
     if prefix:
         names.insert(0, prefix.removesuffix("."))  # what is in no layer's unit is used in this module's forward

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 import sample_gpt
 from gpt_model import GPT, GPTConfig
+from tests.warm import run_warm_script
 
 TINY = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=8)
 
@@ -86,9 +86,8 @@ def test_sampling_is_reproducible_beyond_the_block_size() -> None:
 
 def test_command_line(checkpoint: Path) -> None:
     save_file(trained_weights(), checkpoint / "model.safetensors")
-    command = [sys.executable, sample_gpt.__file__, str(checkpoint), "--prompt", "def f(", "--bytes", "10"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.startswith("def f(")
+    done = run_warm_script(sample_gpt.__file__, str(checkpoint), "--prompt", "def f(", "--bytes", "10", cwd=checkpoint)
+    assert done.stdout.startswith("def f(") and done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("script", ["sample_gpt.py", "gpt_model.py"])

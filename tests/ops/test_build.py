@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import run_warm
 from zero_strategy.ops import cache
 from zero_strategy.ops.build import BuildError, recipe
 
@@ -36,10 +37,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "ZERO_STRATEGY_CACHE": str(folder), "PYTHONPATH": str(ROOT), "CCACHE_DISABLE": "1", **more}
 
 
-def run(folder: Path, script: str = USE, **more: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(folder, **more), capture_output=True, text=True
-    )
+def run(folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    done = run_warm(USE, cwd=ROOT, env=environment(folder, **more))
     assert done.returncode == 0, done.stderr
     return done
 
@@ -48,7 +47,7 @@ def libraries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.so"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def compiler() -> str:
     found = recipe("cpu").compiler
     if found is None:
@@ -56,11 +55,26 @@ def compiler() -> str:
     return found
 
 
-@pytest.fixture
+QUICK = """#!/bin/sh
+for word; do
+    case "$word" in *.cpp) source=$word ;; *.o) object=$word ;; esac
+done
+test -n "$source" || exec "$COMPILER" "$@"
+kept=$KEPT/$(basename "$source").o
+test -f "$kept" && exec cp "$kept" "$object"
+"$COMPILER" "$@" -O1 && cp "$object" "$kept.$$" && mv "$kept.$$" "$kept"
+"""
+
+
+@pytest.fixture(scope="module")
 def quick(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The compiler in a hurry (GCC 12 fails at -O0): for builds that only matter for who does them, and when."""
-    wrapper = tmp_path_factory.mktemp("quick") / "c++"
-    wrapper.write_text(f'#!/bin/sh\nexec "{compiler}" "$@" -O1\n')
+    """The compiler in a hurry (GCC 12 fails at -O0): for builds that only matter for who does them, and when.
+
+    A source is compiled only once; all builds have the same flags.
+    """
+    folder = tmp_path_factory.mktemp("quick")
+    wrapper = folder / "c++"
+    wrapper.write_text(QUICK.replace("$COMPILER", compiler).replace("$KEPT", str(folder)))
     wrapper.chmod(0o755)
     return str(wrapper)
 
@@ -135,7 +149,7 @@ def test_a_damaged_library_does_not_stop_training(tmp_path: Path, compiler: str)
 def test_a_cache_that_cannot_be_written(tmp_path: Path, quick: str) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("a file where a directory should be")  # also stops root, whom no permission stops
-    done = run(blocked, CXX=quick)
+    done = run(blocked, CXX=quick, TMPDIR=str(tmp_path))
     assert done.stdout.startswith("native") and "cannot be written" in done.stderr
 
 
@@ -144,7 +158,7 @@ def test_switched_off_and_imported_lightly(tmp_path: Path) -> None:
     assert done.stdout.startswith("reference") and done.stderr == "" and not list(tmp_path.iterdir())
     assert "ZERO_STRATEGY_NATIVE=0" in done.stdout
     assert "not built" in run(tmp_path, ZERO_STRATEGY_NATIVE="cached").stdout
-    run(tmp_path, IMPORT)
+    subprocess.run([sys.executable, "-c", IMPORT], env=environment(tmp_path), check=True)
     assert not list(tmp_path.iterdir())
 
 

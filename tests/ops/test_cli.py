@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ops.native import need_native
+from tests.warm import run_warm_script
 from zero_strategy.cli import main
 from zero_strategy.memory import BACKENDS
 from zero_strategy.ops import libraries
@@ -27,8 +28,8 @@ def test_doctor_tells_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_says_why_an_op_is_not_native(tmp_path: Path) -> None:
     environment = {**os.environ, "ZERO_STRATEGY_NATIVE": "0", "ZERO_STRATEGY_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "zero_strategy.cli", "doctor"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = run_warm_script("-m", "zero_strategy.cli", "doctor", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
     assert "cpu library: not loaded: ZERO_STRATEGY_NATIVE=0" in done.stdout
     assert "file I/O: python, since ZERO_STRATEGY_NATIVE=0" in done.stdout
     assert "reference: ZERO_STRATEGY_NATIVE=0" in done.stdout and "native\n" not in done.stdout

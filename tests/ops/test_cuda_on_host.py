@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ops.cuda_on_host import build_on_host, cuda_headers
 from tests.ops.native import need_native
+from tests.warm import run_warm, run_warm_script
 from zero_strategy.ops import cache
 from zero_strategy.ops.build import recipe
 
@@ -20,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MANY = """
 from tests.ops import layer_checks, many_tensors
 from tests.ops.native import need_native
+from tests.warm import run_warm, run_warm_script
 need_native()
 for name in ("check_optimizer", "check_moves", "check_statistics", "check_quantized"):
     getattr(many_tensors, name)("cpu")
@@ -45,6 +45,7 @@ OPTIMIZERS = (
     "(same_bits or lamb or grad_stats or nonfinite or scaled or results_may or every_number or flat_buffers)"
 )
 LAYERS = ("normalization", "bias", "softmax", "quantization")
+EXACT = "not compile and not opcheck"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_more_tensors_than_a_table_holds_and_rows_than_a_block_keeps(environment: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", MANY], env=environment, capture_output=True, text=True)
+    done = run_warm(MANY, cwd=ROOT, env=environment)
     assert done.returncode == 0 and done.stdout == "all equal\n", done.stdout + done.stderr
 
 
@@ -71,18 +72,18 @@ def test_gelu_has_the_bits_of_the_cpu_kernels(environment: dict[str, str]) -> No
     need_native()
     found = set()
     for variables in (environment, {**os.environ, "PYTHONPATH": str(ROOT)}):
-        done = subprocess.run([sys.executable, "-c", BITS], env=variables, capture_output=True, text=True)
+        done = run_warm(BITS, cwd=ROOT, env=variables)
         assert done.returncode == 0, done.stderr
         found.add(done.stdout)
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(
-    ("names", "wanted"), [(("optimizer", "multi_tensor"), OPTIMIZERS), (LAYERS, "not compile and not opcheck")]
-)
-def test_the_tests_of_the_cpu_kernels_pass(environment: dict[str, str], names: tuple[str, ...], wanted: str) -> None:
+def test_the_tests_of_the_cpu_kernels_pass(environment: dict[str, str]) -> None:
+    names = {**dict.fromkeys(("optimizer", "multi_tensor"), OPTIMIZERS), **dict.fromkeys(LAYERS, EXACT)}
+    wanted = " or ".join(f"(test_{name}_ops and {which})" for name, which in names.items())
     files = [str(ROOT / "tests" / "ops" / f"test_{name}_ops.py") for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", wanted]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", wanted]
+    done = run_warm_script("-m", "pytest", *options, *files, cwd=ROOT, env=environment, timeout=240)
     summary = done.stdout.strip().splitlines()[-1]
     assert done.returncode == 0 and "skipped" not in summary, done.stdout
+    assert all(f"test_{name}_ops.py" in done.stdout for name in names), done.stdout

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.ops.native import need_native
+from tests.warm import run_warm
 
 START = """
 import hashlib, itertools, torch
@@ -86,8 +85,7 @@ def test_every_processor_variant_gives_the_same_bits() -> None:
     root = Path(__file__).resolve().parents[2]
     found = {}
     for variant in ("portable", "avx2", ""):
-        environment = {**os.environ, "ZERO_STRATEGY_CPU": variant, "PYTHONPATH": str(root)}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        done = run_warm(code, cwd=root, env={**os.environ, "ZERO_STRATEGY_CPU": variant})
         assert done.returncode == 0, done.stderr
         found[variant] = done.stdout
     assert len(set(found.values())) == 1 and all(name in found[""] for name in PARTS), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.launcher import Launcher
+from zero_strategy.pipeline.auto import choose, measured_costs
+from zero_strategy.pipeline.choice import LayerCost
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
+from zero_strategy.pipeline.timeline import Event, read_timeline
 from zero_strategy.pipeline_engine import PipelineEngine
 
 VOCABULARY, LENGTH, WIDTH, STEPS, CLIP = 23, 6, 12, 3, 0.3
@@ -123,7 +128,7 @@ def plain(copies: int, micro_batches: int, tied: bool) -> Found:
             for inputs, labels in batches(step, micro_batches, copy):
                 loss = loss_of(module(inputs), labels) / (micro_batches * copies)
                 loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
         optimizer.step()
@@ -155,3 +160,231 @@ def test_every_stage_of_zero(ranks: Launcher, copies: int) -> None:
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_every_schedule(ranks: Launcher, zero: int) -> None:
     check(ranks, [Case(2, 1, zero, schedule, chunks, 4) for schedule, chunks in SCHEDULES])
+
+
+def test_four_stages(ranks: Launcher) -> None:
+    check(ranks, [Case(4, 1, 1, "1f1b", 1, 5), Case(4, 1, 3, "zbv", 2, 2), Case(4, 1, 0, "interleaved_1f1b", 2, 4)])
+
+
+# ------------------------------------------------------------------------------------- checkpoints, evaluation
+
+
+def go_on(case: Case, source: str | None, folder: str, steps: tuple[int, int]) -> Found:
+    """Load, take some steps, save."""
+    module = module_of(case)
+    if source is not None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(7.0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    engine = PipelineEngine(module, config_of(case))
+    engine.attach(optimizer)
+    if source is not None:
+        engine.load(source)
+    losses = []
+    for step in range(*steps):
+        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, 0))))
+        engine.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(folder, asynchronous=case.zero == 1).wait()
+    return Found(losses, [], engine.full_state_dict())
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_of_any_stages_goes_on_with_others(ranks: Launcher, tmp_path: Path, tied: bool) -> None:
+    expected = plain(1, 3, tied)
+    first, cases = str(tmp_path / "first"), [
+        Case(1, 1, 2, tied=tied), Case(2, 1, 3, tied=tied), Case(2, 1, 1, "zbv", 2, tied=tied), Case(4, 1, 0, tied=tied)
+    ]
+    ranks(2)(go_on, Case(2, 1, 1, tied=tied), None, first, (0, 1))
+    for case in cases:
+        folder = tmp_path / f"{case.stages}-{case.zero}"
+        ranks(case.stages)(go_on, case, first, str(folder / "same"), (1, 1))
+        assert tensor_files(folder / "same") == tensor_files(Path(first)), case
+        for found in ranks(case.stages)(go_on, case, first, str(folder / "after"), (1, STEPS)):
+            assert found.losses == pytest.approx(expected.losses[1:], rel=1e-6), case
+            for name, tensor in found.weights.items():
+                torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-4, atol=1e-5)
+
+
+def evaluate(case: Case) -> tuple[list[float], list[int], float]:
+    module = module_of(case)
+    engine = PipelineEngine(module, config_of(case))
+    losses, counts = [], []
+    for number in (1, 5, case.micro_batches):
+        found = engine.evaluate(batches(0, number, 0), number)
+        losses.append(float(found.loss))  # type: ignore[arg-type]
+        counts.append(len(found.outputs))
+    return losses, counts, float(engine.forward_backward(batches(0, case.micro_batches, 0)))
+
+
+def test_evaluation_with_any_number_of_micro_batches(ranks: Launcher) -> None:
+    module = module_of(Case(1, 1, 0), rank=0)
+    with torch.no_grad():
+        expected = [
+            sum(float(loss_of(module(x), y)) for x, y in batches(0, number, 0)) / number for number in (1, 5, 3)
+        ]
+    for case in (Case(2, 1, 3), Case(2, 1, 1, "zbv", 2)):
+        for rank, (losses, counts, trained) in enumerate(ranks(2)(evaluate, case)):
+            assert losses == pytest.approx(expected, rel=1e-6)
+            assert trained == pytest.approx(expected[2], rel=1e-6)
+            last = rank == module_last_rank(case)
+            assert counts == ([1, 5, 3] if last else [0, 0, 0])
+
+
+def module_last_rank(case: Case) -> int:
+    return 0 if case.schedule == "zbv" else case.stages - 1
+
+
+# ----------------------------------------------------------------------------------------------- what goes wrong
+
+
+def refused() -> list[str]:
+    found = []
+    for more, config in [
+        ({}, {"pipeline": {"stages": 1}}),
+        ({"chunks": 2}, {"pipeline": {"schedule": "1f1b"}}),
+        ({}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
+        ({"chunks": 2}, {"pipeline": {"schedule": "zbv"}}),
+    ]:
+        module = PipelineModule(layers(True), 2, loss_fn=loss_of, **more)  # type: ignore[arg-type]
+        try:
+            PipelineEngine(module, {"stage": 1, **config})
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    module = PipelineModule(layers(True), 2, loss_fn=loss_of)
+    engine = PipelineEngine(module, {"stage": 1})
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine.attach(optimizer)
+    try:
+        engine.forward_backward(batches(0, 1, 0), 2)
+    except StopIteration as error:
+        found.append(str(error))
+    engine.reset()
+    engine.forward_backward(batches(0, 2, 0), 2)
+    optimizer.step()
+    return found
+
+
+def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
+    for found in ranks(2)(refused):
+        assert found[0] == ""  # the default: the module says how many
+        assert "schedule 1f1b has 1 chunk per rank, not 2" in found[1]
+        assert "schedule interleaved_1f1b has 2 or more chunks" in found[2] or "pipeline.chunks is 2" in found[2]
+        assert "zbv places stages in the shape 'v'" in found[3]
+        assert "micro-batch 1" in found[4] and "2" in found[4]
+
+
+# ------------------------------------------------------------------------------------------------- with the rest
+
+
+def train_with(case: Case, config: dict[str, Any], dtype: str | None, scale: float) -> tuple[list[float], Any]:
+    """As `train`, with more settings; the losses of the last step are made to overflow where `scale` says so."""
+    module = module_of(case)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    compute_dtype = None if dtype is None else getattr(torch, dtype)
+    engine = PipelineEngine(module, {**config_of(case), **config}, compute_dtype=compute_dtype)
+    engine.attach(optimizer)
+    losses, taken = [], []
+    for step in range(STEPS):
+        if module.loss_fn is not None and step == STEPS - 1:
+            engine.executor.loss_fn = lambda outputs, labels: loss_of(outputs, labels) * scale
+        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, module.mpu().data_parallel_id))))
+        taken.append(engine.unscale_gradients(optimizer))
+        engine.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, (engine.full_state_dict(), taken, engine.steps.skipped)
+
+
+def test_offload_and_recomputing(ranks: Launcher, tmp_path: Path) -> None:
+    """The same bits as without."""
+    nvme = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": [str(tmp_path)], "probe_seconds": 0.0}
+    for case, config in [
+        (Case(2, 1, 3), {"offload": {"optimizer": "cpu", "parameters": "cpu"}}),
+        (Case(2, 1, 3), {"offload": nvme, "activation_checkpointing": {"mode": "full"}}),
+        (Case(2, 1, 1, "interleaved_1f1b", 2), {"activation_checkpointing": {"mode": "selective"}}),
+    ]:
+        expected = ranks(2)(train_with, case, {}, None, 1.0)
+        for (losses, (weights, *_)), (theirs, (plain_weights, *_)) in zip(
+            ranks(2)(train_with, case, config, None, 1.0), expected, strict=True
+        ):
+            assert losses == theirs
+            assert all(torch.equal(weights[name], tensor) for name, tensor in plain_weights.items())
+
+
+def test_low_precision(ranks: Launcher) -> None:
+    expected, config = plain(1, 3, True).losses, {"loss_scale": {"initial": 256.0}}
+    for dtype, scale in (("bfloat16", 1.0), ("float16", 1.0), ("float16", 1e9)):
+        for losses, (_, taken, skipped) in ranks(2)(train_with, Case(2, 1, 2), config, dtype, scale):
+            overflows = scale > 1
+            assert losses[:-1] == pytest.approx(expected[:-1], rel=0.02)
+            assert taken == [True, True, not overflows] and skipped == int(overflows)
+
+
+# ------------------------------------------------------------------------------------------- auto, and timelines
+
+
+def train_auto(case: Case, folder: str) -> tuple[list[float], str, tuple[float, ...], dict[str, Tensor]]:
+    module = module_of(case)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    config = config_of(case)
+    config["pipeline"]["timeline"] = f"{folder}/{case.schedule}-{case.chunks}.jsonl"
+    engine = PipelineEngine(module, config)
+    engine.attach(optimizer)
+    losses = []
+    for step in range(STEPS):
+        copy = module.mpu().data_parallel_id
+        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, copy))))
+        engine.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.chosen is not None
+    return losses, engine.chosen.schedule, engine.chosen.activation_bytes, engine.full_state_dict()
+
+
+def test_auto_takes_one_schedule_on_all_ranks_and_trains_the_same(ranks: Launcher, tmp_path: Path) -> None:
+    for case, names in [
+        (Case(2, 2, 2, "auto"), {"gpipe", "1f1b", "zb_h1"}),
+        (Case(2, 1, 1, "auto", 2), {"gpipe", "interleaved_1f1b", "interleaved_zb"}),
+    ]:
+        expected = plain(case.copies, case.micro_batches, case.tied)
+        found = ranks(case.stages * case.copies)(train_auto, case, str(tmp_path))
+        assert len({one[1] for one in found}) == 1 and found[0][1] in names
+        for losses, _, held, weights in found:
+            assert losses == pytest.approx(expected.losses, rel=1e-6)
+            assert all(nbytes > 0 for nbytes in held)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-4, atol=1e-5)
+        timeline = read_timeline([tmp_path / f"auto-{case.chunks}.jsonl"])
+        computed = [event for event in timeline.events if event.computes]
+        assert (timeline.ranks, timeline.chunks) == (2, case.chunks)
+        forwards = [event for event in computed if event.kind == "F"]
+        assert len(forwards) == STEPS * 2 * case.chunks * case.micro_batches
+
+
+def test_auto_by_the_numbers() -> None:
+    placement = Placement(2)
+    costs = [LayerCost(1.0, 1.0, 1.0, 2.0, 10.0)] * 2
+    assert choose(placement, 8, costs, [None, None]).schedule == "zb_h1"
+    assert choose(placement, 8, costs, [15, 15]).schedule == "1f1b"  # nothing fits: what holds least
+    heavy = [LayerCost(1.0, 1.0, 1.0, 1.2, 10.0)] * 2  # halves cost more than the whole
+    assert choose(placement, 8, heavy, [None, None]).schedule == "1f1b"
+    cramped = choose(placement, 8, costs, [25, 25])
+    assert max(cramped.activation_bytes) <= 25
+    events = [[Event(0, t, t + d, kind, m) for m, t, d, kind in rows] for rows in EVENTS]
+    found = measured_costs(placement, events, [{0: 5}, {0: 6}])
+    assert [(one.forward, one.whole, one.activation_bytes) for one in found] == [(1.0, 3.0, 5), (2.0, 4.0, 6)]
+
+
+EVENTS = [
+    [(0, 0.0, 1.0, "F"), (1, 1.0, 1.0, "F"), (2, 2.0, 9.0, "F"), (0, 20.0, 3.0, "B"), (0, 5.0, 7.0, "wait")],
+    [(0, 1.0, 2.0, "F"), (0, 3.0, 4.0, "B")],
+]

@@ -45,7 +45,7 @@ def _cases(ranks: int) -> list[Case]:
     ]
 
 
-def _train(cases: list[Case]) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
+def _train(cases: list[Case], ahead: bool | None = None) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
     """All cases, one after the other; pipelines of one placement are used again for all numbers of micro-batches."""
     rank, found = dist.get_rank(), []
     executors: dict[Placement, tuple[Executor, list[nn.Module]]] = {}
@@ -53,7 +53,7 @@ def _train(cases: list[Case]) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
         placement = case.placement()
         if placement not in executors:
             stages = build_stages(case, rank)
-            executors[placement] = Executor(stages, placement, loss_fn=loss_fn, name=str(placement)), stages
+            executors[placement] = Executor(stages, placement, loss_fn=loss_fn, ahead=ahead), stages
         executor, stages = executors[placement]
         for stage in stages:
             stage.zero_grad()
@@ -65,7 +65,17 @@ def _train(cases: list[Case]) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_gradients_have_the_bits_of_one_process(ranks: Launcher, count: int) -> None:
     cases = _cases(count)
-    results = ranks(count)(_train, cases)
+    _compare(cases, ranks(count)(_train, cases))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_receives_posted_when_the_schedule_comes_to_them(ranks: Launcher, count: int) -> None:
+    """As on a GPU."""
+    cases = [case for case in _cases(count) if case.micro_batches in (3, 8)]
+    _compare(cases, ranks(count)(_train, cases, False))
+
+
+def _compare(cases: list[Case], results: list[list[tuple[Tensor | None, dict[str, Tensor]]]]) -> None:
     for i, case in enumerate(cases):
         loss, gradients = expected(case)
         found: dict[str, Tensor] = {}
@@ -84,7 +94,7 @@ def _evaluate(cases: list[Case]) -> list[tuple[Tensor | None, list[Tensor], Tens
     for case in cases:
         place = case.placement()
         if place not in executors:
-            executors[place] = Executor(build_stages(case, rank), place, loss_fn=loss_fn, name=str(place))
+            executors[place] = Executor(build_stages(case, rank), place, loss_fn=loss_fn)
         executor = executors[place]
         schedule = (
             InferenceSchedule(case.micro_batches, case.ranks, rank)
@@ -300,8 +310,8 @@ def test_two_pipelines_beside_each_other(ranks: Launcher) -> None:
 
 def _peaks(cases: list[Case]) -> list[int]:
     rank, found = dist.get_rank(), []
-    for i, case in enumerate(cases):
-        executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, record=True, name=str(i))
+    for case in cases:
+        executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, record=True)
         events = executor.run(case.schedules()[rank], data_of(case, rank)).events
         held = [{"F": 1, "B": -1, "W": -1}.get(event.kind, 0) for event in events]
         found.append(max(accumulate(held)))

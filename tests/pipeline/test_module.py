@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import re
+import weakref
 from collections import OrderedDict
 from types import FunctionType
 from typing import Any
@@ -10,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.launcher import Launcher, RankError
 from tests.pipeline.layers import WIDTH, Block, Wide, double, specs, tied_specs, words
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.specs import LayerSpec, ModelLayer, TiedLayerSpec
@@ -31,7 +37,7 @@ def stages_of(layers: Any, stages: int, **options: Any) -> list[PipelineModule]:
 def run(parts: list[PipelineModule], inputs: Any) -> Any:
     for stage in range(parts[0].placement.stages):
         part = parts[parts[0].placement.rank_of(stage)]
-        inputs = part.forward_chunk(parts[0].placement.chunk_of(stage), inputs)
+        inputs = part.chunk_functions()[parts[0].placement.chunk_of(stage)](inputs)
     return inputs
 
 
@@ -129,6 +135,45 @@ def test_a_seed_function_of_the_script() -> None:
     assert seeds == [10, 11, 12]
 
 
+def test_other_stages_modules_are_let_go() -> None:
+    layers: list[Any] = [Block(WIDTH), ModelLayer({"b": Block(WIDTH)}), Block(WIDTH)]
+    others = [weakref.ref(layers[0]), weakref.ref(layers[1].modules["b"])]
+    part = PipelineModule(layers, 3, rank=2)
+    del layers
+    gc.collect()
+    assert [other() for other in others] == [None, None] and len(part.forward_funcs) == 1
+
+
+class Failing(Block):
+    """Cannot be built for real."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        if self.linear.weight.device.type != "meta":
+            raise ArithmeticError("no room")
+
+
+def build_on_two(kind: str) -> None:
+    rank = torch.distributed.get_rank()
+    last = {"failing": Failing, "different": (Block, Wide)[rank]}.get(kind, Block)
+    arguments = (WIDTH, 2) if last is Wide else (WIDTH,)
+    PipelineModule([*specs(1), LayerSpec(last, *arguments)], 2, partition_method="uniform")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("failing", r"failed on other rank\(s\): \{1: 'ArithmeticError: no room'\}", "ArithmeticError: no room"),
+        ("different", r"ranks have different models: rank 1 has", r"ranks have different models: rank 0 has"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all(ranks: Launcher, kind: str, first: str, second: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2)(build_on_two, kind)
+    failures = caught.value.failures
+    assert re.search(first, failures[0].text) and re.search(second, failures[1].text)
+
+
 # ---- what it is called ----
 
 
@@ -163,6 +208,13 @@ def test_modules_of_a_model_keep_their_names() -> None:
     x = torch.randn(2, WIDTH)
     assert torch.equal(run(parts, x), model["norm"](model["h"][1](model["h"][0](x))))  # type: ignore[index]
     assert parts[0].layer_classes == ["Block", "Block+LayerNorm"]
+
+
+def test_names_of_units() -> None:
+    part = PipelineModule(tied_specs(), 1)
+    assert part.layer_names() == ["tied_modules.embed", "1", "3", "4"] and part.unit_names() == ["1", "3", "4"]
+    first = PipelineModule(tied_specs(), 2, partition_method=[0, 3, 6], rank=0)
+    assert first.unit_names() == ["tied_modules.embed", "1"]
 
 
 def test_names_that_the_module_uses_itself() -> None:
@@ -276,6 +328,54 @@ def test_checkpoint_functions_get_the_members_of_a_tuple() -> None:
     assert found[0] is second and torch.equal(found[1], torch.sin(first)) and seen == [2, 2]
     with pytest.raises(ValueError, match="activation_checkpoint_interval -1"):
         part.set_checkpoint_interval(-1)
+
+
+def test_layers_can_be_compiled() -> None:
+    part = stages_of(tied_specs, 1)[0]
+    expected = part(words())
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    part.compile(backend=backend)
+    assert torch.equal(part(words()), expected) and len(graphs) >= 3
+    assert part.get_additional_losses() is None
+
+
+def layer_of(kind: str, index: int) -> Any:
+    if kind == "tied":
+        return TiedLayerSpec("t", Wide, WIDTH, 1)
+    if kind == "other":
+        return TiedLayerSpec("u", nn.Linear, WIDTH, WIDTH, forward_fn=lambda module, x: x @ module.weight)
+    return {"function": double, "norm": LayerSpec(nn.LayerNorm, WIDTH)}.get(kind, LayerSpec(Wide, WIDTH, 1 + index % 3))
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from(["wide", "tied", "other", "function", "norm"]), min_size=1, max_size=9),
+    st.sampled_from(["uniform", "parameters"]),
+    st.data(),
+)
+def test_any_division_is_the_same_model(kinds: list[str], method: str, data: st.DataObject) -> None:
+    def layers() -> list[Any]:
+        return [layer_of(kind, index) for index, kind in enumerate(kinds)]
+
+    stages = data.draw(st.integers(1, len(kinds)))
+    chunks = data.draw(st.integers(1, len(kinds) // stages))
+    shape = "v" if chunks == 2 and data.draw(st.booleans()) else "loop"
+    whole = stages_of(layers, 1)[0]
+    parts = stages_of(layers, stages, chunks=chunks, placement=shape, partition_method=method)
+    assert_same(whole_state(parts), whole.state_dict())
+    x = torch.linspace(-1, 1, WIDTH)
+    assert torch.equal(run(parts, x), whole(x))
+    indices = sorted(index for part in parts for index in part.local_layers)
+    assert indices == list(range(len(kinds)))
+    for key in ("t", "u"):
+        holders = [part.stage_id for part in parts if key in part.tied_modules]
+        tied = [part.stage_id for part in parts if any(tie.key == key for tie in part.ties)]
+        assert tied == (holders if len(holders) > 1 else [])
 
 
 # ---- how it is divided ----

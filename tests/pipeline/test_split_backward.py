@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -329,3 +330,48 @@ def test_an_entrance_may_be_changed_in_place() -> None:
             found = whole_backward(roots, [None], edges)
         assert found[0] is not None and torch.equal(found[0], leaf.grad) and found[1] is None
         assert torch.equal(linear.weight.grad, wanted) and anchor.grad is None
+
+
+def _random_graph(seed: int, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """Outputs of some operations on inputs, weights and each other, drawn by a seed."""
+    draw = random.Random(seed)
+    values, made = list(inputs), [weights[0] * 2, weights[1].t().contiguous()]
+    for _ in range(draw.randint(3, 14)):
+        x, y = draw.choice(values), draw.choice(values)
+        weight = draw.choice(weights + made)
+        which = draw.randrange(9)
+        if which == 0:
+            made.append(torch.tanh(weight) + draw.choice(weights + made))
+        else:
+            values.append(
+                [x @ weight, x + y, x * y, F.layer_norm(x, (4,), weight[0], weight[1]), F.linear(x, weight, weight[2]),
+                 x + weight, torch.cat([x, y])[1:5], x.detach() * weight][which - 1]
+            )  # fmt: skip
+    return draw.sample(values + made, draw.randint(1, 3))
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 50))
+def test_random_graphs(seed: int) -> None:
+    """Whatever is shared, joined or left out: the same bits."""
+    split_somewhere = 0
+    for one in range(seed, seed + 50):
+        found = []
+        for split in (False, True):
+            generator = torch.Generator().manual_seed(one)
+            weights = [torch.randn(4, 4, generator=generator, requires_grad=True) for _ in range(3)]
+            inputs = [torch.randn(4, 4, generator=generator, requires_grad=True) for _ in range(2)]
+            outputs = list({id(y): y for y in _random_graph(one, inputs, weights) if y.requires_grad}.values())
+            gradients = [torch.randn(y.shape, generator=generator) for y in outputs]
+            if split:
+                backward = SplitBackward(outputs, gradients, inputs)
+                given = backward.input_half()
+                split_somewhere += backward.deferred > 0
+                assert backward.whole or all(weight.grad is None for weight in weights)
+                backward.weight_half()
+            else:
+                given = whole_backward(outputs, gradients, inputs)
+            found.append([*given, *(weight.grad for weight in weights)])
+        for ours, wanted in zip(*reversed(found), strict=True):
+            assert (ours is None) == (wanted is None), one
+            assert ours is None or torch.equal(ours, wanted), (one, ours, wanted)
+    assert split_somewhere > 10

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -64,6 +67,14 @@ def test_ranks_and_coordinates_are_one_to_one(dims: list[int]) -> None:
         for group in groups:
             assert [getattr(topology.get_coord(rank), axis) for rank in group] == list(range(dim))
         assert sorted(rank for idx in range(dim) for rank in topology.get_axis_list(axis, idx)) == everyone
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda topology: pickle.loads(pickle.dumps(topology))])
+def test_copies(duplicate: Callable[[ProcessTopology], ProcessTopology]) -> None:
+    topology = PipeModelDataParallelTopology(2, 3, 2)
+    other = duplicate(topology)
+    assert type(other) is PipeModelDataParallelTopology and str(other) == str(topology)
+    assert other.get_rank(pipe=1, data=0, model=2) == topology.get_rank(pipe=1, data=0, model=2) == 8
 
 
 def test_mistakes_are_named() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch.distributed as dist
 import zero_strategy
 from tests.launcher import Launcher
 from tests.scripts import old_script, plain
+from tests.warm import run_warm_script
 from zero_strategy.scripts import ScriptEngine
 
 STEPS, MICRO, ACCUMULATION, CLIP = 3, 2, 2, 0.5
@@ -98,9 +97,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.scripts.old_script"]
     arguments = ["--deepspeed", "--deepspeed_config", write(str(tmp_path), 3, False), "--steps", "4"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, *command, *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=110
-    )
+    done = run_warm_script(*command, *arguments, cwd=root, env=env, timeout=110)
     printed = re.search(r"result: \[(.*)\]", done.stdout)
     assert printed is not None, done.stdout + done.stderr
     assert [float(loss) for loss in printed[1].split(",")] == pytest.approx(oracle(2)["losses"][0][:4], abs=2e-6)

@@ -64,6 +64,8 @@ class DeepSpeedSettings:
     """Whether the data loader leaves out an incomplete last batch."""
     activations: Mapping[str, Any]
     """The section `activation_checkpointing`, by its keys; what is null is left out."""
+    pipeline: Mapping[str, Any]
+    """The section `pipeline`, likewise."""
     found: tuple[KeyReport, ...]
     """What became of every key, in the order of the file."""
     owned: Mapping[str, Setting]
@@ -115,6 +117,7 @@ def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer
         drop_last=made.value("dataloader_drop_last", False),
         owned=made.owned(),
         activations=made.activations(),
+        pipeline=made.pipeline(),
         found=tuple(made.reports.values()),
     )
 
@@ -151,10 +154,11 @@ def _kind(name: str, value: Any) -> Literal["ours", "theirs", "either"]:
         return "ours"
     if not isinstance(value, Mapping) or not value or not is_section(sections[name]):
         return "either"
-    if {field.name for field, _ in typed_fields(sections[name])} & value.keys():
+    group, ours = ROOT.keys[name], {field.name for field, _ in typed_fields(sections[name])}
+    theirs = set(group.keys) if isinstance(group, Group) else set()
+    if (ours - theirs) & value.keys():
         return "ours"
-    group = ROOT.keys[name]
-    return "theirs" if isinstance(group, Group) and group.keys.keys() & value.keys() else "either"
+    return "theirs" if (theirs - ours) & value.keys() else "either"
 
 
 def _check_kind(layer: Layer) -> None:

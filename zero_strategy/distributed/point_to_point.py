@@ -7,6 +7,7 @@ keeps one order per communicator, so there every channel has a group of its own.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from zero_strategy.distributed.watched_waits import Awaited, Group, WatchedWaits
 
 _LARGE_BYTES = 1 << 20
 """Of a message that a thread posts: posting copies to the socket as much as it takes."""
+_LOOK_SECONDS = 0.0002
 _BACKUP_SECONDS = 60.0
 """By which gloo's own time-out is longer than ours."""
 
@@ -53,7 +55,7 @@ class PointToPoint:
         channels: All that will be used, by any of them.
         device: Of the messages.
         timeout: Seconds that a wait may take.
-        name: Tells transports apart in the store; equal on all ranks.
+        name: Tells transports of these ranks apart where not all make them in one order; equal on all ranks.
         title: This rank in words, for errors.
 
     Attributes:
@@ -75,12 +77,12 @@ class PointToPoint:
         self.ranks = list(ranks)
         self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         self.counters = CommunicationCounters()
-        key = f"pipeline/{name}/{'-'.join(map(str, self.ranks))}"
+        key = _unused_key(f"pipeline/{name}/{'-'.join(map(str, self.ranks))}", self.rank, len(self.ranks))
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
         self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout)
-        self._senders = {group: _Sender() for group in groups}
+        self._senders = {group: _DeviceSender() if group.on_device else _Sender() for group in groups}
         weakref.finalize(self, self.waits.stop)
 
     def post(self, buffer: Tensor, channel: Channel) -> Any:
@@ -102,7 +104,7 @@ class PointToPoint:
             buffer: uint8; unchanged until `done` is called.
             channel: From this rank.
             kind: Under which it is counted.
-            done: Called, in a thread, when the buffer is free.
+            done: Called, maybe in a thread, when the buffer is free.
         """
         self.counters.add(kind, buffer.numel(), 1)
         group = self._groups[channel]
@@ -165,6 +167,34 @@ class _Sender:
     def finish(self) -> None:
         while self._under_way:
             self._under_way.popleft().result()
+
+
+class _DeviceSender(_Sender):
+    """Posting takes no time, and a wait would hold the stream: messages are looked after now and then instead."""
+
+    def __init__(self) -> None:
+        self._posted: deque[tuple[Any, Callable[[], None]]] = deque()
+
+    def send(self, post: Callable[[], Any], large: bool, done: Callable[[], None]) -> None:
+        self._posted.append((post(), done))
+        self._look()
+
+    def finish(self) -> None:
+        while self._posted:
+            self._look()
+            time.sleep(_LOOK_SECONDS if self._posted else 0)
+
+    def _look(self) -> None:
+        while self._posted and self._posted[0][0].is_completed():
+            self._posted.popleft()[1]()
+
+
+def _unused_key(name: str, rank: int, size: int) -> str:
+    """A name in the store that no transport of these ranks has had before: each rank counts its own."""
+    if size == 1:
+        return name
+    store: Any = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+    return f"{name}/{store.add(f'zero_strategy/{name}/made/{rank}', 1)}"
 
 
 def _make_groups(

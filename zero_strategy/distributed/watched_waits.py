@@ -49,6 +49,11 @@ class Group:
     def __init__(self, backend: Any, ranks: list[int]) -> None:
         self._backend, self._ranks = backend, ranks
 
+    @property
+    def on_device(self) -> bool:
+        """A wait for a transfer makes the current stream wait, not the caller, who can ask whether it is over."""
+        return not isinstance(self._backend, dist.ProcessGroupGloo)
+
     def send(self, buffer: Tensor, to: int, tag: int) -> Any:
         """Begin to send; returns what can be waited for."""
         return self._backend.send([buffer], self._ranks.index(to), tag)
@@ -59,7 +64,7 @@ class Group:
 
     def abort(self) -> None:
         """Break this rank's connections."""
-        if not isinstance(self._backend, dist.ProcessGroupGloo):
+        if self.on_device:
             self._backend.abort()
             return
         # Gloo's own way to end transfers from one rank to another is that a wait runs out of time. A connection that is

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,11 +15,13 @@ from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check
 from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
+from zero_strategy.integrations.accelerate_pipelines import PipelineAccelerator
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
 from zero_strategy.integrations.accelerate_uneven import Followers
+from zero_strategy.pipeline.module import PipelineModule
 
 
-class ShardingAccelerator(Accelerator):
+class ShardingAccelerator(PipelineAccelerator):
     """Models are sharded in place when they are prepared.
 
     Attributes:
@@ -54,9 +55,10 @@ class ShardingAccelerator(Accelerator):
         found = dict(self._facts)
         total = getattr(self._dataloaders[0], "total_batch_size", None) if self._dataloaders else None
         if isinstance(total, int) and "train_batch_size" not in found:
-            micro = total // self.num_processes
+            copies = self._copies()
+            micro = total // copies
             found["micro_batch_per_rank"] = Fact(micro, "the first prepared DataLoader")
-            found["samples_per_step"] = batch_fact(self.num_processes, micro, self.gradient_accumulation_steps)
+            found["samples_per_step"] = batch_fact(copies, micro, self.gradient_accumulation_steps)
         if len(self._optimizers) == 1:
             found["optimizer"] = Fact(self._optimizers[0].optimizer, "accelerator.prepare(...)")
         return found
@@ -77,7 +79,10 @@ class ShardingAccelerator(Accelerator):
         finally:
             plugin.backend = backend
         assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
-        engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
+        if isinstance(model, PipelineModule):
+            engine: ZeroEngine = self._pipeline_engine(model)
+        else:
+            engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         engine.scaler = None if self.scaler is None else self.scaler.rule
         self._engines[id(model)] = engine
         self._for_training[id(model)] = not evaluation_mode

@@ -129,7 +129,11 @@ class SteppingAccelerator(ShardingAccelerator):
                 yield
                 return
             for model in joinables:
-                self.engine(model)
+                if self.engine(model).is_part:
+                    raise ValueError(
+                        "join_uneven_inputs(even_batches=False) is not for pipelines, whose ranks all take part in "
+                        "every batch: let the loader end evenly (even_batches=True)"
+                    )
             self._check_accumulation()
             self._followers = Followers(self)
             try:

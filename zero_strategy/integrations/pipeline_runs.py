@@ -231,6 +231,11 @@ class TrainerRunner:
                 )
         self._leaves.clear()
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is a loss of which no backward was called."""
+        return bool(self._leaves)
+
     def forget(self) -> None:
         """A step was torn apart."""
         self._aside.clear()

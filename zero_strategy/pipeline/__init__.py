@@ -4,9 +4,15 @@
     Table                a row of actions per rank: what is computed, in which order
       lower              messages, buffers, loads: a TableSchedule per rank
     PipeSchedule         steps of instructions for one rank, DeepSpeed's or a table's
+
+    PipelineModule       a model as layers, of which a rank builds its own; LayerSpec, TiedLayerSpec
+    ProcessTopology      which rank is where on named axes; PipelineParallelGrid: with process groups
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from zero_strategy.pipeline.actions import Action, Kind
 from zero_strategy.pipeline.inference import inference
@@ -22,6 +28,27 @@ from zero_strategy.pipeline.schedule import (
 )
 from zero_strategy.pipeline.tables import Table
 
+if TYPE_CHECKING:
+    from zero_strategy.pipeline.grid import PipelineParallelGrid
+    from zero_strategy.pipeline.module import PipelineModule
+    from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
+    from zero_strategy.pipeline.topology import (
+        PipeDataParallelTopology,
+        PipeModelDataParallelTopology,
+        ProcessTopology,
+    )
+
+_MODELS = {
+    "LayerSpec": "specs",
+    "TiedLayerSpec": "specs",
+    "PipelineModule": "module",
+    "ProcessTopology": "topology",
+    "PipeDataParallelTopology": "topology",
+    "PipeModelDataParallelTopology": "topology",
+    "PipelineParallelGrid": "grid",
+}
+"""Loaded when they are used: schedules need no torch."""
+
 __all__ = [
     "Action",
     "Kind",
@@ -36,4 +63,17 @@ __all__ = [
     "InferenceSchedule",
     "DataParallelSchedule",
     "TableSchedule",
+    "LayerSpec",
+    "TiedLayerSpec",
+    "PipelineModule",
+    "ProcessTopology",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODELS:
+        return getattr(import_module(f"zero_strategy.pipeline.{_MODELS[name]}"), name)
+    raise AttributeError(f"module 'zero_strategy.pipeline' has no attribute {name!r}")

@@ -166,7 +166,7 @@ def build_layers(own: Sequence[NamedLayer], everyone: Sequence[NamedLayer], seed
 def _checked_tie(spec: TiedLayerSpec, module: nn.Module) -> nn.Module:
     names = dict(module.named_parameters())
     for wanted in spec.tied_weight_attr:
-        if wanted not in names:
+        if wanted not in names and wanted != "weight":  # the default, for modules that may have no such parameter
             raise ValueError(
                 f"TiedLayerSpec {spec.key!r}: tied_weight_attr {wanted!r} is no parameter of {type(module).__name__}; "
                 f"its parameters: {sorted(names)}"

@@ -1,6 +1,7 @@
 """The two ends of a channel between stages: what is sent, and what has been posted to receive it.
 
-The receiver has one message posted in advance, of the size that the channel carried last. A longer one is announced in
+The receiver has one message posted, of the size that the channel carried last: as soon as the one before is over; with
+NCCL, whose receives occupy the device while they wait, when the schedule comes to it. A longer one is announced in
 a message of that size; a shorter one is sent in it, until it is less than half as long, which is what the next ones are
 then expected to be. Both ends follow from what has gone over the channel, so they agree without talking about it.
 """
@@ -19,6 +20,7 @@ from zero_strategy.distributed.point_to_point import Channel, PointToPoint
 from zero_strategy.pipeline.errors import OutOfStepError
 from zero_strategy.pipeline.messages import (
     FIRST_BYTES,
+    Header,
     Layout,
     Stamp,
     TensorKind,
@@ -97,23 +99,47 @@ class Inlet:
         peer: Who sends it, in words.
         own: This stage, in words.
         device: Of the tensors.
+        ahead: Post each receive when the one before it is over; else when the schedule comes to it.
     """
 
     def __init__(
-        self, transport: PointToPoint, channel: Channel, what: str, peer: str, own: str, device: torch.device
+        self,
+        transport: PointToPoint,
+        channel: Channel,
+        what: str,
+        peer: str,
+        own: str,
+        device: torch.device,
+        ahead: bool = True,
     ) -> None:
-        self._transport, self._channel, self._device = transport, channel, device
+        self._transport, self._channel, self._device, self._ahead = transport, channel, device, ahead
         self._what, self._peer, self._own = what, peer, own
         self._size = FIRST_BYTES
         self._expected = 0
         self._posted: tuple[Tensor, Any] | None = None
+        self._stamp: Stamp | None = None
+        self._arrived: deque[tuple[Header, Tensor, Layout]] = deque()
         self._layout: Layout | None = None
 
     def expect(self, count: int) -> None:
-        """So many messages will come in this run; the first is waited for from now on."""
-        assert self._posted is None
+        """So many messages will come in this run; the first is received from now on, if receives are posted ahead."""
+        assert self._posted is None and not self._arrived
         self._expected = count
-        self._post_next()
+        if self._ahead:
+            self._post_next()
+
+    def come_to(self, stamp: Stamp) -> None:
+        """The schedule has come to a receive; the one before it must be over by now, if the sender follows it, too.
+
+        Args:
+            stamp: What the message must belong to.
+        """
+        if not self._ahead:
+            if self._posted is not None:
+                assert self._stamp is not None
+                self._arrived.append(self._receive(self._stamp))
+            self._stamp = stamp
+            self._post_next()
 
     def take(self, stamp: Stamp) -> tuple[Layout, list[Tensor]]:
         """Wait for the next message.
@@ -128,8 +154,14 @@ class Inlet:
             RankFailedError: If it cannot come.
             OutOfStepError: If it belongs to something else.
         """
+        header, buffer, plan = self._arrived.popleft() if self._arrived else self._receive(stamp)
+        self._check(header.stamp, stamp)
+        return plan, unpack(buffer, plan)
+
+    def _receive(self, stamp: Stamp) -> tuple[Header, Tensor, Layout]:
         assert self._posted is not None
         buffer, work = self._posted
+        self._posted = None
         self._wait(work, stamp)
         header = read_header(buffer)
         if header.announced is not None:
@@ -138,13 +170,13 @@ class Inlet:
             buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
             self._wait(self._transport.post(buffer, self._channel), stamp)
             header = read_header(buffer)
-        self._check(header.stamp, stamp)
         plan = self._layout
         if plan is None or plan.description != header.description:
             plan = self._layout = read_layout(header.description)
         self._size = _next_size(self._size, plan.nbytes)
-        self._post_next()
-        return plan, unpack(buffer, plan)
+        if self._ahead:
+            self._post_next()
+        return header, buffer, plan
 
     def _post_next(self) -> None:
         self._posted = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.placement import Placement
-from zero_strategy.pipeline.rows import alternating, in_rounds, round_sizes, row_of
+from zero_strategy.pipeline.rows import alternating, in_rounds, round_sizes
 from zero_strategy.pipeline.tables import Table
 
 
@@ -40,5 +40,5 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     rows = []
     for rank in range(stages):
         warm_up = (chunks - 1) * sizes[0] + 2 * (stages - 1 - rank)
-        rows.append(row_of(alternating(forwards, backwards, warm_up), micro_batches))
+        rows.append(tuple(alternating(forwards, backwards, warm_up)))
     return Table("interleaved_1f1b", micro_batches, Placement(stages, chunks), tuple(rows))

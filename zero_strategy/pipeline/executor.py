@@ -1,7 +1,7 @@
 """Carries out the instructions of one rank: computes, sends, receives, and stops on all ranks when one fails.
 
-Receives are posted before their instructions come, and waited for when a computation needs what they bring; sends are
-under way while the rank goes on. So instructions about messages only say what is sent, in which order.
+Receives are posted before their instructions come (on a GPU: when they do), and waited for when a computation needs
+what they bring; sends are under way while the rank goes on.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class Executor:
         device: Of what stages compute with.
         autocast: Makes the context in which forwards run.
         timeout: Seconds that this rank waits for a message.
-        name: Tells pipelines of the same ranks apart; equal on all of them.
+        name: Tells pipelines of the same ranks apart, where not all of them run their first batches in one order.
         record: Whether runs have events.
+        ahead: Post receives before the schedule comes to them; None: on the CPU. On a GPU they would occupy it.
 
     Attributes:
         rank: This rank in the pipeline.
@@ -98,9 +99,10 @@ class Executor:
         batch_fn: BatchFunction | None = None,
         device: torch.device | str = "cpu",
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
-        timeout: float = 600.0,
+        timeout: float = 1800.0,
         name: str = "pipeline",
         record: bool = False,
+        ahead: bool | None = None,
     ) -> None:
         own = dist.get_rank() if dist.is_initialized() else 0
         world = list(range(dist.get_world_size() if dist.is_initialized() else 1)) if ranks is None else list(ranks)
@@ -115,7 +117,8 @@ class Executor:
         stages = [placement.stage_of(self.rank, chunk) for chunk in range(placement.chunks)]
         last = placement.stages - 1
         self.chunks = [Chunk(module, stage, stage == last) for module, stage in zip(chunks, stages)]
-        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, name)
+        ahead = self._device.type == "cpu" if ahead is None else ahead
+        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, name, ahead)
         self._readers = (0 in stages) + (last in stages)
         self._read: Orders | None = None
         self._doing = ""
@@ -206,6 +209,7 @@ class Executor:
             self._neighbours.send_gradients(*at, self._gradients.pop(at))
         else:
             assert order.instruction in (RecvActivation, RecvGrad), order
+            self._neighbours.come_to(order.instruction, *at)
 
     def _compute(self, kind: Kind, order: Order, orders: Orders, feed: Feed, result: Run) -> None:
         chunk, micro_batch = self.chunks[order.chunk], order.micro_batch

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_strategy.distributed.collectives import Communicator
+from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.groups import ProcessGroup, group_size, has_process_group, own_group
 from zero_strategy.distributed.world import world_rank, world_size
 from zero_strategy.pipeline.topology import PipeDataParallelTopology, ProcessTopology
@@ -69,6 +71,8 @@ class PipelineParallelGrid:
         self.pp_proc_group = own_group(self.pipe_groups) if makes else None
         self.dp_proc_group = own_group(self.dp_groups) if makes else None
         self.slice_proc_group = own_group(self.model_groups) if makes else None
+        everyone = own_group([range(ranks)], backend="gloo") if makes else None
+        self._control = Communicator(everyone, CommunicationCounters())
         whole = makes and self.model_parallel_size > 1
         self.ds_model_proc_group = own_group(copies) if whole else self.pp_proc_group
 
@@ -106,9 +110,16 @@ class PipelineParallelGrid:
     def _place_on(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 
+    def __deepcopy__(self, memo: object) -> PipelineParallelGrid:
+        return self  # a copy of a module is in the same place, and process groups cannot be copied
+
     def topology(self) -> ProcessTopology:
         """Which rank is where."""
         return self._topo
+
+    def control(self) -> Communicator:
+        """All ranks, on the host, for flags and objects; this rank alone without process groups."""
+        return self._control
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank at another place of this rank's pipeline.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero_strategy.activation.checkpoint import checkpoint
+from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.groups import ProcessGroup, from_first_rank
+from zero_strategy.distributed.together import together
 from zero_strategy.distributed.world import world_size
 from zero_strategy.pipeline.batches import WholeBatches
 from zero_strategy.pipeline.building import BuiltLayer, NamedLayer, build_layers, name_layers, register
@@ -45,7 +49,8 @@ class PipelineModule(WholeBatches, nn.Module):
         seed_layers: Layer i is built with the seed base_seed + i, and each forward of it draws from the seed
             base_seed x (2 + forwards so far) + i; the generators are put back. Otherwise the seed of layer i is
             r + base_seed + i, where r is drawn from torch's CPU generator on the first rank: one draw, so that a
-            script's seed decides; and a forward draws from the generators as they are, each rank from its own.
+            script's seed decides; and a forward draws from the generators as they are, each rank from its own. Slices
+            of tensor parallelism are built with one seed; what they divide draws from the tracker's state.
         seed_fn: Seeds the generators with a number; default: Python's, NumPy's and torch's.
         base_seed: See `seed_layers`.
         partition_method: "parameters" (trainable ones; largest stage as small as can be), "uniform" (numbers of
@@ -71,7 +76,6 @@ class PipelineModule(WholeBatches, nn.Module):
         stage_id: This rank's place in its pipeline.
         stages: This rank's global stages, by chunk.
         local_layers: Numbers of this rank's layers, by chunk.
-        forward_funcs: What runs them.
         ties: Weights that other ranks hold, too.
         tied_modules: Modules of `TiedLayerSpec`s, by their keys.
         loss_fn: As passed.
@@ -145,23 +149,29 @@ class PipelineModule(WholeBatches, nn.Module):
         self.local_layers = [layer for start, stop in bounds for layer in range(start, stop)]
         self._num_layers, self._tied_files = len(named), layers_with_files(named)
         self.layer_classes = [layer.class_name for layer in named]
+        self.ties: list[Tie] = []
+        self.tied_modules = nn.ModuleDict()
         plans = plan_ties(named)
 
-        self._built = build_layers([named[layer] for layer in self.local_layers], named, self._seeds)
+        control = self._grid.control()
+        _check_same_model(control, self.describe())
+        self._built = together(control, lambda: self._build_own([named[layer] for layer in self.local_layers], named))
         lengths = [stop - start for start, stop in bounds]
         starts = [sum(lengths[:chunk]) for chunk in range(self.chunks)]
         self._chunks = [self._built[start : start + length] for start, length in zip(starts, lengths)]
-        self.forward_funcs = [layer.call for layer in self._built]
-        self.ties: list[Tie] = []
-        self.tied_modules = nn.ModuleDict()
-        for layer in self._built:  # last, so that a name that is taken is noticed
-            for name, module in layer.modules.items():
-                register(self, name, module)
 
         stage_of_layer = {layer: self.stage_owner(layer) for layer in range(self._num_layers)}
         rank_of_stage = {stage: self.placement.rank_of(stage) for stage in range(self.placement.stages)}
         self.ties = own_ties(plans, self, self._grid, stage_of_layer, rank_of_stage)
-        self._synchronize_tied_weights()
+        self.synchronize_tied_weights()
+
+    def _build_own(self, own: Sequence[NamedLayer], everyone: Sequence[NamedLayer]) -> list[BuiltLayer]:
+        built = build_layers(own, everyone, self._seeds)
+        self._built, self._chunks = built, []  # before what is registered, so that a name that is taken is noticed
+        for layer in built:
+            for name, module in layer.modules.items():
+                register(self, name, module)
+        return built
 
     # ---- running layers ----
 
@@ -200,6 +210,10 @@ class PipelineModule(WholeBatches, nn.Module):
         """
         return self(inputs, chunk=chunk)
 
+    def chunk_functions(self) -> list[Callable[[Any], Any]]:
+        """This rank's chunks in their order, each a function of its input, for an `Executor`."""
+        return [partial(self.forward_chunk, chunk) for chunk in range(self.chunks)]
+
     def _run_chunk(self, chunk: int, inputs: Any) -> Any:
         layers, interval = self._chunks[chunk], self.activation_checkpoint_interval or self._num_layers
         self._micro_offsets[chunk] += 1
@@ -218,6 +232,28 @@ class PipelineModule(WholeBatches, nn.Module):
         if not isinstance(interval, int) or interval < 0:
             raise ValueError(f"activation_checkpoint_interval {interval!r} must be a number of layers, or 0 for none")
         self.activation_checkpoint_interval = interval
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """What runs this rank's layers, in their order."""
+        return [layer.call for layer in self._built]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` each layer of this rank by itself.
+
+        Args:
+            *args: For `torch.compile`.
+            **kwargs: Likewise.
+        """
+        for layer in self._built:
+            if layer.module is not None and not layer.borrows:
+                layer.module.compile(*args, **kwargs)
+            else:
+                layer.call = torch.compile(layer.call, *args, **kwargs)
+
+    def get_additional_losses(self) -> dict[str, Any] | None:
+        """Losses beside the one of `loss_fn`, by name, to be reported; for subclasses."""
+        return None
 
     def _is_checkpointable(self, layers: Sequence[BuiltLayer]) -> bool:
         if self.checkpointable_layers is not None:
@@ -266,6 +302,14 @@ class PipelineModule(WholeBatches, nn.Module):
                 return layer.index
         raise ValueError(f"{name!r} is in none of this rank's layers")
 
+    def unit_names(self) -> list[str]:
+        """Of those, the ones whose own forward runs: parameters that are gathered for a module may be there.
+
+        Tied modules are left out that a layer uses by a function of its own, such as one that reads their weight.
+        """
+        borrowed = {name for layer in self._built if layer.borrows for name in layer.modules}
+        return [name for name in self.layer_names() if name not in borrowed]
+
     def describe(self) -> str:
         """All stages and their layers, one line each."""
         lines = []
@@ -290,9 +334,16 @@ class PipelineModule(WholeBatches, nn.Module):
             found += [(weight, group) for weight in tie.weights.values()]
         return found
 
-    def _synchronize_tied_weights(self) -> None:
+    def synchronize_tied_weights(self) -> None:
+        """Give all holders of tied weights their owners' values. A collective over those.
+
+        Done when the module is made; to be called again by whoever gives values to parameters later, such as to those
+        that were made on the meta device.
+        """
         for tie in self.ties:
             tie.broadcast()
+
+    _synchronize_tied_weights = synchronize_tied_weights
 
     # ---- layer files ----
 
@@ -391,6 +442,16 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, *, alone
             "change num_stages"
         )
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=ranks // num_stages)
+
+
+def _check_same_model(control: Communicator, description: str) -> None:
+    """See that all ranks divide the same model in the same way; else they would wait for each other later."""
+    for rank, other in enumerate(control.gather_objects(description)):
+        if other != description:
+            raise ValueError(
+                f"ranks have different models: rank {rank} has\n{other}\nand rank {control.rank}\n{description}\n"
+                "pass the same layers and options on all ranks"
+            )
 
 
 def _class_names(names: Sequence[str] | None) -> list[str] | None:

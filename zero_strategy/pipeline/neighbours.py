@@ -28,6 +28,7 @@ class Neighbours:
         device: Of tensors.
         timeout: Seconds that a wait may take.
         name: Tells pipelines apart; equal on all ranks.
+        ahead: Post receives before the schedule comes to them.
 
     Attributes:
         title: This rank in words.
@@ -35,15 +36,23 @@ class Neighbours:
     """
 
     def __init__(
-        self, placement: Placement, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str
+        self,
+        placement: Placement,
+        rank: int,
+        ranks: list[int],
+        device: torch.device,
+        timeout: float,
+        name: str,
+        ahead: bool,
     ) -> None:
         self._placement, self._rank, self._ranks, self._device = placement, rank, ranks, device
+        self._ahead = ahead
         self._timeout, self._name = timeout, name
-        self._generation, self._run = 0, 0
-        self._program = 0
+        self._run, self._program = 0, 0
         self._transport: PointToPoint | None = None
         self._sent: Counter[tuple[bool, int]] = Counter()
         self._taken: Counter[tuple[bool, int]] = Counter()
+        self._come_to: Counter[tuple[bool, int]] = Counter()
         self._outlets: dict[tuple[bool, int], Outlet] = {}
         self._inlets: dict[tuple[bool, int], Inlet] = {}
         self._loss_outlets: list[Outlet] = []
@@ -71,6 +80,7 @@ class Neighbours:
         self._run, self._program = self._run + 1, program
         self._sent.clear()
         self._taken.clear()
+        self._come_to.clear()
         for (instruction, chunk), count in receives.items():
             forward = instruction is RecvActivation
             self._inlets[forward, self._stages[chunk]].expect(count)
@@ -84,6 +94,12 @@ class Neighbours:
     def send_gradients(self, stage: int, micro_batch: int, parcel: Parcel) -> None:
         """To the stage before."""
         self._send(False, stage, micro_batch, parcel)
+
+    def come_to(self, instruction: type[PipeInstruction], stage: int, micro_batch: int) -> None:
+        """The schedule has come to RecvActivation or RecvGrad of a stage."""
+        at = instruction is RecvActivation, stage
+        self._inlets[at].come_to(self._stamp(micro_batch, self._come_to[at]))
+        self._come_to[at] += 1
 
     def activation(self, stage: int, micro_batch: int) -> Parcel:
         """What the stage before `stage` has sent; waits for it."""
@@ -111,6 +127,7 @@ class Neighbours:
                 outlet.send(self._stamp(0, 0), ["v", None], kinds, there)
             return value
         assert self._loss_inlet is not None
+        self._loss_inlet.come_to(self._stamp(0, 0))
         _, tensors = self._loss_inlet.take(self._stamp(0, 0))
         return tensors[0].cpu().clone() if tensors else None
 
@@ -163,10 +180,10 @@ class Neighbours:
                 ways[False, stage + 1] = Channel(there, here, 2 * stage + 1)
         losses = {rank: Channel(rank_of[last], rank, 2 * last) for rank in range(placement.ranks)}
         del losses[rank_of[last]]
-        self._generation, self._run = self._generation + 1, 0
+        self._run = 0
         transport = self._transport = PointToPoint(
             self._ranks, [*ways.values(), *losses.values()], device=self._device, timeout=self._timeout,
-            name=f"{self._name}/{self._generation}", title=self.title,
+            name=self._name, title=self.title,
         )  # fmt: skip
         self._outlets, self._inlets, self._loss_outlets, self._loss_inlet = {}, {}, [], None
         for (forward, stage), channel in ways.items():
@@ -175,10 +192,11 @@ class Neighbours:
                 self._outlets[forward, stage] = Outlet(transport, channel, what, self._device)
             if channel.target == own:
                 peer, title = self._title_of(channel.source, stage), self._title_of(own, to)
-                self._inlets[forward, to] = Inlet(transport, channel, what, peer, title, self._device)
+                inlet = Inlet(transport, channel, what, peer, title, self._device, self._ahead)
+                self._inlets[forward, to] = inlet
         for rank, channel in losses.items():
             if rank == own:
                 peer = self._title_of(channel.source, last)
-                self._loss_inlet = Inlet(transport, channel, "loss", peer, self.title, self._device)
+                self._loss_inlet = Inlet(transport, channel, "loss", peer, self.title, self._device, self._ahead)
             elif channel.source == own:
                 self._loss_outlets.append(Outlet(transport, channel, "loss", self._device))

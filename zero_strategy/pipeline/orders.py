@@ -12,9 +12,15 @@ from zero_strategy.pipeline.instructions import (
     BackwardWeight,
     BufferOpInstruction,
     ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
     PipeInstruction,
     RecvActivation,
     RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
 )
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.schedule import PipeSchedule, TableSchedule
@@ -24,6 +30,11 @@ KINDS: dict[type[PipeInstruction], Kind] = {
     BackwardPass: Kind.BACKWARD,
     BackwardInput: Kind.BACKWARD_INPUT,
     BackwardWeight: Kind.BACKWARD_WEIGHT,
+}
+_KNOWN = {*KINDS, LoadMicroBatch, SendActivation, RecvActivation, SendGrad, RecvGrad} | {
+    ReduceTiedGrads,
+    ReduceGrads,
+    OptimizerStep,
 }
 
 
@@ -67,7 +78,7 @@ def read_orders(schedule: PipeSchedule, placement: Placement, rank: int) -> Orde
     """The orders in a schedule. Where instructions name no micro-batch, each kind counts its own.
 
     Raises:
-        ValueError: If the schedule is for another rank or placement.
+        ValueError: If the schedule is for another rank or placement, or has unknown instructions.
     """
     is_table = isinstance(schedule, TableSchedule)
     of = schedule.table.placement if isinstance(schedule, TableSchedule) else Placement(schedule.stages)
@@ -81,6 +92,8 @@ def read_orders(schedule: PipeSchedule, placement: Placement, rank: int) -> Orde
     orders: list[Order] = []
     for instruction in (one for step in steps for one in step):
         kind = type(instruction)
+        if kind not in _KNOWN:
+            raise ValueError(f"the schedule has an instruction that the executor does not know: {instruction!r}")
         if not isinstance(instruction, BufferOpInstruction):
             orders.append(Order(kind, -1, 0))
             continue

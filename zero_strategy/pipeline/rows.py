@@ -6,17 +6,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, repeat
 
 from zero_strategy.pipeline.actions import Action, Kind
-from zero_strategy.pipeline.tables import Row
 
 
 def round_sizes(ranks: int, micro_batches: int) -> list[int]:
     """How many micro-batches each round through the chunks has: no fewer than there are ranks, which would leave ranks
-    idle, and otherwise as few and as equal as can be, the larger ones first.
-
-    Of fewer micro-batches than ranks a round for all ranks is made, see `row_of`.
-    """
+    idle, and otherwise as few and as equal as can be, the larger ones first. Fewer than ranks are one round."""
     rounds = max(1, micro_batches // ranks)
-    size, larger = divmod(max(micro_batches, ranks), rounds)
+    size, larger = divmod(micro_batches, rounds)
     return [size + 1] * larger + [size] * (rounds - larger)
 
 
@@ -44,15 +40,6 @@ def alternating_halves(
         *_in_turn(chain(forwards[warm_up:], repeat(None)), inputs, chain(queue, repeat(None))),
         *weights[kept:],
     ]
-
-
-def row_of(actions: Iterable[Action], micro_batches: int) -> Row:
-    """The actions whose micro-batches exist.
-
-    What can be carried out can be carried out without some of its micro-batches, since they do not depend on each
-    other. So schedules are made for the numbers that suit them, and serve all others.
-    """
-    return tuple([action for action in actions if action[1] < micro_batches])
 
 
 def _in_turn(*columns: Iterable[Action | None]) -> list[Action]:

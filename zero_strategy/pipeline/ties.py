@@ -8,8 +8,10 @@ order.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +69,18 @@ class Tie:
     reduce: Communicator | None = None
     control: Communicator | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tie:
+        weights = copy.deepcopy(self.weights, memo)  # those of the copied module
+        return replace(self, weights=weights, local_names=dict(self.local_names))
+
     def broadcast(self) -> None:
-        """Give all holders the owner's values. A collective over the holders."""
+        """Give all holders the owner's values, where they have values already. A collective over the holders."""
         if self.reduce is not None:
             for weight in self.weights.values():
-                if not weight.is_meta:
-                    self.reduce.broadcast(weight.detach(), sorted(self.ranks).index(self.owner_rank))
+                if _has_values(weight):
+                    values = weight.detach().contiguous()
+                    self.reduce.broadcast(values, sorted(self.ranks).index(self.owner_rank))
+                    weight.detach().copy_(values)
 
     def reduce_gradients(self) -> None:
         """Add the holders' gradients up, in rank order; each has the sum then. A collective over the holders.
@@ -193,6 +201,11 @@ def _given_parameters(layer: NamedLayer) -> list[tuple[str, nn.Parameter]]:
         for name, module in modules.items()
         for local, parameter in module.named_parameters(remove_duplicate=False)
     ]
+
+
+def _has_values(weight: nn.Parameter) -> bool:
+    """Not so on the meta device, nor where one element stands for all until values are read."""
+    return not weight.is_meta and (any(weight.stride()) or weight.numel() <= 1)
 
 
 def _sum_gradient(weight: nn.Parameter, group: Communicator) -> None:

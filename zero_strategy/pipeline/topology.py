@@ -134,6 +134,12 @@ class ProcessTopology:
         if axis not in self.axes:
             raise ValueError(f"the topology has no axis {axis!r}; its axes: {self.axes}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"axes": self.axes, "dims": self.dims}  # the class of coordinates cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ProcessTopology.__init__(self, state["axes"], state["dims"])
+
     def __str__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{axis}={dim}' for axis, dim in zip(self.axes, self.dims))})"
 

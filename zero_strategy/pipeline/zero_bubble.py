@@ -7,7 +7,7 @@ from itertools import islice
 
 from zero_strategy.pipeline.actions import Action, Kind
 from zero_strategy.pipeline.placement import Placement
-from zero_strategy.pipeline.rows import alternating_halves, in_rounds, round_sizes, row_of
+from zero_strategy.pipeline.rows import alternating_halves, in_rounds, round_sizes
 from zero_strategy.pipeline.tables import Table
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -34,7 +34,7 @@ def interleaved_zb(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     rows = []
     for rank in range(stages):
         warm_up = (chunks - 1) * sizes[0] + stages - 1 - rank
-        rows.append(row_of(alternating_halves(forwards, inputs, weights, warm_up, delay=rank), micro_batches))
+        rows.append(tuple(alternating_halves(forwards, inputs, weights, warm_up, delay=rank)))
     return Table("interleaved_zb", micro_batches, Placement(stages, chunks), tuple(rows))
 
 
@@ -45,10 +45,13 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     2 x stages - 1 micro-batches or more. No more activations in flight than 1F1B's largest, on every rank as many.
     """
     assert chunks == 2, chunks
+    # Micro-batches do not depend on each other: what remains of a row without some of them can still be carried out.
     made = max(micro_batches, 2 * stages - 1)
     actions = {(kind, chunk): [Action(kind, at, chunk) for at in range(made)] for kind in _KINDS for chunk in (0, 1)}
-    rows = tuple(row_of(_zbv_row(stages, rank, actions), micro_batches) for rank in range(stages))
-    return Table("zbv", micro_batches, Placement(stages, 2, "v"), rows)
+    rows = []
+    for rank in range(stages):
+        rows.append(tuple([action for action in _zbv_row(stages, rank, actions) if action[1] < micro_batches]))
+    return Table("zbv", micro_batches, Placement(stages, 2, "v"), tuple(rows))
 
 
 def _zbv_row(stages: int, rank: int, actions: Mapping[tuple[Kind, int], Sequence[Action]]) -> list[Action]:

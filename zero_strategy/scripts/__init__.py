@@ -6,6 +6,7 @@ from zero_strategy.scripts.config_objects import BatchConfig, Config, FP16Config
 from zero_strategy.scripts.data import RepeatingLoader
 from zero_strategy.scripts.engine import ScriptEngine
 from zero_strategy.scripts.entry import initialize
+from zero_strategy.scripts.pipeline import ScriptPipelineEngine
 
 __all__ = [
     "BatchConfig",
@@ -13,6 +14,7 @@ __all__ = [
     "FP16Config",
     "RepeatingLoader",
     "ScriptEngine",
+    "ScriptPipelineEngine",
     "TrainingConfig",
     "add_config_arguments",
     "init_distributed",

@@ -12,7 +12,7 @@ weights, with the mean gradient over the micro-batches and the ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -74,7 +74,7 @@ class ScriptEngine:
         self.zero, self.settings, self.module = zero, settings, zero.module
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.device, self.local_rank = device or torch.device("cpu"), local_rank
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader: Iterable[Any] | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._collate_fn = collate_fn
         self._boundary: bool | None = None
@@ -331,14 +331,18 @@ class ScriptEngine:
         return distributed_loader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=self.zero.mesh.rank,
+            world_size=self.zero.mesh.world_size,
             collate_fn=collate_fn or self._collate_fn,
             sampler=data_sampler,
             pin_memory=pin_memory,
             num_workers=num_local_io_workers,
             drop_last=self.settings.drop_last,
         )
+
+    def take_training_data(self, dataset: Dataset[Any]) -> None:
+        """Make `training_dataloader` of a dataset."""
+        self.training_dataloader = self.deepspeed_io(dataset)
 
     # ---- checkpoints ----
 

@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from zero_strategy.config import resolve
+from zero_strategy.config import ResolvedConfig, load_config, resolve
+from zero_strategy.config.batch import ACCUMULATION
 from zero_strategy.deferred import is_deferred
 from zero_strategy.distributed import world_size
 from zero_strategy.distributed.start import discover, init_distributed, require_group
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline_engine import PipelineEngine
 from zero_strategy.scripts.arguments import argument, config_of
 from zero_strategy.scripts.engine import ScriptEngine
 from zero_strategy.scripts.named import make_optimizer, make_scheduler
 from zero_strategy.scripts.ownership import OptimizerGuard, check_scheduler_of
+from zero_strategy.scripts.pipeline import ScriptPipelineEngine
 from zero_strategy.scripts.settings import ScriptSettings, settings_of
 
 
@@ -35,20 +39,21 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
     config_params: Any = None,
-) -> tuple[ScriptEngine, Optimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[ScriptEngine, Optimizer | None, Iterable[Any] | None, Any]:
     """Shard a module, and give a script what it trains with. All ranks call it.
 
     Args:
         args: A namespace or mapping with `deepspeed_config` (a path), which is read when `config` is None, and
             `local_rank`; each may be missing.
-        model: The module; it stays the same object and is moved to this rank's device.
+        model: The module; it stays the same object and is moved to this rank's device. A `PipelineModule` is trained by
+            a `ScriptPipelineEngine`.
         optimizer: An optimizer over the module's parameters, or a callable that makes one of `model_parameters`. None:
             the config's `optimizer`; without one there the engine only evaluates.
         model_parameters: Parameters or param groups to be optimized; None: all trainable ones.
         training_data: A dataset with a length. None: no loader is made.
         lr_scheduler: An object with `step()` and state dicts, or a callable that makes one of the optimizer. None: the
             config's `scheduler`; without one there, none.
-        mpu: A model-parallel unit; its model-parallel world size must be 1.
+        mpu: A model-parallel unit; its model-parallel world size must be 1. A pipeline has its own.
         dist_init_required: None: start the process group if there is none. True: the same. False: leave it alone.
         collate_fn: Makes a batch of a list of samples.
         config: See `settings_of`: ours or DeepSpeed's keys, or a path.
@@ -75,30 +80,57 @@ def initialize(
         require_group("dist_init_required=False")
     else:
         init_distributed()
-    _check_mpu(mpu)
-    settings = settings_of(chosen, world_size())
+    ranks = _data_parallel_ranks(model, mpu)
+    settings = settings_of(chosen, ranks, pipeline=isinstance(model, PipelineModule))
     _check_sources(settings, optimizer, lr_scheduler)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    zero = ZeroEngine(model, resolve(settings.zero, world_size()), compute_dtype=settings.compute_dtype, device=device)
+    zero = _zero_engine(model, settings, device)
     used = _optimizer(settings, model, optimizer, model_parameters)
     guard = None if used is None else OptimizerGuard(used)
     if used is not None:
         zero.attach(used)
-    engine = ScriptEngine(
-        zero,
-        settings,
-        optimizer=used,
-        guard=guard,
-        lr_scheduler=_scheduler(settings, used, lr_scheduler),
-        device=device,
-        local_rank=local_rank,
-        collate_fn=collate_fn,
-    )
+    options: dict[str, Any] = {
+        "optimizer": used,
+        "guard": guard,
+        "lr_scheduler": _scheduler(settings, used, lr_scheduler),
+        "device": device,
+        "local_rank": local_rank,
+        "collate_fn": collate_fn,
+    }
+    engine: ScriptEngine
+    if isinstance(zero, PipelineEngine):
+        engine = ScriptPipelineEngine(zero, settings, **options)
+    else:
+        engine = ScriptEngine(zero, settings, **options)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
+        engine.take_training_data(training_data)
     return engine, used, engine.training_dataloader, engine.lr_scheduler
+
+
+def _zero_engine(model: nn.Module, settings: ScriptSettings, device: torch.device) -> ZeroEngine:
+    if isinstance(model, PipelineModule):
+        config = _of_pipeline(settings, model)
+        return PipelineEngine(model, config, compute_dtype=settings.compute_dtype, device=device)
+    return ZeroEngine(model, resolve(settings.zero, world_size()), compute_dtype=settings.compute_dtype, device=device)
+
+
+def _of_pipeline(settings: ScriptSettings, model: PipelineModule) -> ResolvedConfig:
+    """The config of a pipeline's engine: the module says how it is divided, the batch sizes into how many parts."""
+    config = load_config(settings.zero)  # a copy
+    pipeline, steps = config.pipeline, settings.batch.gradient_accumulation_steps
+    if pipeline.stages == 1:
+        pipeline.record("stages", model.num_stages, "derived: the PipelineModule")
+    if pipeline.chunks is None:
+        pipeline.record("chunks", model.chunks, "derived: the PipelineModule")
+    if pipeline.micro_batches not in (None, steps):
+        raise ValueError(
+            f"pipeline.micro_batches is {pipeline.micro_batches} [{config.origin_of('pipeline.micro_batches')}] and "
+            f"{ACCUMULATION} {steps}, which are one number in a script; leave one of them out"
+        )
+    pipeline.record("micro_batches", steps, ACCUMULATION)
+    return resolve(config, world_size())
 
 
 def _local_rank(args: Any) -> int:
@@ -118,9 +150,22 @@ def _local_rank(args: Any) -> int:
     return given
 
 
+def _data_parallel_ranks(model: nn.Module, mpu: Any) -> int:
+    """Among how many ranks a batch is divided.
+
+    Raises:
+        TypeError, ValueError: If the `mpu` says something else.
+    """
+    if not isinstance(model, PipelineModule):
+        if mpu is not None:
+            _check_mpu(mpu)
+        return world_size()
+    if mpu not in (None, model.mpu()):
+        raise ValueError("a PipelineModule says itself where ranks are: leave mpu out, and give the module a topology")
+    return model.mpu().data_parallel_size
+
+
 def _check_mpu(mpu: Any) -> None:
-    if mpu is None:
-        return
     # The second is what Megatron has called it since it has had pipelines as well.
     names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
     name = next((name for name in names if hasattr(mpu, name)), None)
@@ -136,7 +181,7 @@ def _check_mpu(mpu: Any) -> None:
     if replicas != world_size():
         raise ValueError(
             f"mpu.get_data_parallel_world_size() is {replicas}, and there are {world_size()} ranks: all of them are "
-            "data-parallel here; pipelines are not done"
+            "data-parallel here, unless the model is a PipelineModule"
         )
 
 
@@ -167,6 +212,8 @@ def _optimizer(
         if model_parameters is None
         else list(model_parameters)
     )
+    if not parameters and isinstance(model, PipelineModule):
+        parameters = [{"params": []}]  # functions alone on this rank, or weights that others own
     if not parameters:
         empty = "model_parameters is empty (a generator gives its parameters only once)"
         empty = "the model has no trainable parameters" if model_parameters is None else empty

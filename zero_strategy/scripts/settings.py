@@ -56,13 +56,14 @@ class ScriptSettings:
     drop_last: bool = False
 
 
-def settings_of(config: Any, world: int) -> ScriptSettings:
+def settings_of(config: Any, world: int, *, pipeline: bool = False) -> ScriptSettings:
     """Read a script's config.
 
     Args:
         config: A mapping, the path of a JSON or YAML file, base64 of JSON, a `ZeroConfig`, or a config object of
             chapter 2.
         world: Data-parallel ranks.
+        pipeline: Whether the model is a pipeline, whose micro-batches are the accumulation steps.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -70,7 +71,9 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
         ValueError: If a key is unknown (names the nearest), or two say the same thing differently.
     """
     if isinstance(config, ZeroConfig):
-        return _settings(load_config(config), {}, 0.0, world)
+        if config.deepspeed is not None:  # with what others own in the file
+            return replace(_of_deepspeed(config.deepspeed, world), zero=load_config(config))
+        return _settings(load_config(config), {}, 0.0, world, pipeline=pipeline)
     layer = _read(config)
     native = own_keys(layer.values)
     if native and ZERO in layer.values:
@@ -80,7 +83,7 @@ def settings_of(config: Any, world: int) -> ScriptSettings:
     script = {key: value for key, value in layer.values.items() if key in SCRIPT_KEYS}
     if native:
         own = {key: value for key, value in layer.values.items() if key not in SCRIPT_KEYS}
-        return _settings(load_layers([Layer(own, layer.origin)]), script, 0.0, world, layer.origin)
+        return _settings(load_layers([Layer(own, layer.origin)]), script, 0.0, world, layer.origin, pipeline=pipeline)
     return _of_deepspeed(read_deepspeed(layer), world)
 
 
@@ -113,16 +116,25 @@ def _with_its_decay(named: Named) -> Named:
 
 
 def _settings(
-    zero: ZeroConfig, script: Mapping[str, Any], clipping: float, world: int, origin: str = PYTHON
+    zero: ZeroConfig,
+    script: Mapping[str, Any],
+    clipping: float,
+    world: int,
+    origin: str = PYTHON,
+    *,
+    pipeline: bool = False,
 ) -> ScriptSettings:
     clip = script.get(CLIPPING, clipping)
     if not isinstance(clip, (int, float)) or isinstance(clip, bool):
         raise TypeError(f"{CLIPPING} must be a number, not {clip!r}")
     if not clip >= 0:
         raise ValueError(f"{CLIPPING} must be 0 (none) or more, not {clip}")
+    steps = script.get(ACCUMULATION)
+    if steps is None and pipeline:
+        steps = zero.pipeline.micro_batches
     return ScriptSettings(
         zero=zero,
-        batch=BatchSettings(script.get(TRAIN), script.get(MICRO), script.get(ACCUMULATION)).derive(max(1, world)),
+        batch=BatchSettings(script.get(TRAIN), script.get(MICRO), steps).derive(max(1, world)),
         clipping=float(clip),
         compute_dtype=_dtype(script),
         optimizer=_named(script, "optimizer", origin),

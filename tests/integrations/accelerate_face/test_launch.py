@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,18 +12,20 @@ import pytest
 
 from tests.integrations.accelerate_face.upstream import run_here
 from tests.launcher import Launcher
+from tests.warm import run_warm_script
 from zero_strategy.integrations.accelerate_launch import check_processes, check_single_owner, needs_cpu
 
 ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "configs" / "accelerate"
 UPSTREAM = Path(__file__).with_name("upstream.py")
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 
 
 def launch(arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The launcher has its libraries loaded; the processes that it starts do not."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC"))}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    return subprocess.run([*LAUNCH, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=150)
+    return run_warm_script(*LAUNCH, *arguments, cwd=folder, env=env, timeout=150)
 
 
 def test_a_script_of_accelerate_itself(tmp_path: Path) -> None:
@@ -126,8 +127,7 @@ if __name__ == "__main__":
 def test_starts_of_notebooks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FORKED)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    done = run_warm_script("script.py", cwd=tmp_path, env=env, timeout=150)
     assert "ranks [0, 1]" in done.stdout and "ranks [0]" in done.stdout, done.stdout + done.stderr
 
 

@@ -83,7 +83,10 @@ def test_arguments_come_in_the_documented_order_with_the_documented_defaults(nam
 # ---- module paths ----
 
 PATHS = {
-    "": ["DeepSpeedEngine", "initialize", "init_distributed", "add_config_arguments", "DeepSpeedTransformerLayer"],
+    "": [
+        *("DeepSpeedEngine", "PipelineEngine", "PipelineModule", "DeepSpeedTransformerLayer"),
+        *("initialize", "init_distributed", "add_config_arguments"),
+    ],
     "config": ["Config", "TrainingConfig", "BatchConfig", "FP16Config"],
     "checkpoint": ["DeepSpeedCheckpoint", "model_3d_desc", "reshape_meg_2d_parallel", "ZeROCheckpoint", "merge_state"],
     "checkpoint.deepspeed_checkpoint": ["DeepSpeedCheckpoint"],
@@ -98,14 +101,15 @@ PATHS = {
     "checkpointing": ["configure", "checkpoint", "CudaRNGStatesTracker"],
     "runtime.activation_checkpointing.checkpointing": ["checkpoint", "reset"],
     "ops.transformer": ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"],
+    "pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"],
+    "runtime.pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"],
+    "runtime.pipe.engine": ["PipelineEngine"],
+    "runtime.pipe.module": ["PipelineModule", "PipelineError"],
+    "runtime.pipe.topology": ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid"],
+    "runtime.dataloader": ["RepeatingLoader"],
+    "utils": ["RepeatingLoader"],
 }
 ABSENT = {
-    "": ["PipelineModule"],
-    "pipe": ["PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"],
-    "runtime.pipe.engine": ["PipelineEngine"],
-    "runtime.pipe.schedule": ["TrainSchedule", "PipeInstruction"],
-    "runtime.pipe.topology": ["ProcessTopology"],
-    "runtime.pipe.module": ["PipelineModule"],
     "runtime.swap_tensor": ["AsyncPartitionedParameterSwapper"],
     "runtime.utils": ["see_memory_usage"],
 }

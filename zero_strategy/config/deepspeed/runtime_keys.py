@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .keys import (
-    ANY,
     BOOL,
     INT,
     MAPPING,
@@ -22,7 +21,8 @@ from .training_keys import PRECISION, TRAINING, ZERO
 DEFAULTS_VERSION = "0.19.8"
 """The DeepSpeed version whose defaults are followed."""
 
-_PIPELINE = "pipeline parallelism is not configured here; keep the default, or leave the section out"
+_MODULE = "DeepSpeed does not look at it: the PipelineModule says it by its argument"
+_UNDIVIDED = "only how tensor-parallel ranks share a message between stages differs; what arrives is the same"
 _RECOMPUTED = "for what the model gives to deepspeed.checkpointing.checkpoint"
 _TENSOR = "tensor parallelism is not done here; use stage 3 over all ranks"
 _EXPERTS = "expert parallelism (mixture of experts) is not supported; experts are trained as ordinary parameters"
@@ -36,13 +36,19 @@ _STORED = "checkpoints have one format here, which is written by all ranks at on
 _PARALLEL: dict[str, Key | Group] = {
     "pipeline": Group(
         {
-            "stages": refused(ANY, "auto", _PIPELINE, auto=True),
-            "partition": refused(TEXT, "best", _PIPELINE),
-            "seed_layers": refused(BOOL, False, _PIPELINE),
-            "activation_checkpoint_interval": refused(INT, 0, _PIPELINE),
-            "pipe_partitioned": unneeded(BOOL, True, "there are no pipeline stages to send between"),
-            "grad_partitioned": unneeded(BOOL, True, "there are no pipeline stages to send between"),
-            "use_reentrant": unneeded(BOOL, True, "there are no pipeline stages to recompute"),
+            "stages": translated(INT, "auto", "pipeline.stages", "must be the PipelineModule's num_stages", auto=True),
+            "partition": translated(
+                TEXT, "best", "pipeline.partition", "for layers that are divided by the config; " + _MODULE
+            ),
+            "seed_layers": unneeded(BOOL, False, _MODULE),
+            "activation_checkpoint_interval": translated(
+                INT, 0, "PipelineModule(activation_checkpoint_interval)", "wins over the module's own, unless it is 0"
+            ),
+            "pipe_partitioned": unneeded(BOOL, True, _UNDIVIDED),
+            "grad_partitioned": unneeded(BOOL, True, _UNDIVIDED),
+            "use_reentrant": translated(
+                BOOL, True, "PipelineModule(activation_checkpoint_func)", "false is non_reentrant_checkpoint"
+            ),
         }
     ),
     "activation_checkpointing": Group(

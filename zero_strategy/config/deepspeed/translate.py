@@ -82,6 +82,10 @@ class Translation:
         if local in self.reports:
             layout = "pieces" if self.value(local, False) else "auto"
             made["checkpoint.layout"] = Setting(layout, self.from_key(local))
+        for name, default in (("stages", "auto"), ("partition", "best")):
+            key = f"pipeline.{name}"
+            if (value := self.value(key, default)) != default:
+                made[key] = Setting(value, self.from_key(key))
         made.update(self._state_dtypes())
         made.update(self._loss_scale())
         made.update(self._offload())
@@ -249,7 +253,13 @@ class Translation:
 
     def activations(self) -> dict[str, Any]:
         """Options of checkpointed activations, by their keys in the section."""
-        prefix = "activation_checkpointing."
+        return self._section("activation_checkpointing.")
+
+    def pipeline(self) -> dict[str, Any]:
+        """Options of pipelines, by their keys in the section."""
+        return self._section("pipeline.")
+
+    def _section(self, prefix: str) -> dict[str, Any]:
         found = {key: report.value for key, report in self.reports.items() if key.startswith(prefix)}
         return {key.removeprefix(prefix): value for key, value in found.items() if value is not None}
 

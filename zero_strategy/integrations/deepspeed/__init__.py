@@ -16,19 +16,19 @@
 | `checkpointing`: `configure`, `checkpoint`, `reset`, `CudaRNGStatesTracker`, ... | the same |
 | `runtime.activation_checkpointing.checkpointing`; `runtime.utils.set_random_seed` | the same |
 | `runtime.state_dict_factory`: `SDLoaderFactory`, `MegatronSDLoader` | the same |
+| `PipelineModule`; `pipe`: `LayerSpec`, `TiedLayerSpec`, `ProcessTopology`, ... | the same |
+| `runtime.pipe`: `module`, `topology`, `schedule`, `engine.PipelineEngine` | the same |
 | `runtime.model_checkpointing.data_parallel_writer_factory`: `DataParallelWriterFactory`, ... | the same |
 
 Each is imported when it is asked for. The functions behind the names are the package's own: `initialize` here is
-`zero_strategy.initialize`. Names of modules that this version does not have (`pipe`, `runtime.pipe`, ...) are an
+`zero_strategy.initialize`. Names of modules that this version does not have (`runtime.swap_tensor`, ...) are an
 ImportError that says so (`absent.py`).
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
 
-from zero_strategy.integrations.deepspeed.absent import CLASSES, missing_class
 from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
 _WRITERS = "runtime.model_checkpointing.data_parallel_writer_factory"
@@ -37,6 +37,8 @@ _NAMES = MappingProxyType(
         "DeepSpeedEngine": "runtime.engine",
         "DeepSpeedTransformerConfig": "ops.transformer",
         "DeepSpeedTransformerLayer": "ops.transformer",
+        "PipelineEngine": "runtime.pipe.engine",
+        "PipelineModule": "pipe",
         "add_config_arguments": "zero_strategy.scripts",
         "init_distributed": "comm",
         "initialize": "zero_strategy.scripts",
@@ -63,13 +65,7 @@ _ROOMS = ("checkpoint", "checkpointing", "comm", "config", "ops", "pipe", "runti
 
 __all__ = list(_NAMES)
 
-_found = on_demand(__name__, _ROOMS, _NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in CLASSES:
-        missing_class(name)
-    return _found(name)
+__getattr__ = on_demand(__name__, _ROOMS, _NAMES)
 
 
 def __dir__() -> list[str]:

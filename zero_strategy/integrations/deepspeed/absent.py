@@ -1,7 +1,7 @@
 """Parts of DeepSpeed that this version does not have: their module paths are there, and say so by name.
 
-A module of that path has `__getattr__ = absent(__name__)`, so that `from ...deepspeed.pipe import PipelineModule` is an
-ImportError that names the class and the way out.
+A module of that path has `__getattr__ = absent(__name__)`, so that `from ...deepspeed.runtime.utils import
+see_memory_usage` is an ImportError that names the function and the way out.
 """
 
 from __future__ import annotations
@@ -12,15 +12,8 @@ from typing import NoReturn
 
 _HERE = __name__.rpartition(".")[0]
 
-_PIPELINE = (
-    "pipeline parallelism is not part of this version; train the module as it is, with its parameters sharded by "
-    "stage 3, which needs no division into layers"
-)
 _REASONS = MappingProxyType(
     {
-        "PipelineModule": _PIPELINE,
-        "pipe": _PIPELINE,
-        "runtime.pipe": _PIPELINE,
         "runtime.swap_tensor": "state outside of device memory (offloading) is not part of this version; leave it out",
         "runtime.utils": (
             "this helper of DeepSpeed's is not part of this version; a script finds norms in "
@@ -29,10 +22,6 @@ _REASONS = MappingProxyType(
     }
 )
 """By the place below `deepspeed`; a module's reason holds for what is below it."""
-
-CLASSES = ("PipelineModule",)
-"""What is missing at the top of the package itself."""
-
 
 def absent(module: str) -> Callable[[str], NoReturn]:
     """The `__getattr__` of a module whose content is not here.
@@ -48,15 +37,6 @@ def absent(module: str) -> Callable[[str], NoReturn]:
         raise ImportError(f"deepspeed.{place}.{name} is not here: {_reason(place)}")
 
     return missing
-
-
-def missing_class(name: str) -> NoReturn:
-    """Raise for one of `CLASSES`.
-
-    Raises:
-        ImportError: Always.
-    """
-    raise ImportError(f"deepspeed.{name} is not here: {_REASONS[name]}")
 
 
 def _reason(place: str) -> str:

@@ -1,5 +1,15 @@
-"""`deepspeed.runtime.pipe`: its modules, which are not part of this version."""
+"""`deepspeed.runtime.pipe`: its modules and their main names, each imported when it is asked for."""
 
 from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
-__getattr__ = on_demand(__name__, ("engine", "module", "schedule", "topology"))
+_ROOMS = ("engine", "module", "schedule", "topology")
+_NAMES = {
+    "LayerSpec": "module",
+    "PipelineModule": "module",
+    "ProcessTopology": "topology",
+    "TiedLayerSpec": "module",
+}
+
+__all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec"]
+
+__getattr__ = on_demand(__name__, _ROOMS, _NAMES)

@@ -1,5 +1,5 @@
-"""`deepspeed.runtime.pipe.engine`: not part of this version."""
+"""`deepspeed.runtime.pipe.engine`."""
 
-from zero_strategy.integrations.deepspeed.absent import absent
+from zero_strategy.scripts.pipeline import ScriptPipelineEngine as PipelineEngine
 
-__getattr__ = absent(__name__)
+__all__ = ["PipelineEngine"]

@@ -1,5 +1,7 @@
-"""`deepspeed.runtime.pipe.module`: not part of this version."""
+"""`deepspeed.runtime.pipe.module`."""
 
-from zero_strategy.integrations.deepspeed.absent import absent
+from zero_strategy.pipeline.errors import PipelineError
+from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
-__getattr__ = absent(__name__)
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]

@@ -1,5 +1,36 @@
-"""`deepspeed.runtime.pipe.schedule`: not part of this version."""
+"""`deepspeed.runtime.pipe.schedule`."""
 
-from zero_strategy.integrations.deepspeed.absent import absent
+from zero_strategy.pipeline.instructions import (
+    BackwardPass,
+    BufferOpInstruction,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+)
+from zero_strategy.pipeline.schedule import DataParallelSchedule, InferenceSchedule, PipeSchedule, TrainSchedule
 
-__getattr__ = absent(__name__)
+__all__ = [
+    "BackwardPass",
+    "BufferOpInstruction",
+    "DataParallelSchedule",
+    "ForwardPass",
+    "InferenceSchedule",
+    "LoadMicroBatch",
+    "OptimizerStep",
+    "PipeInstruction",
+    "PipeSchedule",
+    "RecvActivation",
+    "RecvGrad",
+    "ReduceGrads",
+    "ReduceTiedGrads",
+    "SendActivation",
+    "SendGrad",
+    "TrainSchedule",
+]

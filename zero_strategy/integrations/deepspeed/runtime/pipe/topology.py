@@ -1,5 +1,10 @@
-"""`deepspeed.runtime.pipe.topology`: not part of this version."""
+"""`deepspeed.runtime.pipe.topology`."""
 
-from zero_strategy.integrations.deepspeed.absent import absent
+from zero_strategy.pipeline.grid import PipelineParallelGrid
+from zero_strategy.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
-__getattr__ = absent(__name__)
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]
