@@ -24,6 +24,7 @@ from zero_strategy.integrations.namespaces import pipeline_strategy_class
 from zero_strategy.pipeline.batches import join_parts, split_batch
 from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.recipes import pipeline_layers
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
 VOCABULARY, LENGTH, WIDTH = 23, 6, 12
@@ -75,7 +76,7 @@ class Module(pl.LightningModule):
         return loss
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        assert type(self) is Plain or all(p.grad is None for p in self.parameters())
+        assert isinstance(self, Plain) or all(p.grad is None for p in self.parameters())
 
     def on_after_backward(self) -> None:
         assert all(p.grad is not None for p in self.parameters())
@@ -485,6 +486,41 @@ def test_other_ways_in(ranks: Launcher, tmp_path: Path) -> None:
     assert ranks(2)(given_module, str(timeline)) == [(pytest.approx(expected, rel=1e-6), 8)] * 2
     assert sum('"B"' in line for line in timeline.read_text().splitlines()) == 2 * 4 * 8
     assert ranks(2)(other_namespace) == [pytest.approx(expected, rel=5e-2)] * 2
+
+
+class Net(nn.Module):
+    """A model that is no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.out.weight = self.embed.weight
+
+
+class Wrapped(Module):
+    def configure_pipeline(self) -> Any:
+        torch.manual_seed(0)
+        return pipeline_layers(Net(), "blocks", embedding="embed", head="out")
+
+
+class WrappedPlainly(Plain):
+    def configure_model(self) -> None:
+        self.pipeline = PipelineModule(Wrapped().configure_pipeline(), 1, loss_fn=self.pipeline_loss, rank=0)
+
+
+def fit_recipe(plain: bool) -> tuple[list[float], list[str]]:
+    module = WrappedPlainly() if plain else Wrapped()
+    run = trainer("auto" if plain else pipeline(schedule="auto"))
+    run.fit(module, loader())
+    return module.losses, sorted(run.strategy.lightning_module_state_dict())
+
+
+def test_recipe_and_schedule_by_measurement(ranks: Launcher) -> None:
+    ((losses, names),) = ranks(1)(fit_recipe, True)
+    assert "pipeline.blocks.3.linear.weight" in names
+    assert ranks(2)(fit_recipe, False) == [(pytest.approx(losses, rel=CLOSE), names)] * 2
 
 
 def fit_once() -> float:
