@@ -12,15 +12,17 @@ import pytest
 import pytorch_lightning
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zero_strategy
+from tests.integrations.test_registration import cli
 from tests.integrations.trainers import PLAIN, error, join, raises, trainer, weights
 from tests.launcher import Launcher
-from zero_strategy.integrations.namespaces import pipeline_strategy_class
+from zero_strategy.integrations.namespaces import pipeline_strategy_class, strategy_class
 from zero_strategy.pipeline.batches import join_parts, split_batch
 from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.module import PipelineModule
@@ -287,6 +289,13 @@ def test_settings() -> None:
     assert type(copied) is type(strategy) and copied.config == strategy.config
 
 
+def test_command_line() -> None:
+    flags = ["--trainer.strategy=zero_strategy.PipelineStrategy", "--trainer.strategy.stages=1"]
+    flags += ["--trainer.strategy.schedule=gpipe", "--trainer.strategy.zero_stage=2", "--trainer.strategy.prefetch=4"]
+    config = cli(*flags).strategy.config
+    assert (config.pipeline.schedule, config.stage, config.prefetch) == ("gpipe", 2, 4)
+
+
 def stages_of_names() -> list[tuple[int, str]]:
     found = []
     for value in (None, "1"):
@@ -389,6 +398,13 @@ def test_refusals(ranks: Launcher) -> None:
 
 
 def whole_engine() -> None:
+    join()
+    strategy = strategy_class("lightning.fabric")(pipeline={"stages": 2})
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric.launch()
+    module = nn.Linear(2, 2)
+    with raises(ValueError, "pipeline.stages is 2", "PipelineModule"):
+        fabric.setup(module, torch.optim.SGD(module.parameters()))
     with raises(ValueError, "pipeline.stages is 2", "PipelineModule"):
         trainer(zero_strategy.ZeroStrategy(pipeline={"stages": 2})).fit(Plain(), loader())
 
