@@ -242,6 +242,36 @@ def evaluate_plainly() -> tuple[float, Any]:
     return run.test(module, loader(20, 8), verbose=False)[0]["test_loss"], run.predict(module, loader(19, 8))
 
 
+class Inference(Module):
+    """Evaluates as Lightning does where ranks talk by NCCL."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        with torch.inference_mode():
+            loss = self.pipeline.loss(batch)
+        self.log("val_loss", loss.clone(), sync_dist=True)
+
+
+def fit_between_evaluations() -> list[list[float]]:
+    found = []
+    for zero in (1, 3):
+        module = Inference()
+        trainer(pipeline(zero=zero), val_check_interval=2, limit_val_batches=1).fit(module, loader(), loader(2))
+        found.append(module.losses)
+    return found
+
+
+def test_inference_mode_leaves_nothing_behind(ranks: Launcher) -> None:
+    (plain,) = ranks(1)(fit_plainly)
+    for found in ranks(2)(fit_between_evaluations):
+        assert found == [pytest.approx(plain, rel=CLOSE)] * 2
+
+
+def fit_plainly() -> list[float]:
+    module = Plain()
+    trainer("auto").fit(module, loader())
+    return module.losses
+
+
 def test_evaluation(ranks: Launcher) -> None:
     ((loss, outputs),) = ranks(1)(evaluate_plainly)
     results = ranks(2)(evaluate, "1f1b")
@@ -497,7 +527,7 @@ def given_module(timeline: str) -> tuple[float, int]:
 def test_other_ways_in(ranks: Launcher, tmp_path: Path) -> None:
     (plain,) = ranks(1)(save_plainly, str(tmp_path))
     assert all(error(found, plain) == 0 for found in ranks(2)(from_ddp, str(tmp_path)))
-    (expected,) = ranks(1)(fit_once)
+    expected = ranks(1)(fit_plainly)[0][-1]
     timeline = tmp_path / "timeline.jsonl"
     assert ranks(2)(given_module, str(timeline)) == [(pytest.approx(expected, rel=1e-6), 8)] * 2
     assert sum('"B"' in line for line in timeline.read_text().splitlines()) == 2 * 4 * 8
@@ -537,9 +567,3 @@ def test_recipe_and_schedule_by_measurement(ranks: Launcher) -> None:
     ((losses, names),) = ranks(1)(fit_recipe, True)
     assert "pipeline.blocks.3.linear.weight" in names
     assert ranks(2)(fit_recipe, False) == [(pytest.approx(losses, rel=CLOSE), names)] * 2
-
-
-def fit_once() -> float:
-    module = Plain()
-    trainer("auto").fit(module, loader())
-    return module.losses[-1]
