@@ -326,11 +326,20 @@ class _Hooks(ExecutorHooks):
         """Backwards but the last of the step may keep their gradients on this rank."""
         if self._measures and computation.kind is Kind.FORWARD and computation.micro_batch == 0:
             self._scope.enter_context(self.bytes.count(computation.chunk))
-        if computation.kind not in _ADDS_GRADIENTS:
+        if computation.kind is Kind.FORWARD:
             return
-        self._left -= 1
-        if self._left > 0:
+        reducer = self._engine.model.reducer
+        parameters = self._engine.pipeline.chunk_parameters(computation.chunk)
+        self._left -= computation.kind in _ADDS_GRADIENTS
+        if self._left > 0 or computation.kind is Kind.BACKWARD_INPUT:
             self._scope.enter_context(self._engine.no_sync())
+        self._scope.enter_context(reducer.within(parameters))
+        if computation.kind is Kind.BACKWARD_INPUT:
+            self._scope.enter_context(reducer.paused())
+        elif computation.kind is Kind.BACKWARD_WEIGHT:
+            self._scope.enter_context(reducer.joined())
+            if self._engine.stage == 3:  # units' own hooks are on the way that the input half has gone
+                self._scope.enter_context(self._engine.model.gathered(parameters))
 
     def after(self, computation: Computation) -> None:
         """The end of the same."""

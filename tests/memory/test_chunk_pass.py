@@ -260,3 +260,52 @@ def test_what_is_being_written_is_there_for_readers(
         how(vector)
         assert torch.equal(vector.read(0, 5000), torch.full((5000,), float(value)))
     tier.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_what_is_written_aside_counts_once_it_is_adopted(tmp_path: Path, tier: str, ratio: float) -> None:
+    store = ChunkStore(HostTier() if tier == "host" else NvmeTier([str(tmp_path)]), 1000, ratio=ratio)
+    specs = {
+        "a": VectorSpec(5000, torch.float32, 0.0, CPU, twice=True),
+        "b": VectorSpec(5000, torch.bfloat16, headless=True),
+    }
+    made, slots = store.add(specs), ChunkSlots(3)
+    a, b = made["a"], made["b"]
+    assert a.nbytes_aside == a.nbytes == 2 * b.nbytes and b.nbytes_aside == 0
+    a.write(0, torch.arange(5000.0))
+    store.flush()
+    rest = [
+        Chunk(number, *a.chunks[number], made, unread=frozenset("b"), aside=True)
+        for number in range(a.cuts.heads, len(a.chunks))
+    ]
+
+    def double(chunk: Chunk, held: dict[str, Tensor]) -> None:
+        held["b"].copy_(held["a"].mul_(2))
+
+    def fail(chunk: Chunk, held: dict[str, Tensor]) -> None:
+        held["a"].fill_(torch.nan)
+        if chunk is rest[1]:
+            raise OSError("the drive is gone")
+
+    before = torch.arange(5000.0)
+    for attempt in (fail, double, double):
+        with contextlib.suppress(OSError):
+            slots.run(rest, attempt)
+        assert torch.equal(a.read(0, 5000), before)
+    version = a.version
+    a.adopt(rest[0].number)
+    assert a.version > version
+    expected = torch.arange(5000.0)
+    expected[rest[0].start : rest[0].stop] *= 2
+    assert torch.equal(a.read(0, 5000), expected)
+    assert torch.equal(b.read(rest[0].start, rest[0].stop), expected[rest[0].start : rest[0].stop].bfloat16())
+    for chunk in rest[1:]:
+        a.adopt(chunk.number)
+    slots.run(rest, double)
+    for chunk in rest:
+        a.adopt(chunk.number)
+    assert torch.equal(a.read(rest[0].start, 5000), 4 * before[rest[0].start :])
+    store.remove(made.values())
+    store.close()
+    assert not list(tmp_path.iterdir())

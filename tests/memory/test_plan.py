@@ -266,6 +266,10 @@ TIERS = [
     {"optimizer": "cpu", "gradients": "nvme"},
     {"optimizer": "nvme", "gradients": "none"},
     {"optimizer": "nvme", "optimizer_ratio": 0.6, "parameters": "nvme"},
+    {"optimizer": "nvme", "optimizer_ratio": 0.6, "gradients": "cpu"},
+    {"optimizer": "nvme", "early_step": "off"},
+    {"optimizer": "cpu", "optimizer_ratio": 0.3, "early_step": "on"},
+    {"optimizer": "nvme", "parameters": "cpu", "early_step": "on"},
 ]
 
 

@@ -388,3 +388,33 @@ EVENTS = [
     [(0, 0.0, 1.0, "F"), (1, 1.0, 1.0, "F"), (2, 2.0, 9.0, "F"), (0, 20.0, 3.0, "B"), (0, 5.0, 7.0, "wait")],
     [(0, 1.0, 2.0, "F"), (0, 3.0, 4.0, "B")],
 ]
+
+
+# ------------------------------------------------------------------------------------------------ what is sent
+
+
+def sent(case: Case) -> list[tuple[int, dict[str, int]]]:
+    """Of the third step: elements of this rank's parameters, padded, and what was sent by kind."""
+    module = module_of(case)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    engine = PipelineEngine(module, config_of(case))
+    engine.attach(optimizer)
+    found: dict[str, int] = {}
+    for step in range(3):
+        engine.counters.reset()
+        engine.forward_backward(batches(step, case.micro_batches, module.mpu().data_parallel_id))
+        optimizer.step()
+        optimizer.zero_grad()
+        found = {kind: count for kind, count in engine.counters.elements.items() if kind != "control" and count}
+    return [(sum(bucket.layout.numel for bucket in engine.model.buckets), found)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2)])
+def test_elements_sent_are_those_of_the_stages_of_zero(ranks: Launcher, schedule: str, chunks: int) -> None:
+    """On two copies every rank sends half of what it reduces or gathers, whatever backwards are made of."""
+    count = 4
+    for zero, reductions in ((1, 1), (2, count), (3, count)):
+        case = Case(2, 2, zero, schedule, chunks, count, tied=False, gather="per_step")
+        for found in ranks(4)(sent, case):
+            ((numel, kinds),) = found
+            assert kinds == {"reduce_scatter": reductions * numel // 2, "all_gather": numel // 2}, case

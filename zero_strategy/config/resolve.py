@@ -86,6 +86,7 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
         config.record("gradient_reduction", reduction, f"derived: stage {config.stage}")
     _resolve_gradients(config)
     _resolve_pipeline(config)
+    _resolve_early_step(config)
     facts = {name: Fact(*fact) for name, fact in (facts or {}).items()}
     _check_facts(config, world_size, facts)
     return ResolvedConfig(config, world_size, facts)
@@ -156,6 +157,18 @@ def _resolve_pipeline(config: ZeroConfig) -> None:
         pipeline.record("chunks", 2 if several else 1, f"derived: pipeline.schedule {pipeline.schedule}")
     if pipeline.micro_batches is None:
         pipeline.record("micro_batches", pipeline.stages, "derived: pipeline.stages, the fewest that keep all at work")
+
+
+def _resolve_early_step(config: ZeroConfig) -> None:
+    offload = config.offload
+    if offload.early_step != "auto":
+        return
+    if offload.optimizer != "nvme":
+        offload.record("early_step", "off", f"derived: offload.optimizer is {offload.optimizer!r}")
+    elif offload.parameters == "cpu":
+        offload.record("early_step", "off", "derived: it would take host memory for parameters")
+    else:
+        offload.record("early_step", "on", "derived: offload.optimizer is 'nvme', it takes disk only")
 
 
 def _check_facts(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact]) -> None:

@@ -20,7 +20,8 @@ _Job = tuple[Callable[[], None], "Future[None]"]
 class BackgroundWorker:
     """Runs jobs one after the other in a daemon thread, which starts with the first job and ends with this object."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "zero-exchange") -> None:
+        self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._started = False
 
@@ -29,7 +30,7 @@ class BackgroundWorker:
         if not self._started:
             self._started = True
             # A daemon: a rank that waits for a dead peer must still be able to exit.
-            threading.Thread(target=_work, args=(self._jobs,), name="zero-exchange", daemon=True).start()
+            threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
         future: Future[None] = Future()
         self._jobs.put((job, future))

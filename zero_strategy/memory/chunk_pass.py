@@ -6,12 +6,15 @@
 
 Memory is that of the slots, whatever the number of chunks; a chunk that is resident is worked on where it lies. A pass
 that fails leaves chunks of two states, which are marked torn: their tier refuses them until they are written anew.
+
+What is written *aside* goes to a second place of each chunk, and nobody sees it before it is adopted: a pass that
+fails, or whose outcome is not wanted, leaves all as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +36,7 @@ class Chunk:
         vectors: By key.
         unread: Keys whose old values nobody needs.
         unchanged: Keys that are not written back.
+        aside: New values are written to the vectors' second places.
     """
 
     number: int
@@ -41,6 +45,7 @@ class Chunk:
     vectors: dict[str, OffloadedVector]
     unread: frozenset[str] = frozenset()
     unchanged: frozenset[str] = frozenset()
+    aside: bool = False
 
 
 class ChunkSlots:
@@ -60,6 +65,17 @@ class ChunkSlots:
     def nbytes(self) -> int:
         """Bytes of host memory that have been taken."""
         return sum(memory.numel() for slot in self._slots for memory in slot.values())
+
+    def prepare(self, vectors: Mapping[str, OffloadedVector], chunks: int) -> None:
+        """Take all memory that passes will need, so that it does not depend on how chunks are divided among passes.
+
+        Args:
+            vectors: By key, of those that are read and written the widest.
+            chunks: Of all passes together.
+        """
+        for slot in range(min(chunks, len(self._slots))):
+            for key, vector in vectors.items():
+                self._room(vector, slot, key)
 
     def run(
         self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], object], *, wait: bool = True
@@ -124,11 +140,15 @@ class ChunkSlots:
 
     def _memory(self, chunk: Chunk, slot: int, key: str) -> Tensor:
         """The slot's memory for a vector's chunk, as bytes."""
-        vector, known = chunk.vectors[key], self._slots[slot].get(key)
+        vector = chunk.vectors[key]
+        return self._room(vector, slot, key)[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
+
+    def _room(self, vector: OffloadedVector, slot: int, key: str) -> Tensor:
+        known = self._slots[slot].get(key)
         wanted = vector.cuts.size * vector.dtype.itemsize  # of a whole chunk, so that it serves for all of this dtype
         if known is None or known.numel() < wanted:
             self._slots[slot][key] = known = vector.tier.staging(wanted)
-        return known[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
+        return known
 
     def _read(self, chunk: Chunk, slot: int, pending: list[PendingIO]) -> None:
         """Begins to read; what is under way is in `pending`, also where the next read raises."""
@@ -147,8 +167,11 @@ class ChunkSlots:
         pending: list[PendingIO] = []
         self._writes[slot] = chunk, pending
         for key, vector in chunk.vectors.items():
-            if key not in chunk.unchanged and vector.resident(chunk.number) is None:
-                pending.append(vector.tier.write(vector.record(chunk.number), self._memory(chunk, slot, key)))
+            if key in chunk.unchanged or vector.resident(chunk.number) is not None:
+                continue
+            record = vector.aside(chunk.number) if chunk.aside else vector.record(chunk.number)
+            pending.append(vector.tier.write(record, self._memory(chunk, slot, key)))
+            if record == vector.record(chunk.number):
                 vector.written[chunk.number] = True
 
     def _held(self, chunk: Chunk, slot: int) -> dict[str, Tensor]:
@@ -156,12 +179,19 @@ class ChunkSlots:
         found = {}
         for key, vector in chunk.vectors.items():
             resident = vector.resident(chunk.number)
-            found[key] = self._memory(chunk, slot, key).view(vector.dtype) if resident is None else resident
+            if resident is None:
+                found[key] = self._memory(chunk, slot, key).view(vector.dtype)
+            elif chunk.aside and key not in chunk.unchanged:
+                found[key] = vector.resident_aside(chunk.number, copied=key not in chunk.unread)
+            else:
+                found[key] = resident
         return found
 
 
 def _mark_torn(chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
+        if chunk.aside:  # what is there is of no use, and what counts is as it was
+            continue
         for key, vector in chunk.vectors.items():
             record = vector.record(chunk.number)
             if key not in chunk.unchanged and record in vector.records():

@@ -40,12 +40,16 @@ class VectorSpec:
         dtype: Their dtype.
         fill: What elements are that were never written.
         device: Where its head is kept; None: in the tier, as the rest.
+        twice: Chunks of the rest have a second place, for values to come.
+        headless: It has no values for the head at all.
     """
 
     numel: int
     dtype: torch.dtype
     fill: float = 0.0
     device: torch.device | None = None
+    twice: bool = False
+    headless: bool = False
 
 
 class OffloadedVector:
@@ -59,15 +63,19 @@ class OffloadedVector:
         fill: What elements are that were never written.
         cuts: Of its chunks.
         kept: The head, where it is kept on the device.
+        twice: Chunks of the rest have a second place, for values to come.
+        version: Grows with every change of its values.
     """
 
     def __init__(self, store: ChunkStore, name: str, spec: VectorSpec) -> None:
         self.store, self.name, self.numel, self.dtype, self.fill = store, name, spec.numel, spec.dtype, spec.fill
         self.cuts = store.cuts(spec.numel)
         self.kept: Tensor | None = None
+        self.twice, self._headless, self.version = spec.twice, spec.headless, 0
         if spec.device is not None and self.cuts.head:
             self.kept = torch.empty(self.cuts.head, dtype=spec.dtype, device=spec.device)
         self.written = [False] * len(self.chunks)
+        self._second = [False] * len(self.chunks)
 
     @property
     def tier(self) -> Tier:
@@ -96,25 +104,57 @@ class OffloadedVector:
     @property
     def in_tier(self) -> tuple[int, int]:
         """First and one-past-last element that the tier holds."""
-        return (0 if self.kept is None else self.cuts.head), self.numel
+        return (0 if self.kept is None and not self._headless else self.cuts.head), self.numel
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements in the tier."""
+        """Bytes of its elements in the tier, second places left out."""
         start, stop = self.in_tier
         return (stop - start) * self.dtype.itemsize
 
+    @property
+    def nbytes_aside(self) -> int:
+        """Bytes of second places."""
+        return (self.numel - self.cuts.head) * self.dtype.itemsize if self.twice else 0
+
     def records(self) -> dict[str, int]:
         """What it needs in the tier: bytes by record."""
-        first = 0 if self.kept is None else self.cuts.heads
-        return {
-            self.record(number): (self.chunks[number][1] - self.chunks[number][0]) * self.dtype.itemsize
-            for number in range(first, len(self.chunks))
-        }
+        first = 0 if self.kept is None and not self._headless else self.cuts.heads
+        sizes = [(stop - start) * self.dtype.itemsize for start, stop in self.chunks]
+        found = {self.record(number): sizes[number] for number in range(first, len(sizes))}
+        if self.twice:
+            found |= {self.aside(number): sizes[number] for number in range(self.cuts.heads, len(sizes))}
+        return found
 
     def record(self, number: int) -> str:
         """The record of a chunk."""
-        return f"{self.name}/{number}"
+        return self._place(number, self._second[number])
+
+    def aside(self, number: int) -> str:
+        """The record of a chunk's values to come; of a vector without second places: the only one."""
+        return self._place(number, self._second[number] ^ self.twice)
+
+    def _place(self, number: int, second: bool) -> str:
+        return f"{self.name}/{number}+" if second else f"{self.name}/{number}"
+
+    def resident_aside(self, number: int, *, copied: bool) -> Tensor:
+        """The memory of a resident chunk's values to come; with `copied` it begins with the present ones."""
+        memory = self.tier.resident(self.aside(number))
+        assert memory is not None and number >= self.cuts.heads
+        values = memory.view(self.dtype)
+        if copied and self.twice:
+            present = self.resident(number)
+            assert present is not None
+            values.copy_(present)
+        return values
+
+    def adopt(self, number: int) -> None:
+        """Let the values to come of a chunk be its values."""
+        assert self.twice and number >= self.cuts.heads
+        self.store.drop(self, number)
+        self._second[number] = not self._second[number]
+        self.written[number] = True
+        self.version += 1
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""
@@ -178,6 +218,7 @@ class OffloadedVector:
             if look is not None:
                 look(chunk.start, target)
 
+        self.version += 1
         with self.store.lock:
             self.store.flush()
         with self.store.transferring:
@@ -191,6 +232,7 @@ class OffloadedVector:
 
     def blank(self) -> None:
         """Let all elements be what they are filled with; nothing is written."""
+        self.version += 1
         self.store.forget(self)
         self.written = [False] * len(self.written)
 
@@ -327,6 +369,7 @@ class ChunkStore:
 
     def cached(self, vector: OffloadedVector, number: int, *, change: bool = False) -> Tensor:
         """A chunk in memory, read if it has to be; the caller holds the lock."""
+        vector.version += change
         if (resident := vector.resident(number)) is not None:
             return resident
         key = (vector.name, number)
@@ -358,11 +401,20 @@ class ChunkStore:
             vector.written[number] = True
         del self._cache[name, number]
 
-    def flush(self) -> None:
-        """Write what was changed, and keep no chunk in memory."""
+    def write_changes(self) -> None:
+        """Write what was changed in the cache."""
         with self.lock:
             while self._cache:
                 self._evict()
+
+    def drop(self, vector: OffloadedVector, number: int) -> None:
+        """Keep a chunk no longer in memory; it has not been changed there."""
+        with self.lock:
+            self._cache.pop((vector.name, number), None)
+
+    def flush(self) -> None:
+        """Write what was changed, and keep no chunk in memory."""
+        self.write_changes()
         with self.transferring:
             self.transfers.settle()
 

@@ -118,12 +118,17 @@ class Request:
             raise self._failure(outcome)
 
     def _look(self, milliseconds: int) -> bool:
-        with self._lock:
+        # Who only wants to know does not wait for a thread that waits for the outcome.
+        if not self._lock.acquire(blocking=milliseconds > 0):
+            return self._outcome is not None
+        try:
             if self._outcome is None:
                 self._outcome = self._queue.look(self._number, milliseconds)
                 if self._outcome is not None and not self._outcome.error:
                     self._queue.forget(self._number)
             return self._outcome is not None
+        finally:
+            self._lock.release()
 
     def _failure(self, outcome: Outcome) -> OSError:
         file = self._extents[outcome.extent].file

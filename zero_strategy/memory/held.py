@@ -100,6 +100,9 @@ def _in_a_tier(
         return sum(piece.numel for piece in bucket.layout.pieces(start + low, start + high)) * vector.dtype.itemsize
 
     yield Entry(category, tier, owner, asked(*vector.in_tier), round_up(vector.nbytes, BLOCK))
+    if vector.twice:
+        taken = round_up(vector.nbytes_aside, BLOCK)
+        yield Entry("early step", tier, owner, asked(vector.cuts.head, vector.numel), taken)
     if vector.kept is not None:
         taken = allocated(vector.kept.nbytes, vector.kept.device.type)
         yield Entry(category, "device", owner, asked(0, vector.in_tier[0]), taken)
@@ -109,6 +112,9 @@ def _add_optimizer_state(ledger: Ledger, engine: ZeroEngine, owners: dict[int, O
     for sharded in engine.optimizers:
         for bucket, vector in sharded.offloaded():
             for entry in _in_a_tier("optimizer state", bucket, owners[id(bucket)], vector, bucket.owned.start):
+                ledger.add(entry)
+        for bucket, vector in sharded.waiting():
+            for entry in _in_a_tier("early step", bucket, owners[id(bucket)], vector, bucket.owned.start):
                 ledger.add(entry)
         for parameter in sharded.parameters():
             place = engine.model.place(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor
 
 from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, open_queue
-from zero_strategy.memory.file_queue import FileQueue
+from zero_strategy.memory.file_queue import FileQueue, Kind
 from zero_strategy.memory.host_memory import HostMemory
-from zero_strategy.memory.state_file import StateFile, Transfer
+from zero_strategy.memory.state_file import StateFile, Transfer, outcome_of
 
 
 class NvmeTier:
     """Records in files of this rank, which nobody else sees and which are gone with the process.
 
-    Threads may share it: a gather reads in a thread of its own.
+    Threads may share it: a gather reads in a thread of its own, an early step reads and writes in another. The lock is
+    held while records are looked up and transfers begin or are ticked off, never while bytes move.
 
     Args:
         directories: On one or several drives, over which records are striped.
@@ -46,7 +48,7 @@ class NvmeTier:
         self._files: dict[str, StateFile] = {}
         self._staging: list[HostMemory] = []
         self._lock = threading.RLock()
-        self._finalizer = weakref.finalize(self, _close, self._queue, self._files)
+        self._finalizer = weakref.finalize(self, _close, self._queue, self._files, os.getpid())
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
         """Make a file for these records.
@@ -70,13 +72,22 @@ class NvmeTier:
 
     def read(self, record: str, memory: Tensor) -> NvmeTransfer:
         """Begin to read a record."""
-        with self._lock:
-            return NvmeTransfer(self._files[record].read(record, memory), self._lock)
+        return self._begin("read", record, memory)
 
     def write(self, record: str, memory: Tensor) -> NvmeTransfer:
         """Begin to write a record."""
-        with self._lock:
-            return NvmeTransfer(self._files[record].write(record, memory), self._lock)
+        return self._begin("write", record, memory)
+
+    def _begin(self, kind: Kind, record: str, memory: Tensor) -> NvmeTransfer:
+        while True:
+            with self._lock:
+                file = self._files[record]
+                before = file.meeting(kind, record, 0, memory.numel())
+                if not before:
+                    begin = file.read if kind == "read" else file.write
+                    return NvmeTransfer(begin(record, memory), self._lock)
+            for transfer in before:  # its error is its owner's to tell
+                outcome_of(transfer, self._lock)
 
     def staging(self, nbytes: int) -> Tensor:
         """Memory that the queue knows, if that makes anything faster; it is kept as long as the tier."""
@@ -120,11 +131,12 @@ class NvmeTransfer:
 
     def wait(self) -> None:
         """Return when all bytes have moved; see `Transfer.wait`."""
-        with self._lock:
-            self._transfer.wait()
+        self._transfer.wait(self._lock)
 
 
-def _close(queue: FileQueue, files: dict[str, StateFile]) -> None:
+def _close(queue: FileQueue, files: dict[str, StateFile], process: int) -> None:
+    if os.getpid() != process:  # a forked child has no part in what is under way
+        return
     try:
         for file in {id(file): file for file in files.values()}.values():
             file.close()

@@ -16,6 +16,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
@@ -62,8 +63,11 @@ class Transfer:
         """Whether `wait` would return, or raise, at once."""
         return self._request.done()
 
-    def wait(self) -> None:
+    def wait(self, lock: AbstractContextManager[object] | None = None) -> None:
         """Returns when all bytes have moved.
+
+        Args:
+            lock: Where threads share the file: what they hold while they use it. It is not held while bytes move.
 
         Raises:
             OSError: If they could not be; with the path, the byte offset, the bytes, the cause and the record.
@@ -71,20 +75,29 @@ class Transfer:
             CorruptRecordError: If checksums are on, and a read has found other bytes than were written.
         """
         if not self._settled:
-            try:
-                self._request.wait()
-            except TimeoutError:
-                raise
-            except OSError as error:
-                text = f"{error.strerror} (record {self.name!r})"
-                self._error = OSError(error.errno, text, error.filename)
-            self._settled = True
-            try:
-                self._state._settle(self, self._error)
-            except RuntimeError as error:
-                self._error = error
+            error = self._moved()
+            with lock or contextlib.nullcontext():
+                self._settle(error)
         if self._error is not None:
             raise self._error
+
+    def _moved(self) -> OSError | None:
+        try:
+            self._request.wait()
+        except TimeoutError:
+            raise
+        except OSError as error:
+            return OSError(error.errno, f"{error.strerror} (record {self.name!r})", error.filename)
+        return None
+
+    def _settle(self, error: Exception | None) -> None:
+        if self._settled:  # by another thread that waited for it
+            return
+        self._settled, self._error = True, error
+        try:
+            self._state._settle(self, error)
+        except RuntimeError as corrupt:
+            self._error = corrupt
 
 
 class StateFile:
@@ -226,6 +239,17 @@ class StateFile:
             self._checksums.note(name, start, flat[: self._sizes[name] - start])
         return self._begin("write", name, flat, start)
 
+    def meeting(self, kind: Kind, name: str, start: int, stop: int) -> list[Transfer]:
+        """What is under way and must be over before bytes [start, stop) of a record are read or written.
+
+        `read` and `write` wait for it by themselves. A file that threads share would be locked meanwhile.
+        """
+        return [
+            other
+            for other in self._under_way.get(name, [])
+            if "write" in (kind, other.kind) and other.start < stop and start < other.stop
+        ]
+
     def mark_torn(self, names: Sequence[str], reason: str) -> None:
         """Says that records have bytes of two states: they are refused until written anew from beginning to end."""
         for name in names:
@@ -291,12 +315,11 @@ class StateFile:
 
     def _settle_before(self, kind: Kind, name: str, start: int, stop: int) -> None:
         """Waits for transfers that must not meet the one to come. Their errors are theirs to tell."""
-        for other in list(self._under_way.get(name, [])):
-            if "write" in (kind, other.kind) and other.start < stop and start < other.stop:
-                _outcome_of(other)
+        for other in self.meeting(kind, name, start, stop):
+            outcome_of(other)
 
     def _settle_all(self, *, raising: bool) -> None:
-        errors = [_outcome_of(one) for ones in list(self._under_way.values()) for one in list(ones)]
+        errors = [outcome_of(one) for ones in list(self._under_way.values()) for one in list(ones)]
         for error in errors:
             if error is not None and raising:
                 raise error
@@ -358,10 +381,10 @@ def _let_go(queue: FileQueue | None, requests: set[Request], parts: list[PartFil
         part.close()
 
 
-def _outcome_of(transfer: Transfer) -> Exception | None:
+def outcome_of(transfer: Transfer, lock: AbstractContextManager[object] | None = None) -> Exception | None:
     """Waits; returns its error, but raises if the drive does not answer."""
     try:
-        transfer.wait()
+        transfer.wait(lock)
     except TimeoutError:
         raise
     except (OSError, RuntimeError) as error:

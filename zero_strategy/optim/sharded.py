@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zero_strategy import ops
 from zero_strategy.memory.chunked import OffloadedPart, OffloadedVector
+from zero_strategy.optim.early import EarlyStep
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import GradientNorm, Shard, check_norm_type, global_norm
@@ -69,7 +70,8 @@ class ShardedOptimizer:
         self._check_groups()
         self._offloaded: OffloadedStates | None = None
         if model.optimizer_store is not None:
-            self._offloaded = OffloadedStates(optimizer, self._rule(optimizer, model), model, model.optimizer_store)
+            rule, store = self._rule(optimizer, model), model.optimizer_store
+            self._offloaded = OffloadedStates(optimizer, rule, model, store, self._state_of_piece, self._foreign)
         self._divide_existing_state()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -191,6 +193,8 @@ class ShardedOptimizer:
             rule = None
         self._fused = rule is not None
         self._swap_in()
+        if self._offloaded is not None and self.skip_next:
+            self._offloaded.skip()
         if rule is not None and not self.skip_next:
             scale = kwargs.get("grad_scale", 1.0)
             with torch.no_grad():
@@ -364,6 +368,16 @@ class ShardedOptimizer:
         else:
             state[key].copy_(values.view_as(state[key]))
 
+    def _state_of_piece(self, piece: nn.Parameter) -> dict[str, Any]:
+        found: dict[str, Any] = self.state.get(piece, {})
+        return found
+
+    def _foreign(self) -> set[int]:
+        """Ids of the buckets that other optimizers update, too."""
+        others = [sharded for sharded in self.model.optimizers if sharded is not self]
+        places = [self.model.place(parameter) for other in others for parameter in other.parameters()]
+        return {id(place[0]) for place in places if place is not None}
+
     def set_state_of(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Replace this rank's optimizer state of `parameter`."""
         piece = self.piece(parameter)
@@ -374,6 +388,16 @@ class ShardedOptimizer:
         """The vectors of its state in a tier, and whose they are."""
         if self._offloaded is not None:
             yield from self._offloaded.vectors()
+
+    def waiting(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
+        """The vectors in which new weights of an early step wait, and whose they are."""
+        if self._offloaded is not None:
+            yield from self._offloaded.waiting()
+
+    @property
+    def early(self) -> EarlyStep | None:
+        """What takes parts of its steps while backward goes on, if anything."""
+        return None if self._offloaded is None else self._offloaded.early
 
     def tensors_of(self, parameter: nn.Parameter) -> list[Tensor]:
         """This rank's optimizer state of `parameter` that is in memory."""

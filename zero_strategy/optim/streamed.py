@@ -4,11 +4,14 @@ Memory is that of a few chunks (`memory.chunk_pass`), whatever the size of the m
 parameters. Chunks in host memory are updated where they lie, and those whose state is kept on the device
 (`offload.optimizer_ratio`), there. Every update rule that works element by element gives the same bits as with all of
 its state on the device.
+
+A part of a step may be carried out aside, before it is asked for (`early.py`): new values then wait in second places,
+those of weights on the device in a vector of their own, and the step adopts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +25,12 @@ from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
 
-MASTER, WEIGHTS, GRADIENT = "master weights", "weights", "gradient"
-"""Keys of a chunk's vectors beside those of the optimizer's state."""
+MASTER, WEIGHTS, GRADIENT, NEXT = "master weights", "weights", "gradient", "next weights"
+"""Keys of a chunk's vectors beside those of the optimizer's state. `NEXT`: where weights on the device wait aside."""
+ChunkKey = tuple[int, int]
+"""The id of a bucket, and the number of a chunk of its vectors."""
+Numbers = dict[int, dict[str, Any]]
+"""By the id of a parameter: its state after a step."""
 _HOST = torch.device("cpu")
 
 
@@ -53,11 +60,30 @@ class Update:
 
 
 @dataclass
-class _Work(Chunk):
-    """What is updated in a chunk; with the state of one `on_device`, where the bucket is."""
+class Work(Chunk):
+    """What is updated in a chunk; with the state of one `on_device`, where the bucket is.
+
+    Attributes:
+        on_device: Its state is kept there.
+        updates: Of all parameters that have elements in it.
+        adopted: The update was carried out aside, and has become the chunk's state; new weights may be left to fetch.
+        checksum: Of the weights on the device that were updated aside, where there are no others.
+    """
 
     on_device: bool = False
     updates: list[Update] = field(default_factory=list)
+    adopted: bool = False
+    checksum: int | None = None
+
+    @property
+    def key(self) -> ChunkKey:
+        """Tells it from others."""
+        return id(self.updates[0].bucket), self.number
+
+    def present_checksum(self) -> int:
+        """Of the weights on the device now: writes that no version counter shows change it."""
+        weights = self.updates[0].bucket.owned_values[self.start : self.stop]
+        return int(weights.view(torch.int64).sum())  # buckets and chunks are of an even number of elements
 
 
 class StreamedStep:
@@ -78,64 +104,151 @@ class StreamedStep:
 
     @torch.no_grad()
     def run(
-        self, rule: UpdateRule, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]], scale: float
+        self,
+        rule: UpdateRule,
+        updates: Sequence[Update],
+        vectors: dict[int, dict[str, OffloadedVector]],
+        scale: float,
+        early: Mapping[ChunkKey, Work] | None = None,
+        numbers: Numbers | None = None,
     ) -> None:
         """Take one step.
 
         Args:
             rule: An elementwise one.
             updates: All that it changes.
-            vectors: By the id of a bucket: those of the optimizer's state, by key.
+            vectors: By the id of a bucket: those of the optimizer's state, by key; and `NEXT`, where steps are early.
             scale: What gradients are multiplied by first.
+            early: Chunks whose update was carried out aside, to be adopted.
+            numbers: What states of their parameters are then.
 
         Raises:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
             refused until a checkpoint is loaded.
         """
-        chunks = self._chunks(updates, vectors)
+        chunks = self.chunks(updates, vectors)
+        self._prepare(chunks, vectors)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
-        steps: dict[int, dict[str, Any]] = {}
-        self._slots.run(chunks, lambda chunk, held: self._update(rule, chunk, held, scale, steps))
+        for chunk in chunks:
+            for key, vector in chunk.vectors.items():
+                vector.version += key not in chunk.unchanged
+        steps: Numbers = dict(numbers or {})
+        chunks = [(early or {}).get(chunk.key, chunk) for chunk in chunks]
+        waiting = [_adopt(chunk) if chunk.aside else chunk for chunk in chunks]
+
+        def work(chunk: Chunk, held: dict[str, Tensor]) -> None:
+            assert isinstance(chunk, Work)
+            if chunk.adopted:
+                _fetch(chunk, held[NEXT])
+            else:
+                self._update(rule, chunk, held, scale, steps)
+
+        try:
+            self._slots.run([chunk for chunk in waiting if chunk.vectors], work)
+        except BaseException:
+            _tear([chunk for chunk in chunks if chunk.aside])
+            raise
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
             update.state.update(steps[id(update.parameter)])
 
-    def _chunks(
-        self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]]
-    ) -> list[_Work]:
-        """Those that hold something to update, in the order of buckets and elements."""
-        found: dict[tuple[int, int], _Work] = {}
+    @torch.no_grad()
+    def run_aside(
+        self, rule: UpdateRule, chunks: Sequence[Work], scale: float, look: Callable[[Work], Numbers | None]
+    ) -> None:
+        """Carry out what `chunks(..., aside=True)` has given, and let nobody see it. In a thread of its own.
+
+        Args:
+            rule, scale: As for `run`.
+            chunks: Of any buckets.
+            look: Called before each; gives where its numbers go, or None if nobody wants it any more.
+
+        Raises:
+            OSError: If the tier fails; all is then as it was before.
+        """
+        for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
+            store.write_changes()
+
+        def work(chunk: Chunk, held: dict[str, Tensor]) -> None:
+            assert isinstance(chunk, Work)
+            steps = look(chunk)
+            if steps is not None:
+                self._update(rule, chunk, held, scale, steps)
+
+        self._slots.run(chunks, work)
+
+    def _prepare(self, chunks: Sequence[Work], vectors: dict[int, dict[str, OffloadedVector]]) -> None:
+        """Where steps are early, which chunks make up a pass is a matter of time; what memory it takes is none."""
+        if not any(NEXT in known or any(v.twice for v in known.values()) for known in vectors.values()):
+            return
+        widest: dict[str, OffloadedVector] = {}
+        for chunk in chunks:
+            held = dict(chunk.vectors)
+            if not chunk.on_device and NEXT in (known := vectors.get(chunk.key[0], {})):
+                held[NEXT] = known[NEXT]
+            for key, vector in held.items():
+                known_width = widest[key].dtype.itemsize if key in widest else 0
+                if vector.resident(chunk.number) is None and vector.dtype.itemsize > known_width:
+                    widest[key] = vector
+        self._slots.prepare(widest, len(chunks))
+
+    def chunks(
+        self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]], *, aside: bool = False
+    ) -> list[Work]:
+        """Those that hold something to update, in the order of buckets and elements.
+
+        With `aside` only those that can be updated so: what is kept on the device cannot.
+        """
+        found: dict[ChunkKey, Work] = {}
         for update in updates:
             bucket, cut = update.bucket, update.cut
             cuts = self._store.cuts(bucket.owned.stop - bucket.owned.start)
             for number, *_ in cuts.overlapping(cut.offset, cut.offset + cut.numel) if cut.numel else ():
                 key = (id(bucket), number)
+                if aside and number < cuts.heads:
+                    continue
                 if key not in found:
                     held = dict(vectors.get(id(bucket), {}))
+                    after = held.pop(NEXT, None)
                     if bucket.master_vector is not None:
                         held[MASTER] = bucket.master_vector
                     if bucket.shard_vector is not None:
                         held[WEIGHTS] = bucket.shard_vector
+                    elif aside and after is not None:
+                        held[NEXT] = after
                     if isinstance(update.gradient, OffloadedPart):
                         held[GRADIENT] = update.gradient.vector
                     place, on_device = cuts.chunks[number], number < cuts.heads
-                    found[key] = _Work(number, *place, held, unchanged=frozenset([GRADIENT]), on_device=on_device)
+                    found[key] = Work(
+                        number,
+                        *place,
+                        held,
+                        unread=frozenset([NEXT]),
+                        unchanged=frozenset([GRADIENT]),
+                        aside=aside,
+                        on_device=on_device,
+                    )
                 found[key].updates.append(update)
         return list(found.values())
 
     def _update(
-        self, rule: UpdateRule, chunk: Chunk, held: dict[str, Tensor], scale: float, steps: dict[int, dict[str, Any]]
+        self, rule: UpdateRule, chunk: Work, held: dict[str, Tensor], scale: float, steps: Numbers
     ) -> None:
-        assert isinstance(chunk, _Work)
         segments, back = [], []
+        if NEXT in held and MASTER not in held:
+            chunk.checksum = chunk.present_checksum()
         for update in chunk.updates:
             low, high = _overlap(update, chunk)
             here = slice(low - chunk.start, high - chunk.start)
             home = update.bucket.device if chunk.on_device else _HOST
             weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.owned_values[low:high]
-            if weights.device != home or (self._copies and chunk.on_device == (WEIGHTS in held)):
+            if NEXT in held:
+                weights = held[NEXT][here]
+                if MASTER not in held:
+                    weights.copy_(update.bucket.owned_values[low:high])
+            elif weights.device != home or (self._copies and chunk.on_device == (WEIGHTS in held)):
                 away, weights = weights, weights.to(home, copy=True)
                 back.append((away, weights))
             parts = {key: values[here] for key, values in held.items()}
@@ -157,7 +270,41 @@ class StreamedStep:
             steps[id(update.parameter)] = numbers
 
 
-def _overlap(update: Update, chunk: _Work) -> tuple[int, int]:
+def can_go_aside(chunk: Work) -> bool:
+    """Whether all that its update changes has a second place, and there are present values to begin with."""
+    if WEIGHTS not in chunk.vectors and NEXT not in chunk.vectors:
+        return False
+    changed = [(key, vector) for key, vector in chunk.vectors.items() if key not in (GRADIENT, NEXT)]
+    return all(vector.twice and vector.written[chunk.number] for _, vector in changed)
+
+
+def _adopt(chunk: Work) -> Work:
+    """Let what was written aside be the chunk's state; gives what is left to do: fetching new weights, or nothing."""
+    for key, vector in chunk.vectors.items():
+        if key not in (GRADIENT, NEXT):
+            vector.adopt(chunk.number)
+    left = {NEXT: chunk.vectors[NEXT]} if NEXT in chunk.vectors else {}
+    return Work(
+        chunk.number, chunk.start, chunk.stop, left, unchanged=frozenset([NEXT]), updates=chunk.updates, adopted=True
+    )
+
+
+def _fetch(chunk: Work, values: Tensor) -> None:
+    """Bring new weights to the device."""
+    for update in chunk.updates:
+        low, high = _overlap(update, chunk)
+        update.bucket.owned_values[low:high].copy_(values[low - chunk.start : high - chunk.start])
+
+
+def _tear(chunks: Sequence[Work]) -> None:
+    """Of a step that stopped half-way, those that have taken it already."""
+    for chunk in chunks:
+        for key, vector in chunk.vectors.items():
+            if key not in (GRADIENT, NEXT):
+                vector.tier.mark_torn([vector.record(chunk.number)], "a step stopped half-way")
+
+
+def _overlap(update: Update, chunk: Work) -> tuple[int, int]:
     """The owned elements of an update that lie in a chunk."""
     return max(chunk.start, update.cut.offset), min(chunk.stop, update.cut.offset + update.cut.numel)
 

@@ -288,6 +288,11 @@ class PipelineModule(WholeBatches, nn.Module):
         """Names of the modules of this rank's layers, in their order, each once."""
         return list(dict.fromkeys(name for layer in self._built for name in layer.modules))
 
+    def chunk_parameters(self, chunk: int) -> list[nn.Parameter]:
+        """The parameters of one of this rank's chunks, each once."""
+        modules = [module for layer in self._chunks[chunk] for module in layer.modules.values()]
+        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
     def layer_of(self, name: str) -> int:
         """The layer, of this rank's, that has a parameter or buffer first.
 

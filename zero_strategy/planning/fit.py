@@ -14,6 +14,7 @@ from zero_strategy.memory.plan import MemoryPlan
 _MOST_RANKS = 4096
 _SMALL_SHM = 1 << 30
 _NO_SNAPSHOTS = "checkpoint.asynchronous: false"
+_LATE = "offload.early_step: off"
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,12 @@ class Change:
 def changes_that_fit(plan: MemoryPlan, budget: Budget) -> list[Change]:
     """The smallest change after which the plan fits, and after it the first that fits of each other kind.
 
-    In order of cost: saves that wait, a higher stage (more is sent), the ranks that are there, offload to the host,
-    then to drives, more ranks than are there. Empty if nothing helps, or it fits as it is.
+    In order of cost: saves that wait, steps that begin after backward, a higher stage (more is sent), the ranks that
+    are there, offload to the host, then to drives, more ranks than are there. Empty if nothing helps, or it fits as it
+    is.
     """
     found = []
-    for group in (_synchronous, _stages, _present_ranks, _to_host, _to_drives, _more_ranks):
+    for group in (_synchronous, _late_steps, _stages, _present_ranks, _to_host, _to_drives, _more_ranks):
         first = next((change for change in group(plan, budget) if fits(change.plan, budget)), None)
         if first is None and plan.snapshots and group is not _synchronous:
             without = group(plan.changed(snapshots=False), budget)
@@ -120,6 +122,12 @@ def changes_that_fit(plan: MemoryPlan, budget: Budget) -> list[Change]:
 def _synchronous(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
     if plan.snapshots:
         yield Change((_NO_SNAPSHOTS,), plan.changed(snapshots=False))
+
+
+def _late_steps(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """No second places for state that is offloaded already."""
+    if plan.offload.early:
+        yield Change((_LATE,), plan.changed(offload=replace(plan.offload, early_step="off")))
 
 
 def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
@@ -190,6 +198,9 @@ def _offloads(plan: MemoryPlan, tier: str) -> Iterator[Change]:
                 settings: dict[str, object] = {} if stage == now else {"stage": stage}
                 what = [f"offload.{part}: {where}" for part, where in wanted.items()]
                 yield _change(settings, plan.changed(settings=settings, offload=offload), *what)
+                if offload.early:
+                    late = replace(offload, early_step="off")
+                    yield _change(settings, plan.changed(settings=settings, offload=late), *what, _LATE)
 
 
 def _offloaded(before: Offload, optimizer: str | None = None, parameters: str | None = None) -> Offload:

@@ -12,7 +12,7 @@ from zero_strategy.planning.fit import Budget
 _GB = 1e9
 _VISIBLE = 0.002
 """Fraction of the tallest bar below which a category has no place in the legend."""
-_COLORS = (*(f"C{number}" for number in range(10)), "black", "gold")
+_COLORS = (*(f"C{number}" for number in range(10)), "black", "gold", "navy")
 
 
 def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:

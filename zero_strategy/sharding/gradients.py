@@ -48,6 +48,7 @@ class GradientBucket:
         live: Indices of parameters that hold a reduced gradient.
         local_live: Indices of parameters with local, not yet reduced gradients.
         late: Gradients that came after the bucket had left in this backward, by index.
+        version: Grows with every change of reduced gradients, those apart that `scale` puts off.
         reuse: Where memory comes from and goes to that lives in a backward only.
     """
 
@@ -62,6 +63,7 @@ class GradientBucket:
         assert store is None or not per_step, "whole sums stay on the device"
         self._store, self._vector = store, None if store is None else store.vectors.get(gradients_name(bucket.names[0]))
         self.bucket, self.dtype, self.reduce_dtype, self.per_step = bucket, dtype, reduce_dtype, per_step
+        self.version = 0
         self.live: set[int] = set()
         self.local_live: set[int] = set()
         self.late: dict[int, Tensor] = {}
@@ -86,6 +88,7 @@ class GradientBucket:
 
     def begin(self) -> None:
         """Prepare for gradients of a new backward: notice `zero_grad`, keep earlier reduced sums apart."""
+        self.version += 1
         self.finish()
         self.sync_handles()
         self._apply_scales()
@@ -110,6 +113,7 @@ class GradientBucket:
     def _restore(self) -> None:
         """Undo `_set_aside` where nothing was collected since."""
         if self._earlier is not None and not self.local_live and self.local is not None and self._work is None:
+            self.version += 1
             self.reduced = self.local[self.bucket.owned]
             self.reduced.copy_(self._earlier)
             self._earlier = None
@@ -117,9 +121,11 @@ class GradientBucket:
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add this rank's `gradient` of parameter `index` to the local sum."""
+        self.version += 1
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if self._work is not None:  # a parameter that fires after its bucket has left: it takes the next one
+        # A parameter that fires after its bucket has left takes the next one; `local` may hold reduced ones by now.
+        if self._work is not None or (self.per_step and self.reduced is not None):
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
             return
@@ -164,6 +170,7 @@ class GradientBucket:
     def launch(self) -> None:
         """Start the reduction; parameters without a local gradient contribute zeros."""
         assert self._work is None
+        self.version += 1
         self._set_aside()
         if self.local is None:
             self.local = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
@@ -195,6 +202,7 @@ class GradientBucket:
         """Wait for a reduction under way and add its result to what is already reduced, unless nobody wants it."""
         if self._work is None:
             return
+        self.version += 1
         self.finish_sum()
         if self._spread is not None:
             self._spread.wait()
@@ -264,6 +272,7 @@ class GradientBucket:
 
     def _forget_sums(self) -> None:
         """No reduced sum is of use any more."""
+        self.version += 1
         self._earlier, self._empty = None, True
         self._forget_powers()
         if self._vector is not None:
@@ -337,6 +346,7 @@ class GradientBucket:
 
     def _forget(self, index: int) -> None:
         """Hold no gradient of a parameter; its values are the caller's business."""
+        self.version += 1
         self.live.discard(index)
         self.local_live.discard(index)
         self._scales.pop(index, None)
@@ -364,6 +374,7 @@ class GradientBucket:
         """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
         if isinstance(gradient, GradientHandle):
             self._refuse(index)
+        self.version += 1
         self._drop(index)
         owned = self.bucket.owned
         if self.per_step and self.local is None:
@@ -455,6 +466,7 @@ class GradientBucket:
         self._change(index, how)
 
     def _change(self, index: int, how: Callable[[Tensor], object]) -> None:
+        self.version += 1
         piece = self.bucket.piece_of.get(index)
         if self._vector is not None and piece is not None:
             if not self._empty:
@@ -484,7 +496,8 @@ class GradientBucket:
     def _apply_scales(self) -> None:
         scales, self._scales = self._scales, {}
         for index, factor in scales.items():
-            self._change(index, partial(_multiply, factor=factor))
+            if factor != 1.0:
+                self._change(index, partial(_multiply, factor=factor))
 
     def owned_gradients(self) -> dict[int, Tensor | OffloadedPart]:
         """The owned part of every reduced gradient, flat, by parameter index."""
@@ -509,6 +522,14 @@ class GradientBucket:
             part.powers = None if self._powers is None else self._powers.of(piece.index)
             return part
         return None if self.reduced is None else self.reduced[piece.offset : piece.offset + piece.numel]
+
+    def reduced_early(self, index: int) -> Tensor | OffloadedPart | None:
+        """This rank's part of a gradient whose reduction has just ended, before ranks agree who has one.
+
+        None if it owns none of it, or if `p.grad` is the gradient itself, to which anybody may write unseen.
+        """
+        piece = self.bucket.piece_of.get(index)
+        return None if piece is None or self._shows_gradient or self._earlier is not None else self._owned(piece)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger."""

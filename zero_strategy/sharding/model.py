@@ -54,6 +54,7 @@ class ShardedModel:
         norm_groups: Groups over which gradients are spread; a model-parallel face adds its own.
         aliases: Further names of tied parameters: {alias: first name}.
         device: Where the module computes.
+        steps_early: State has second places, so that steps may be carried out while backward goes on.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ShardedModel:
         self.device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = PLACEMENTS[config.stage]
+        self.steps_early = optimizer_store is not None and config.offload.early_step == "on"
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
         _check_same_on_all_ranks(module, mesh)
@@ -131,11 +133,11 @@ class ShardedModel:
             layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas)
             first, trainable = named[0][0], named[0][1].requires_grad
             if self._parameter_store is not None:
-                spec = VectorSpec(layout.slice_numel, dtype)
+                spec = VectorSpec(layout.slice_numel, dtype, twice=self.steps_early and trainable)
                 wanted.setdefault(self._parameter_store, {})[weights_name(first)] = spec
             if self.optimizer_store is not None and trainable and dtype in LOW_PRECISION:
                 owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
-                spec = VectorSpec(owned, torch.float32, device=self.device)
+                spec = VectorSpec(owned, torch.float32, device=self.device, twice=self.steps_early)
                 wanted.setdefault(self.optimizer_store, {})[master_name(first)] = spec
             if self._gradient_store is not None and trainable:
                 owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
@@ -165,6 +167,7 @@ class ShardedModel:
                 blank=not initialise and not kept,
                 store=self.optimizer_store,
                 shard_store=self._parameter_store,
+                twice=self.steps_early,
             )
             for dtype, named in self._buckets_of(spec)
             for kept in [any(id(parameter) in real for _, parameter in named)]

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -32,6 +32,22 @@ from zero_strategy.sharding.plan import ReductionPlan
 
 MAX_IN_FLIGHT = 2
 """Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
+
+
+class ReductionWatcher(Protocol):
+    """Somebody who uses gradients as soon as they are reduced."""
+
+    def backward_begins(self) -> None:
+        """A backward begins that will reduce gradients."""
+
+    def reduced(self, gradients: GradientBucket) -> None:
+        """The gradients of a bucket are reduced, and will stay as they are unless more come late in this backward.
+
+        Called while the backward runs, and at its end again for all buckets that any rank touched.
+        """
+
+    def reset(self) -> None:
+        """Gradients were dropped; wait for nothing that was to come."""
 
 
 class Watcher:
@@ -82,7 +98,11 @@ class GradientReducer:
         self.announce: Callable[[str, Any], None] | None = None
         """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
+        self.watchers: list[ReductionWatcher] = []
         self._sync = True
+        self._joined = self._paused = False
+        self._began = False
+        self._within: set[int] | None = None
         self._active = False
         self._next = 0
         self._begun: set[int] = set()
@@ -107,6 +127,37 @@ class GradientReducer:
             yield
         finally:
             self._sync = before
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """What autograd runs inside is one backward, in however many calls: it ends with the block."""
+        assert not self._joined
+        self._joined, self._began = True, False
+        try:
+            yield
+            self._joined = False
+            if self._began:
+                self._finish_backward()
+        finally:
+            self._joined = self._began = False
+
+    @contextmanager
+    def within(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Only these get gradients from backwards inside, as all ranks know: no other bucket is expected to leave."""
+        before, self._within = self._within, {id(parameter) for parameter in parameters}
+        try:
+            yield
+        finally:
+            self._within = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards inside give no gradients to parameters: the end of a unit's is no reason to reduce its buckets."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def hook_trainable(self) -> None:
         """Watch every parameter that requires a gradient now and is not watched yet (it may have been unfrozen)."""
@@ -166,6 +217,8 @@ class GradientReducer:
 
     def unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
         """The backward of a unit with these parameters is over, on every rank at the same point of its gathers."""
+        if self._paused:
+            return
         if not self._active:
             self.begin_backward()
         if self._reduces:
@@ -188,9 +241,17 @@ class GradientReducer:
         if self.announce is not None:
             self.announce("backward", self.shown())
         self._active = True
-        self._reuse.open()
-        self._forget_backward()
+        if not (self._joined and self._began):
+            self._reuse.open()
+            self._forget_backward()
+            self._tell_begin()
+        self._began = True
         Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _tell_begin(self) -> None:
+        if self._reduces:
+            for watcher in self.watchers:
+                watcher.backward_begins()
 
     def _forget_backward(self) -> None:
         self._next = 0
@@ -201,10 +262,13 @@ class GradientReducer:
             seen.clear()
         self.plan.begin(
             [
-                {index for index, parameter in enumerate(bucket.bucket.parameters) if parameter.requires_grad}
+                {index for index, parameter in enumerate(bucket.bucket.parameters) if self._may_train(parameter)}
                 for bucket in self.buckets
             ]
         )
+
+    def _may_train(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and (self._within is None or id(parameter) in self._within)
 
     @property
     def _reduces(self) -> bool:
@@ -232,20 +296,24 @@ class GradientReducer:
             bucket.begin()
         self._seen[number] |= bucket.local_live
         self._left[number] = None
-        if not self.per_step and len(self._in_flight) >= MAX_IN_FLIGHT:
+        if (self.watchers or not self.per_step) and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._complete(self._in_flight.popleft())
         bucket.launch()
         self._in_flight.append(bucket)
 
     def _complete(self, bucket: GradientBucket) -> None:
-        bucket.finish_sum()
-        if not self.per_step:
-            bucket.finish()
+        bucket.finish()
+        for watcher in self.watchers:
+            watcher.reduced(bucket)
 
     def _end_backward(self) -> None:
         self._active = False
         for number, index in self._awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
             self.buckets[number].resume(index)
+        if not self._joined:
+            self._finish_backward()
+
+    def _finish_backward(self) -> None:
         if self._reduces:
             self.reduce()
         else:
@@ -307,6 +375,7 @@ class GradientReducer:
         """Take part in what a rank with data announces, without data. A collective, as there."""
         if what == "backward":
             self._forget_backward()
+            self._tell_begin()
             self.follow_shown(value)
         elif what == "launch":
             self._start(value)
@@ -352,6 +421,8 @@ class GradientReducer:
             for index in indices:
                 bucket.live.add(index)
                 bucket.show(index)
+            for watcher in self.watchers if indices else ():
+                watcher.reduced(bucket)
         return agreed.same_gathers
 
     def _sequence(self) -> int:
@@ -369,6 +440,8 @@ class GradientReducer:
             self._in_flight.clear()
             self._reuse.close()
             self._active, self._next, self._unreduced = False, 0, False
+        for watcher in self.watchers:
+            watcher.reset()
 
     def settle(self) -> None:
         """Before gradients are used: reduce what `no_sync` kept back, follow what the user did to `p` and `p.grad`.
