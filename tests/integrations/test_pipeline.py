@@ -12,18 +12,21 @@ import pytest
 import pytorch_lightning
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zero_strategy
+from tests.integrations.test_registration import cli
 from tests.integrations.trainers import PLAIN, error, join, raises, trainer, weights
 from tests.launcher import Launcher
-from zero_strategy.integrations.namespaces import pipeline_strategy_class
+from zero_strategy.integrations.namespaces import pipeline_strategy_class, strategy_class
 from zero_strategy.pipeline.batches import join_parts, split_batch
 from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.recipes import pipeline_layers
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
 VOCABULARY, LENGTH, WIDTH = 23, 6, 12
@@ -73,6 +76,12 @@ class Module(pl.LightningModule):
         self.losses.append(float(loss))
         self.log("train_loss", loss)
         return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert isinstance(self, Plain) or all(p.grad is None for p in self.parameters())
+
+    def on_after_backward(self) -> None:
+        assert all(p.grad is not None for p in self.parameters())
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.pipeline.loss(batch), sync_dist=True, batch_size=len(batch[0]))
@@ -233,6 +242,36 @@ def evaluate_plainly() -> tuple[float, Any]:
     return run.test(module, loader(20, 8), verbose=False)[0]["test_loss"], run.predict(module, loader(19, 8))
 
 
+class Inference(Module):
+    """Evaluates as Lightning does where ranks talk by NCCL."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        with torch.inference_mode():
+            loss = self.pipeline.loss(batch)
+        self.log("val_loss", loss.clone(), sync_dist=True)
+
+
+def fit_between_evaluations() -> list[list[float]]:
+    found = []
+    for zero in (1, 3):
+        module = Inference()
+        trainer(pipeline(zero=zero), val_check_interval=2, limit_val_batches=1).fit(module, loader(), loader(2))
+        found.append(module.losses)
+    return found
+
+
+def test_inference_mode_leaves_nothing_behind(ranks: Launcher) -> None:
+    (plain,) = ranks(1)(fit_plainly)
+    for found in ranks(2)(fit_between_evaluations):
+        assert found == [pytest.approx(plain, rel=CLOSE)] * 2
+
+
+def fit_plainly() -> list[float]:
+    module = Plain()
+    trainer("auto").fit(module, loader())
+    return module.losses
+
+
 def test_evaluation(ranks: Launcher) -> None:
     ((loss, outputs),) = ranks(1)(evaluate_plainly)
     results = ranks(2)(evaluate, "1f1b")
@@ -278,6 +317,13 @@ def test_settings() -> None:
         zero_strategy.PipelineStrategy(zero_stage=1, stage=2)
     copied = pickle.loads(pickle.dumps(strategy))
     assert type(copied) is type(strategy) and copied.config == strategy.config
+
+
+def test_command_line() -> None:
+    flags = ["--trainer.strategy=zero_strategy.PipelineStrategy", "--trainer.strategy.stages=1"]
+    flags += ["--trainer.strategy.schedule=gpipe", "--trainer.strategy.zero_stage=2", "--trainer.strategy.prefetch=4"]
+    config = cli(*flags).strategy.config
+    assert (config.pipeline.schedule, config.stage, config.prefetch) == ("gpipe", 2, 4)
 
 
 def stages_of_names() -> list[tuple[int, str]]:
@@ -382,6 +428,13 @@ def test_refusals(ranks: Launcher) -> None:
 
 
 def whole_engine() -> None:
+    join()
+    strategy = strategy_class("lightning.fabric")(pipeline={"stages": 2})
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric.launch()
+    module = nn.Linear(2, 2)
+    with raises(ValueError, "pipeline.stages is 2", "PipelineModule"):
+        fabric.setup(module, torch.optim.SGD(module.parameters()))
     with raises(ValueError, "pipeline.stages is 2", "PipelineModule"):
         trainer(zero_strategy.ZeroStrategy(pipeline={"stages": 2})).fit(Plain(), loader())
 
@@ -474,14 +527,43 @@ def given_module(timeline: str) -> tuple[float, int]:
 def test_other_ways_in(ranks: Launcher, tmp_path: Path) -> None:
     (plain,) = ranks(1)(save_plainly, str(tmp_path))
     assert all(error(found, plain) == 0 for found in ranks(2)(from_ddp, str(tmp_path)))
-    (expected,) = ranks(1)(fit_once)
+    expected = ranks(1)(fit_plainly)[0][-1]
     timeline = tmp_path / "timeline.jsonl"
     assert ranks(2)(given_module, str(timeline)) == [(pytest.approx(expected, rel=1e-6), 8)] * 2
     assert sum('"B"' in line for line in timeline.read_text().splitlines()) == 2 * 4 * 8
     assert ranks(2)(other_namespace) == [pytest.approx(expected, rel=5e-2)] * 2
 
 
-def fit_once() -> float:
-    module = Plain()
-    trainer("auto").fit(module, loader())
-    return module.losses[-1]
+class Net(nn.Module):
+    """A model that is no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.out.weight = self.embed.weight
+
+
+class Wrapped(Module):
+    def configure_pipeline(self) -> Any:
+        torch.manual_seed(0)
+        return pipeline_layers(Net(), "blocks", embedding="embed", head="out")
+
+
+class WrappedPlainly(Plain):
+    def configure_model(self) -> None:
+        self.pipeline = PipelineModule(Wrapped().configure_pipeline(), 1, loss_fn=self.pipeline_loss, rank=0)
+
+
+def fit_recipe(plain: bool) -> tuple[list[float], list[str]]:
+    module = WrappedPlainly() if plain else Wrapped()
+    run = trainer("auto" if plain else pipeline(schedule="auto"))
+    run.fit(module, loader())
+    return module.losses, sorted(run.strategy.lightning_module_state_dict())
+
+
+def test_recipe_and_schedule_by_measurement(ranks: Launcher) -> None:
+    ((losses, names),) = ranks(1)(fit_recipe, True)
+    assert "pipeline.blocks.3.linear.weight" in names
+    assert ranks(2)(fit_recipe, False) == [(pytest.approx(losses, rel=CLOSE), names)] * 2

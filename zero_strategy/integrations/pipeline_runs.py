@@ -196,8 +196,23 @@ class TrainerRunner:
             for parameter in self.engine.module.parameters():
                 parameter.grad = None
 
+    def begin_backward(self) -> None:
+        """Let parameters have the gradients that were put aside.
+
+        Raises:
+            RuntimeError: If there are none, for the pipeline did not run.
+        """
+        if not self._leaves:
+            raise RuntimeError("training_step did not call self.pipeline.loss(batch), which runs the pipeline")
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside.clear()
+
     def end_backward(self, scale: float) -> None:
-        """Put gradients back, after the backward of what `training_step` returned, and of what is in front of it.
+        """The backward of what `training_step` returned is over.
 
         Args:
             scale: Of the loss, in fp16.
@@ -205,7 +220,6 @@ class TrainerRunner:
         Raises:
             RuntimeError: If the result was computed from the loss in a way that its gradients know nothing of.
         """
-        self._put_back()
         expected = scale / self.accumulation
         for leaf in self._leaves:
             factor = 0.0 if leaf.grad is None else float(leaf.grad) / expected
@@ -215,8 +229,6 @@ class TrainerRunner:
                     f"already, and what was returned changes {factor:g} times as fast; put factors into the loss "
                     "function (pipeline_loss)"
                 )
-        if not self._leaves:
-            raise RuntimeError("training_step did not call self.pipeline.loss(batch), which runs the pipeline")
         self._leaves.clear()
 
     @property
@@ -234,11 +246,6 @@ class TrainerRunner:
             if parameter.grad is not None:
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
-
-    def _put_back(self) -> None:
-        for parameter, gradient in self._aside:
-            parameter.grad = gradient
-        self._aside.clear()
 
 
 def _digest(batch: Any) -> int:

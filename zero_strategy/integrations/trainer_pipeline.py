@@ -25,7 +25,9 @@ from zero_strategy.integrations.on_demand import untouched, whole
 from zero_strategy.integrations.pipeline_runs import SameNumber, TrainerPipelineEngine, TrainerRunner
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.registry import build_table
+from zero_strategy.pipeline_engine import AUTO
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
 
@@ -199,14 +201,15 @@ class TrainerPipeline(_Base):
             raise TypeError("configure_pipeline() returned None; it returns a PipelineModule, or layers in their order")
         world = dist.get_world_size() if dist.is_initialized() else 1
         pipeline = resolve(self._with_stages(world), world).config.pipeline
-        count, chunks = pipeline.micro_batches or 1, pipeline.chunks or 1
-        table = build_table(pipeline.schedule, pipeline.stages, count, chunks)
+        count, chunks, shape = pipeline.micro_batches or 1, pipeline.chunks or 1, Placement(1).shape
+        if pipeline.schedule != AUTO:  # which chooses among the schedules of a placement
+            shape = build_table(pipeline.schedule, pipeline.stages, count, chunks).placement.shape
         return PipelineModule(
             layers,
             pipeline.stages,
             partition_method=pipeline.partition,
             chunks=chunks,
-            placement=table.placement.shape,
+            placement=shape,
         )
 
     def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
@@ -235,10 +238,11 @@ class TrainerPipeline(_Base):
             return module.training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: the loss has no graph."""
+        """Old gradients have been removed: give the module those that the pipeline made."""
+        self._runner.begin_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Give the optimizer the gradients that the pipeline made."""
+        """Look whether the module returned the loss as it is."""
         scaler = self.precision_plugin.scaler
         self._runner.end_backward(1.0 if scaler is None else scaler.scale)
 
