@@ -117,6 +117,8 @@ def _shortened(case: Case, count: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 _FOUR = Case("1f1b", 4, 1, 6, False)
 _TWO = Case("zbv", 2, 2, 4, False)
+_THREE = Case("1f1b", 2, 1, 3, False)
+"""The backward of stage 0 at its third micro-batch is the end of the batch: no other rank waits for what it gives."""
 
 
 @pytest.mark.parametrize(("case", "faulty", "stage"), [(_FOUR, 0, 0), (_FOUR, 3, 3), (_TWO, 0, 0)], ids=str)
@@ -135,6 +137,7 @@ def test_data_that_ends_early(ranks: Launcher, case: Case, faulty: int, stage: i
         (_FOUR, 1, _raise, "FloatingPointError", "forward of micro-batch 2 in stage 1"),
         (_FOUR, 2, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 2"),
         (_TWO, 1, _break_backward, "ArithmeticError", "input half of the backward of micro-batch 2 in stage 1"),
+        (_THREE, 0, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 0"),
         (_FOUR, 0, _unsendable, "TypeError", "outputs['depth'] is a builtins.set"),
     ],
 )

@@ -182,7 +182,7 @@ class Executor:
                 chunk.clear()
 
     def _carry_out(self, orders: Orders, data: Iterator[Any] | None) -> Run:
-        result, micro_batches = Run(), orders.schedule.micro_batches
+        result, micro_batches, met = Run(), orders.schedule.micro_batches, False
         feed = Feed(data, micro_batches, self.batch_fn, self._device, self._readers)
         self._neighbours.begin(orders.receives, zlib.crc32(orders.title.encode()))
         with torch.set_grad_enabled(orders.training):
@@ -192,15 +192,23 @@ class Executor:
                 elif order.micro_batch >= 0:
                     self._exchange(order, feed)
                 else:
+                    if not met:
+                        met = self._meet(result, micro_batches)
                     self._doing = f"in {order.instruction.__name__}"
                     started = time.perf_counter()
                     self._actions[order.instruction]()
                     self._record(result, order.instruction.__name__, started, None, 0)
-        self._doing = "at the end of the batch"
-        losses = None if self._losses is None else self._losses / micro_batches
-        result.loss = self._neighbours.share_loss(losses)
+        if not met:
+            self._meet(result, micro_batches)
         self._neighbours.end()
         return result
+
+    def _meet(self, result: Run, micro_batches: int) -> bool:
+        """All ranks have computed; what engines do then are collectives that know nothing of failures."""
+        self._doing = "at the end of the batch"
+        losses = None if self._losses is None else self._losses / micro_batches
+        result.loss = self._neighbours.share_loss(losses, micro_batches)
+        return True
 
     def _exchange(self, order: Order, feed: Feed) -> None:
         chunk = self.chunks[order.chunk]
