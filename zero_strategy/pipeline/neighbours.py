@@ -133,6 +133,8 @@ class Neighbours:
             self._end_outlet.send(self._stamp(micro_batches - 1, 0), ["v", None], [], [])
         if self._rank == last:
             for inlet in self._end_inlets:
+                inlet.come_to(self._stamp(micro_batches - 1, 0))
+            for inlet in self._end_inlets:
                 inlet.take(self._stamp(micro_batches - 1, 0))
             value = None if loss is None else loss.detach().to("cpu", torch.float32).reshape(())
             there = [] if value is None else [value]
