@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import asdict, replace
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,9 @@ class PipelineEngine(ZeroEngine):
             order=_order_of(module),
         )
         alone = module.num_stages == 1
+        limit = timedelta(seconds=resolved.config.timeout_seconds)
         self.pipe = Communicator(
-            None if alone else own_group(grid.pipe_groups, backend="gloo"), CommunicationCounters()
+            None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"), CommunicationCounters()
         )
         self.model.norm_groups.append(self.pipe)
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
@@ -169,6 +171,7 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         schedule = self.schedule(count)
+        self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
         measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
         self._hooks.begin(count * self.module.chunks, measures=measures)
         self.executor.record = measures or bool(self.config.config.pipeline.timeline)
@@ -216,6 +219,7 @@ class PipelineEngine(ZeroEngine):
             The loss as in `forward_backward`, and on the last stage's rank the outputs.
         """
         count = self.micro_batches if micro_batches is None else micro_batches
+        self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
         found = self.executor.run(self.schedule(count, training=False), iter(data))
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
