@@ -287,14 +287,12 @@ class PipelineEngine(ZeroEngine):
 
     def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
-        everyone = self.pipe.gather_objects(super().full_state_dict(names))
+        aliases = catalog_of(self).aliases
+        asked = None if names is None else {*names, *(name for alias, name in aliases.items() if alias in names)}
+        everyone = self.pipe.gather_objects(super().full_state_dict(asked))
         whole = {name: tensor for part in everyone for name, tensor in part.items()}
-        whole |= {
-            alias: whole[name]
-            for alias, name in catalog_of(self).aliases.items()
-            if name in whole and (names is None or alias in names)
-        }
-        return whole
+        whole |= {alias: whole[name] for alias, name in aliases.items() if name in whole}
+        return {name: tensor for name, tensor in whole.items() if names is None or name in names}
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""

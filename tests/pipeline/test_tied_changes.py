@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tests.launcher import Launcher
 from tests.pipeline.test_engine import STEPS, Case, batches, config_of, loss_of, module_of
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.specs import LayerSpec
 from zero_strategy.pipeline_engine import PipelineEngine
 from zero_strategy.sharding.context import GatheredParameters
 
@@ -66,3 +67,40 @@ def test_a_tied_weight_that_changes_between_steps(ranks: Launcher, what: str, co
         for case, (losses, weights) in zip(cases, found, strict=True):
             assert losses == pytest.approx(expected_losses, rel=1e-5), case
             torch.testing.assert_close(weights[KEY], expected[KEY], rtol=1e-4, atol=1e-5, msg=str(case))
+
+
+def names_of_a_shared_weight() -> list[list[str]]:
+    embedding, head = nn.Embedding(5, 5), nn.Linear(5, 5, bias=False)
+    head.weight = embedding.weight
+    engine = PipelineEngine(PipelineModule(nn.Sequential(embedding, nn.Linear(5, 5), head), 2, loss_fn=loss_of))
+    asked: list[set[str] | None] = [None, {"2.weight"}, {"0.weight", "1.bias"}]
+    return [sorted(engine.full_state_dict(names)) for names in asked]
+
+
+def test_a_tied_weight_under_its_further_name(ranks: Launcher) -> None:
+    everything = ["0.weight", "1.bias", "1.weight", "2.weight"]
+    assert ranks(2)(names_of_a_shared_weight) == 2 * [[everything, ["2.weight"], ["0.weight", "1.bias"]]]
+
+
+class Numbered(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, float | bool]:  # type: ignore[override]
+        number = 1 if x[0, 0] > 0 else True
+        return super().forward(x), number
+
+
+def kinds_that_arrive() -> list[str]:
+    seen: list[str] = []
+
+    def look(given: tuple[Tensor, float | bool]) -> Tensor:
+        seen.append(repr(given[1]))
+        return given[0]
+
+    layers = [LayerSpec(Numbered, 4, 4), look, LayerSpec(nn.Linear, 4, 4)]
+    module = PipelineModule(layers, 2, loss_fn=lambda x, _: x.mean(), partition_method=[0, 1, 3])
+    engine = PipelineEngine(module, {"pipeline": {"stages": 2, "micro_batches": 2}})
+    engine.forward_backward([(torch.ones(2, 4), 0), (-torch.ones(2, 4), 0)])
+    return seen
+
+
+def test_numbers_that_are_equal_but_of_another_type(ranks: Launcher) -> None:
+    assert ranks(2)(kinds_that_arrive) == [[], ["1", "True"]]
