@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import asdict, replace
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ class PipelineEngine(ZeroEngine):
             order=_order_of(module, root, self._prefix),
         )
         alone = module.num_stages == 1
+        limit = timedelta(seconds=resolved.config.timeout_seconds)
         self.pipe = Communicator(
-            None if alone else own_group(grid.pipe_groups, backend="gloo"), CommunicationCounters()
+            None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"), CommunicationCounters()
         )
         self.model.norm_groups.append(self.pipe)
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
@@ -176,6 +178,7 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         schedule = self.schedule(count)
+        self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
         measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
         self._hooks.begin(count * self.pipeline.chunks, measures=measures)
         with ExitStack() as stack:
@@ -224,6 +227,7 @@ class PipelineEngine(ZeroEngine):
             The loss as in `forward_backward`, and on the last stage's rank the outputs.
         """
         count = self.micro_batches if micro_batches is None else micro_batches
+        self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
         found = self.executor.run(self.schedule(count, training=False), iter(data))
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
@@ -294,14 +298,12 @@ class PipelineEngine(ZeroEngine):
 
     def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
-        everyone = self.pipe.gather_objects(super().full_state_dict(names))
+        aliases = catalog_of(self).aliases
+        asked = None if names is None else {*names, *(name for alias, name in aliases.items() if alias in names)}
+        everyone = self.pipe.gather_objects(super().full_state_dict(asked))
         whole = {name: tensor for part in everyone for name, tensor in part.items()}
-        whole |= {
-            alias: whole[name]
-            for alias, name in catalog_of(self).aliases.items()
-            if name in whole and (names is None or alias in names)
-        }
-        return whole
+        whole |= {alias: whole[name] for alias, name in aliases.items() if name in whole}
+        return {name: tensor for name, tensor in whole.items() if names is None or name in names}
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""

@@ -62,7 +62,8 @@ class Outlet:
     ) -> None:
         """Send tensors in a structure; they may be changed or let go of afterwards."""
         plan = self._layout
-        if plan is None or plan.tensors != tuple(kinds) or plan.structure != structure:
+        # As texts: True equals 1, and -0.0 equals 0.0, but a stage may treat them differently.
+        if plan is None or plan.tensors != tuple(kinds) or repr(plan.structure) != repr(structure):
             plan = self._layout = layout(structure, kinds)
         if plan.nbytes > self._size:
             notice = self._buffer(self._size)

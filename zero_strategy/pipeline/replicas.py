@@ -3,7 +3,8 @@
     owner         a parameter of its engine: sharded, clipped, updated, saved; takes the replicas' gradients as those of
                   one more micro-batch
     other holder  a plain tensor in the parameter's place, which no engine and no optimizer sees; it collects its
-                  gradient, and gets the owner's new values after each step
+                  gradient, and gets the owner's new values after each step; before a batch it follows what was done to
+                  the owner in between: values written in place, frozen or not
 
 So a tied weight has one set of optimizer state, and counts once in norms and checkpoints.
 """
@@ -66,6 +67,8 @@ class TiedWeights:
         self._ties = list(ties)
         self.replicas: dict[int, list[Replica]] = {}
         self._owned: dict[int, list[nn.Parameter]] = {}
+        self._versions: dict[int, list[int]] = {}
+        """Of owned weights, when their values were published."""
         for number, tie in enumerate(self._ties):
             if tie.is_owner:
                 self._owned[number] = list(tie.weights.values())
@@ -111,25 +114,51 @@ class TiedWeights:
             for replica in mine:
                 replica.total = None
 
-    @torch.no_grad()
     def publish(self, gathered: Gathered) -> None:
         """Give the replicas the owners' values. A collective over the holders, and over each owner's lane.
 
         Args:
             gathered: Makes parameters of the engine whole inside of a block.
         """
+        for number in range(len(self._ties)):
+            self._publish(number, gathered)
+
+    def follow(self, gathered: Gathered, agree: Callable[[Tensor], list[Tensor]]) -> None:
+        """Let replicas be what their owners have become since the last step. A collective as `publish`.
+
+        Args:
+            gathered: See `publish`.
+            agree: Exchanges small tensors over this rank's lane.
+        """
         for number, tie in enumerate(self._ties):
-            assert tie.reduce is not None
-            source = sorted(tie.ranks).index(tie.owner_rank)
+            assert tie.control is not None
+            flags = [0] * (1 + len(tie.weights))
             if tie.is_owner:
-                with gathered(self._owned[number]):
-                    for weight in self._owned[number]:
-                        tie.reduce.broadcast(weight.detach().contiguous(), source)
-            else:
-                for replica in self.replicas[number]:
-                    values = torch.empty_like(replica.tensor, memory_format=torch.contiguous_format)
-                    tie.reduce.broadcast(values, source)
-                    replica.tensor.copy_(values)
+                owned = self._owned[number]
+                edited = torch.tensor([_versions(owned) != self._versions.get(number)], dtype=torch.int32)
+                flags = [int(max(map(int, agree(edited)))), *(int(weight.requires_grad) for weight in owned)]
+            there = tie.control.exchange_small(torch.tensor(flags, dtype=torch.int32))
+            edited_there, *trained = there[_source(tie)].tolist()
+            for replica, wants in zip(self.replicas.get(number, ()), trained):
+                replica.tensor.requires_grad_(bool(wants))
+            if edited_there:
+                self._publish(number, gathered)
+
+    @torch.no_grad()
+    def _publish(self, number: int, gathered: Gathered) -> None:
+        tie = self._ties[number]
+        assert tie.reduce is not None
+        if tie.is_owner:
+            owned = self._owned[number]
+            with gathered(owned):
+                for weight in owned:
+                    tie.reduce.broadcast(weight.detach().contiguous(), _source(tie))
+            self._versions[number] = _versions(owned)
+        else:
+            for replica in self.replicas[number]:
+                values = torch.empty_like(replica.tensor, memory_format=torch.contiguous_format)
+                tie.reduce.broadcast(values, _source(tie))
+                replica.tensor.copy_(values)
 
     def forget_gradients(self) -> None:
         """Drop what replicas have collected."""
@@ -146,15 +175,25 @@ def _replace(
     tensor = torch.empty(weight.shape, dtype=wanted, device=device)
     if not weight.is_meta:
         tensor.copy_(weight.detach())
-    tensor.requires_grad_(weight.requires_grad)
     replica = Replica(name, local_name, tensor)
-    if weight.requires_grad:
-        tensor.register_post_accumulate_grad_hook(replica.collect)
+    if tensor.is_floating_point():  # what is frozen now may be trained later
+        tensor.requires_grad_().register_post_accumulate_grad_hook(replica.collect)
+    tensor.requires_grad_(weight.requires_grad)
     for child in module.modules():
         for key in [key for key, parameter in child._parameters.items() if parameter is weight]:
             del child._parameters[key]
             setattr(child, key, tensor)
     return replica
+
+
+def _source(tie: Tie) -> int:
+    """The owner's place among the holders."""
+    return sorted(tie.ranks).index(tie.owner_rank)
+
+
+def _versions(weights: Sequence[nn.Parameter]) -> list[int]:
+    """Differ when somebody has written to the weights in place."""
+    return [weight._version for weight in weights]
 
 
 def _sum(weight: Tensor, total: Tensor | None, group: Communicator) -> Tensor:
