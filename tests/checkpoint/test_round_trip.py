@@ -1,8 +1,6 @@
 """What is saved comes back, to us and to the safetensors library, whatever the number of ranks."""
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.saving import all_dtypes, bits, plan_of, random_tensor, same, save
+from tests.warm import run_warm
 from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter, Piece, TensorSpec, disk, transfer
 
 ADAM = {
@@ -292,4 +291,5 @@ for name, tensor in torch.load(root + "/expected.pt").items():
 assert state["head.w"] is state["w"]
 assert not any(module.startswith("zero_strategy") for module in sys.modules)
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=tmp_path)
+    done = run_warm(script, str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -59,6 +59,18 @@ def test_explain_derives_the_batch_and_names_the_defaults(capsys: pytest.Capture
     assert status == 2 and "train_batch_size 64 / (gradient_accumulation_steps 2 x 3 ranks) = 10.6667" in errors
 
 
+def test_explain_divides_a_batch_among_copies_of_a_pipeline(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    values = {"train_batch_size": 64, "gradient_accumulation_steps": 4, "pipeline": {"stages": 2, "partition": "best"}}
+    path = saved(tmp_path / "ds.json", values)
+    status, text, _ = run(capsys, "explain", path, "--world", 8)
+    assert status == 0
+    assert row(text, "pipeline.stages")[1:] == ["2", f"user: {path}: pipeline.stages"]
+    assert row(text, "train_micro_batch_size_per_gpu")[1:] == ["4", "derived: world size 8 / 2 pipeline stages"]
+    assert row(text, "mesh.shard")[1:] == ["4", "derived: world size 8 / pipeline.stages 2 / replicate 1"]
+
+
 def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     status, text, _ = run(capsys, "explain", DATA / "hf_zero3_offload.json", "--json")
     found = json.loads(text)

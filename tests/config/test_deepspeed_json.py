@@ -453,3 +453,33 @@ def test_any_value_of_any_key_is_read_or_a_value_or_type_error(pairs: list[tuple
             assert str(error)
         else:
             assert loaded.deepspeed is not None and not loaded.deepspeed.rejected()
+
+
+# ---- pipelines ----
+
+
+def test_a_section_that_both_spellings_have_is_told_by_the_rest() -> None:
+    both = {"stages": 2, "partition": "type:Block"}
+    for config in (
+        {"pipeline": both, "train_batch_size": 8},
+        {"pipeline": {**both, "seed_layers": False}},
+        {"pipeline": both, ZERO: {"stage": 0}},
+    ):
+        found = quietly(config)
+        assert found.zero["pipeline.stages"].value == 2 and found.zero["pipeline.partition"].value == "type:Block"
+        loaded = load_config(config)
+        assert loaded.deepspeed is not None and loaded.pipeline.partition == "type:Block" and loaded.stage == 0
+    for ours in ({"pipeline": both, "stage": 1}, {"pipeline": {**both, "schedule": "gpipe"}}, {"pipeline": both}):
+        assert load_config(ours).deepspeed is None and load_config(ours).pipeline.stages == 2
+    with pytest.raises(ValueError, match=r"pipeline\.schedule"):
+        load_config({"pipeline": {**both, "schedule": "gpipe"}, ZERO: {"stage": 1}})
+
+
+def test_what_a_pipeline_section_leaves_to_the_module() -> None:
+    found = quietly({"pipeline": {"stages": "auto", "partition": "best", "use_reentrant": False}, ZERO: {"stage": 1}})
+    assert not [key for key in found.zero if key.startswith("pipeline.")]
+    assert found.pipeline == {"stages": "auto", "partition": "best", "use_reentrant": False}
+    with pytest.raises(ValueError, match=r"pipeline\.stages is 0"):
+        quietly({"pipeline": {"stages": 0}, ZERO: {"stage": 1}})
+    with pytest.raises(TypeError, match=r"pipeline\.stages is '2'"):
+        quietly({"pipeline": {"stages": "2"}, ZERO: {"stage": 1}})

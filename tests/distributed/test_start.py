@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.warm import run_warm
 from zero_strategy.distributed.start import Place, discover, first_host
 from zero_strategy.scripts import add_config_arguments
 from zero_strategy.scripts.arguments import config_of
@@ -84,16 +84,11 @@ def start(envs: list[dict[str, str]], backend: str | None = None, verbose: bool 
         port = free.getsockname()[1]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
     code = SCRIPT.format(backend=backend, port=port, verbose=verbose)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env={**clean, "CUDA_VISIBLE_DEVICES": "", **env}, cwd=ROOT,
-            stdout=subprocess.PIPE, text=True,
-        )
-        for env in envs
-    ]  # fmt: skip
-    printed = [process.communicate(timeout=100)[0] for process in processes]
-    assert not any(process.returncode for process in processes), printed
-    return printed
+    environments = [{**clean, "CUDA_VISIBLE_DEVICES": "", **env} for env in envs]
+    with ThreadPoolExecutor(len(envs)) as pool:
+        found = list(pool.map(lambda env: run_warm(code, cwd=ROOT, env=env, timeout=100), environments))
+    assert not any(done.returncode for done in found), found
+    return [done.stdout for done in found]
 
 
 def test_a_process_alone_has_a_group_of_one() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.engine.test_late_gradients import blocks_used_again
 from tests.engine.test_offload import OPTIMIZERS, Net, outcome, tiers, unequal
+from tests.engine.twins import SETTINGS, Setting, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -317,6 +320,15 @@ def test_steps_that_are_skipped_leave_nothing(ranks: Launcher, tmp_path: Path) -
     scale = {"loss_scale": {"initial": 64.0, "growth_interval": 3}}
     for wrong, counts in ranks(2)(told, skipped, 2, torch.float16, tmp_path, "nvme", "adamw", **scale):
         assert wrong == [] and counts["good"][0] >= 2 and counts["bad"][1] >= 1
+
+
+@pytest.mark.parametrize("world, replicate", [(2, 1), (4, 2)])
+def test_gradients_that_come_late(ranks: Launcher, world: int, replicate: int) -> None:
+    """A bucket that was finished, and taken early, gets more gradients in the same backward."""
+    more = {"offload": {"optimizer": "cpu", "early_step": "on"}, "mesh": {"replicate": replicate}}
+    settings = [Setting(setting.stage, setting.order, more) for setting in SETTINGS]
+    for wrong in ranks(world)(play, partial(blocks_used_again, times=2, micro=2), settings, tolerance=1e-5):
+        assert not wrong
 
 
 class Gan(nn.Module):

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_offloaded_state_trains_alike(nccl: object, tmp_path: Path, stage: int, tier: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("early", ["on", "off"])
+def test_offloaded_state_trains_alike(
+    nccl: object, tmp_path: Path, stage: int, tier: str, early: str  # noqa: F811
+) -> None:
     model = build("transformer").cuda()
     offload = {
         "optimizer": tier,
@@ -25,6 +28,7 @@ def test_offloaded_state_trains_alike(nccl: object, tmp_path: Path, stage: int, 
         "nvme_path": [str(tmp_path)],
         "staging_bytes": 1 << 16,
         "probe_seconds": 0,
+        "early_step": early,
     }
     modules = [copy.deepcopy(model), model]
     engines = [
@@ -41,11 +45,13 @@ def test_offloaded_state_trains_alike(nccl: object, tmp_path: Path, stage: int, 
         for module, engine, optimizer in zip(modules, engines, optimizers, strict=True):
             loss = loss_fn(module, batch)
             loss.backward()
-            engine.clip_grad_norm_(1.0)
+            engine.clip_grad_norm_(1.0 if step == 6 else 1e9)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    counts = engines[1].early_steps
+    assert (counts.committed >= 5 and counts.redone <= 2) if early == "on" else counts.committed == 0
     engines[1].save(tmp_path / "saved")
     engines[0].load(tmp_path / "saved")
     assert all(torch.equal(a, b) for a, b in zip(*(e.full_state_dict().values() for e in engines), strict=True))

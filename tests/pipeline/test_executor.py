@@ -181,7 +181,7 @@ def _record(case: Case) -> tuple[list[Event], dict[str, int]]:
 def test_a_steady_run_sends_one_message_per_activation_and_is_recorded(ranks: Launcher) -> None:
     case = Case("1f1b", 2, 1, 4, False)
     (first, sent), (second, back) = ranks(2)(_record, case)
-    assert sent == {"first": 1, "activation": 4}
+    assert sent == {"first": 1, "activation": 4, "end": 1}
     assert back == {"first": 0, "gradient": 4, "loss": 1}
     rows = build_table("1f1b", 2, 4, 1).rows
     for rank, events in enumerate((first, second)):

@@ -76,7 +76,7 @@ def _die(_: Any) -> Any:
 
 
 def _sleep(found: Any) -> Any:
-    time.sleep(3.0)
+    time.sleep(2.0)
     return found
 
 
@@ -87,7 +87,7 @@ def _run(case: Case, faulty: int, fault: Callable[[Any], Any] | None, short: int
     healthy = list(stages)
     if rank == faulty and fault is not None:
         stages[0] = _Faulty(stages[0], fault)
-    executor = Executor(stages, case.placement(), loss_fn=loss_fn, timeout=1.5 if fault is _sleep else 60.0)
+    executor = Executor(stages, case.placement(), loss_fn=loss_fn, timeout=1.0 if fault is _sleep else 60.0)
     schedule, data = case.schedules()[rank], data_of(case, rank)
     if rank == faulty and short is not None:
         data = _shortened(case, short)
@@ -103,7 +103,7 @@ def _run(case: Case, faulty: int, fault: Callable[[Any], Any] | None, short: int
     else:
         raise AssertionError("nothing happened")
     if fault is _sleep:
-        time.sleep(2.0)
+        time.sleep(1.5)
     for chunk, module in zip(executor.chunks, healthy):
         chunk.module = module
     loss = executor.run(schedule, data_of(case, rank)).loss
@@ -117,6 +117,8 @@ def _shortened(case: Case, count: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 _FOUR = Case("1f1b", 4, 1, 6, False)
 _TWO = Case("zbv", 2, 2, 4, False)
+_THREE = Case("1f1b", 2, 1, 3, False)
+"""The backward of stage 0 at its third micro-batch is the end of the batch: no other rank waits for what it gives."""
 
 
 @pytest.mark.parametrize(("case", "faulty", "stage"), [(_FOUR, 0, 0), (_FOUR, 3, 3), (_TWO, 0, 0)], ids=str)
@@ -135,6 +137,7 @@ def test_data_that_ends_early(ranks: Launcher, case: Case, faulty: int, stage: i
         (_FOUR, 1, _raise, "FloatingPointError", "forward of micro-batch 2 in stage 1"),
         (_FOUR, 2, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 2"),
         (_TWO, 1, _break_backward, "ArithmeticError", "input half of the backward of micro-batch 2 in stage 1"),
+        (_THREE, 0, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 0"),
         (_FOUR, 0, _unsendable, "TypeError", "outputs['depth'] is a builtins.set"),
     ],
 )
@@ -159,8 +162,29 @@ def test_a_structure_that_a_stage_cannot_take(ranks: Launcher) -> None:
 def test_a_rank_that_does_not_get_on(ranks: Launcher) -> None:
     for rank, told in enumerate(ranks(2)(_run, Case("gpipe", 2, 1, 4, False), 0, _sleep)):
         assert told.kind == "PipelineError" and told.seconds < _SECONDS, told
-        assert "stage 1 (rank 1) has waited 1.5 s for the activation of micro-batch 2, and stage 0 (ra" in told.text
+        assert "stage 1 (rank 1) has waited 1 s for the activation of micro-batch 2, and stage 0 (ra" in told.text
         assert told.later is not None, rank
+
+
+def _absent(seconds: float) -> tuple[str, str, float]:
+    """Rank 1 comes to its second batch late, and the others wait for a while only."""
+    rank, case = dist.get_rank(), Case("1f1b", 4, 1, 2, False)
+    executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, timeout=60.0, patience=seconds)
+    executor.run(case.schedules()[rank], data_of(case, rank))
+    started = time.monotonic()
+    if rank == 1:
+        time.sleep(seconds + 1.0)
+    try:
+        executor.run(case.schedules()[rank], data_of(case, rank))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    raise AssertionError("nothing happened")
+
+
+def test_a_rank_that_does_not_come(ranks: Launcher) -> None:
+    for kind, text, seconds in ranks(4)(_absent, 1.0):
+        assert kind == "PipelineError" and seconds < _SECONDS
+        assert "stage 1 (rank 1) has not come to batch 2 of the pipeline while stage " in text
 
 
 def _confused(case: Case, odd: Case | None) -> tuple[str, str, float]:

@@ -136,7 +136,9 @@ def _exchange(wrong: Stamp | None) -> tuple[dict[str, int], list[float]] | str:
     """Rank 0 sends tensors of changing sizes and structures to rank 1, and rank 1 as many back at the same time."""
     rank = dist.get_rank()
     device, there, back = torch.device("cpu"), Channel(0, 1, 0), Channel(1, 0, 1)
-    transport = PointToPoint([0, 1], [there, back], device=device, timeout=20, name="test", title=f"stage {rank}")
+    transport = PointToPoint(
+        [0, 1], [there, back], device=device, timeout=20, patience=20, name="test", title=f"stage {rank}"
+    )
     outlet = Outlet(transport, there if rank == 0 else back, "activation", device)
     inlet = Inlet(transport, back if rank == 0 else there, "activation", f"stage {1 - rank}", f"stage {rank}", device)
     for run in range(2):

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zero_strategy.integrations.deepspeed as deepspeed
+from tests.checkpoint.interop import parallel_files
 from tests.launcher import Launcher
 from tests.scripts import old_pipeline as script
+from zero_strategy.checkpoint.interop.megatron_rules import MergeRules
 from zero_strategy.pipeline.errors import DataEndedError, PipelineError
 from zero_strategy.scripts.pipeline import ScriptPipelineEngine
 
@@ -84,8 +86,10 @@ def low(stages: int, precision: dict[str, Any]) -> dict[str, Any]:
     batches = script.own(engine, script.micro_batches())
     losses, rates, before = [], [], engine.state_dict()
     for step in range(4):
+        rate = engine.get_lr()[0]
         losses.append(engine.train_batch(batches).item())
         rates.append(engine.get_lr()[0])
+        assert (rates[-1] == rate) == (not engine.was_step_applied() or step == engine.skipped_steps)  # 0 at first
         if engine.skipped_steps == step + 1:
             assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
             assert engine.get_global_grad_norm() == float("inf") and not engine.was_step_applied()
@@ -103,6 +107,8 @@ def train_all(stages: int, configs: list[dict[str, Any]], folder: str) -> dict[s
         refuse()
         found["went_on"] = save(folder)
         weights(folder)
+        from_deepspeed(folder)
+        stage_without_weights()
     else:
         found["resumed"] = [resume(there, folder) for there in (4, 2, 1)]
     return found
@@ -110,6 +116,7 @@ def train_all(stages: int, configs: list[dict[str, Any]], folder: str) -> dict[s
 
 def test_a_deepspeed_script_on_two_ranks_and_four(ranks: Launcher, tmp_path: Path, alone: None) -> None:
     configs = [zero(0), zero(1), zero(2, ours=True), zero(3)]
+    write_deepspeed(tmp_path / "theirs" / "tag")
     by_rank = ranks(2, timeout=120)(train_all, 2, configs, str(tmp_path))
     more = ranks(4, timeout=120)(train_all, 2, [zero(1), zero(3, ours=True)], str(tmp_path))
     for copies, found in [*((1, found) for found in by_rank), *((2, found) for found in more)]:
@@ -150,6 +157,21 @@ def epochs_plainly(copies: int) -> list[float]:
     return script.plain(batches, adamw, CLIP, script.net(deepspeed.pipe, 1, rank=0))[0]
 
 
+def stage_without_weights() -> None:
+    """The last stage has the tied weight that the first one owns, or a function alone."""
+    config = {**zero(1), "train_micro_batch_size_per_gpu": script.MICRO, "gradient_accumulation_steps": script.BATCH}
+    tied = script.net(deepspeed.pipe, 2, partition_method=[0, 6, 7])
+    engine, *_ = deepspeed.initialize(model=tied, config=config)
+    batches = script.micro_batches()
+    assert [engine.train_batch(batches).item() for _ in range(STEPS)] == pytest.approx(expected()[0], abs=1e-6)
+    layers = [nn.Linear(1, 1), nn.Linear(1, 1), torch.tanh]
+    mse = nn.functional.mse_loss
+    bare = deepspeed.pipe.PipelineModule(layers, 2, loss_fn=mse, partition_method=[0, 2, 3])
+    engine, *_ = deepspeed.initialize(model=bare, config=config)
+    losses = [engine.train_batch(itertools.repeat([torch.ones(2, 1)] * 2)).item() for _ in range(STEPS)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
 # ---- evaluation, refusals ----
 
 
@@ -170,7 +192,7 @@ def evaluate() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
     assert engine.eval_batch(iter(held)).item() == pytest.approx(sum(each[:4]) / 4, abs=1e-6)
-    assert not engine.module.training
+    assert not engine.module.training and engine.zero.executor.keep_outputs
     for count in (1, 3, 6):
         loss, logits = engine.eval_batch(iter(held), return_logits=True, num_micro_batches=count)
         assert loss.item() == pytest.approx(sum(each[:count]) / count, abs=1e-6)
@@ -270,6 +292,32 @@ def weights(folder: str) -> None:
     same(engine, trained)
     with pytest.raises(ValueError, match=r"tied_modules\.embed\.weight"):
         engine.load_module_state_dict({name: value for name, value in fresh.items() if "embed" not in name})
+
+
+def write_deepspeed(path: Path) -> None:
+    """What DeepSpeed's two stages of this model would write."""
+    shapes = {name: tuple(value.shape) for name, value in script.net(deepspeed.pipe, 1, rank=0).state_dict().items()}
+    parts = parallel_files.shards_of(shapes, MergeRules(), 0, 1)
+    path.mkdir(parents=True)
+    for layer in range(6):
+        start = f"{layer}." if layer else "tied_modules.embed."
+        state = {name.removeprefix(start): parts[name] for name in shapes if name.startswith(start)}
+        torch.save(state, path / f"layer_{layer:02d}-model_states.pt")
+    for stage, layers in enumerate(("12", "345")):
+        names = [name for name in shapes if name[0] in (*layers, "t")]
+        parallel_files.save_rank(path, stage, dict.fromkeys(names, "a"), parts, (2, 1, 1))
+
+
+def from_deepspeed(folder: str) -> None:
+    whole = parallel_files.value
+    engine = script.start(deepspeed, 2, zero(3))
+    path, _ = engine.load_checkpoint(Path(folder) / "theirs", "tag")
+    assert path is not None and engine.global_steps == 5
+    for name, found in engine.state_dict().items():
+        assert torch.equal(found, whole("w", name, found.shape)), name
+    for name, state in engine.zero.full_optimizer_state(engine.optimizer).items():
+        for kind in parallel_files.KINDS:
+            assert torch.equal(state[kind], whole(kind, name, state[kind].shape)), (kind, name)
 
 
 def same(engine: Any, expected: dict[str, Tensor]) -> None:

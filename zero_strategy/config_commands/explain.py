@@ -65,13 +65,15 @@ def _owned(found: DeepSpeedSettings, world: int | None) -> Iterator[tuple[str, S
     """What a framework or a script owns, as far as the file says it."""
     batch, reports = found.batch, {report.key: report for report in found.found}
     enough = batch.train_batch_size is not None or batch.train_micro_batch_size_per_gpu is not None
-    resolved = batch.resolve(world) if world is not None and enough else batch
+    stages = found.zero["pipeline.stages"].value if "pipeline.stages" in found.zero else 1
+    resolved = batch.resolve(world // stages) if world is not None and enough else batch
+    derived = f"derived: world size {world}" + (f" / {stages} pipeline stages" if stages > 1 else "")
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         value = getattr(resolved, name)
         if name in reports and (value is None or getattr(batch, name) is not None):
             yield name, Setting(_AUTO if value is None else value, f"{found.origin}: {reports[name].path}")
         else:
-            yield name, Setting(value, "not set" if value is None else f"derived: world size {world}")
+            yield name, Setting(value, "not set" if value is None else derived)
     for name, setting in (("gradient_clipping", found.gradient_clipping), ("computation", found.precision)):
         yield name, setting._replace(value=_AUTO) if setting.value is None else setting
     for name, named in (("optimizer", found.optimizer), ("scheduler", found.scheduler)):

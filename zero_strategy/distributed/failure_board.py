@@ -1,6 +1,7 @@
 """The first failure among ranks that work together, over the process group's key-value store.
 
 A rank that fails says why here before it breaks its connections; the others, whose waits then end, find the cause.
+Ranks also say how far they have come, for those that wait for them.
 """
 
 from __future__ import annotations
@@ -67,6 +68,20 @@ class FailureBoard:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return self._known
+
+    def come_to(self, rank: int, batch: int) -> None:
+        """A rank has come to a batch."""
+        with contextlib.suppress(Exception):
+            if self._store is not None:
+                self._store.set(f"{self._key}/at/{rank}", str(batch))
+
+    def batch_of(self, rank: int) -> int | None:
+        """The last batch that a rank has come to; 0: to none; None: that cannot be said."""
+        with contextlib.suppress(Exception):
+            key = f"{self._key}/at/{rank}"
+            if self._store is not None:
+                return int(self._store.get(key)) if self._store.check([key]) else 0
+        return None
 
 
 def _read(content: bytes | str) -> Failure | None:

@@ -28,6 +28,8 @@ from zero_strategy.distributed.watched_waits import Awaited, Group, WatchedWaits
 
 _LARGE_BYTES = 1 << 20
 """Of a message that a thread posts: posting copies to the socket as much as it takes."""
+_MOST_SMALL_BYTES = 32 << 20
+"""Of small messages, until a thread lets go of those that have arrived."""
 _LOOK_SECONDS = 0.0002
 _BACKUP_SECONDS = 60.0
 """By which gloo's own time-out is longer than ours."""
@@ -55,6 +57,7 @@ class PointToPoint:
         channels: All that will be used, by any of them.
         device: Of the messages.
         timeout: Seconds that a wait may take.
+        patience: Seconds of a wait in which the other rank must come to this rank's batch.
         name: Tells transports of these ranks apart where not all make them in one order; equal on all ranks.
         title: This rank in words, for errors.
 
@@ -71,6 +74,7 @@ class PointToPoint:
         *,
         device: torch.device,
         timeout: float,
+        patience: float,
         name: str,
         title: str,
     ) -> None:
@@ -81,7 +85,7 @@ class PointToPoint:
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
-        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout)
+        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout, patience)
         self._senders = {group: _DeviceSender() if group.on_device else _Sender() for group in groups}
         weakref.finalize(self, self.waits.stop)
 
@@ -113,7 +117,7 @@ class PointToPoint:
             return group.send(buffer, channel.target, channel.tag)
 
         with self.waits.watching(self._awaited("room for a message", channel.target)):
-            self._senders[group].send(post, buffer.numel() >= _LARGE_BYTES, done)
+            self._senders[group].send(post, buffer.numel(), done)
 
     def wait(self, work: Any, what: str, peer: str, channel: Channel) -> None:
         """Wait for what `post` has returned.
@@ -139,34 +143,47 @@ class PointToPoint:
 
 
 class _Sender:
-    """Posts messages in their order, and notices in a thread when they are gone."""
+    """Posts messages in their order. Small ones are looked after at the end; for others a thread notices their end."""
 
     def __init__(self) -> None:
         self._poster, self._reaper = BackgroundWorker(), BackgroundWorker()
         self._posting: Future[None] | None = None
         self._under_way: deque[Future[None]] = deque()
+        self._small: list[tuple[Any, Callable[[], None]]] = []
+        self._small_bytes = 0
 
-    def send(self, post: Callable[[], Any], large: bool, done: Callable[[], None]) -> None:
+    def send(self, post: Callable[[], Any], nbytes: int, done: Callable[[], None]) -> None:
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft().result()
-        found: list[Any] = []
-        posted: Future[None] | None = None
-        if large or not (self._posting is None or self._posting.done()):
-            posted = self._posting = self._poster.submit(lambda: found.append(post()))
-        else:
-            found.append(post())
-
-        def reap() -> None:
-            if posted is not None:
-                posted.result()
-            found.pop().wait()
-            done()
-
-        self._under_way.append(self._reaper.submit(reap))
+        if nbytes < _LARGE_BYTES and (self._posting is None or self._posting.done()):
+            self._small.append((post(), done))
+            self._small_bytes += nbytes
+            if self._small_bytes > _MOST_SMALL_BYTES:
+                self._reap(self._small)
+                self._small, self._small_bytes = [], 0
+            return
+        posted: list[tuple[Any, Callable[[], None]]] = []
+        self._posting = self._poster.submit(lambda: posted.append((post(), done)))
+        self._reap(posted, self._posting)
 
     def finish(self) -> None:
+        for work, done in self._small:
+            work.wait()
+            done()
+        self._small, self._small_bytes = [], 0
         while self._under_way:
             self._under_way.popleft().result()
+
+    def _reap(self, posted: list[tuple[Any, Callable[[], None]]], after: Future[None] | None = None) -> None:
+        def reap() -> None:
+            if after is not None:
+                after.result()
+            while posted:
+                work, done = posted.pop(0)
+                work.wait()
+                done()
+
+        self._under_way.append(self._reaper.submit(reap))
 
 
 class _DeviceSender(_Sender):
@@ -175,7 +192,7 @@ class _DeviceSender(_Sender):
     def __init__(self) -> None:
         self._posted: deque[tuple[Any, Callable[[], None]]] = deque()
 
-    def send(self, post: Callable[[], Any], large: bool, done: Callable[[], None]) -> None:
+    def send(self, post: Callable[[], Any], nbytes: int, done: Callable[[], None]) -> None:
         self._posted.append((post(), done))
         self._look()
 

@@ -101,18 +101,26 @@ class WatchedWaits:
         groups: Whose connections are broken on failure.
         board: Where failures are posted.
         timeout: Seconds that a wait may take.
+        patience: Seconds of a wait in which the other rank must come to this rank's batch.
     """
 
     def __init__(
-        self, rank: int, name: str, groups: list[Group], board: FailureBoard, timeout: float
+        self, rank: int, name: str, groups: list[Group], board: FailureBoard, timeout: float, patience: float
     ) -> None:
-        self.rank, self.name, self.groups, self.board, self.timeout = rank, name, groups, board, timeout
+        self.rank, self.name, self.groups, self.board = rank, name, groups, board
+        self.timeout, self.patience = timeout, min(patience, timeout)
         self.broken = False
+        self._batch = self._told = 0
         self._waiting: tuple[Awaited, float] | None = None
-        self._expired = False
+        self._expired = ""
         self._awake, self._stopped = threading.Event(), False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    def begin(self, batch: int) -> None:
+        """This rank has come to a batch, numbered from 1; all ranks do the same."""
+        self._batch = batch
+        self._awake.set()
 
     def wait(self, work: Any, awaited: Awaited) -> None:
         """Wait for something under way.
@@ -171,11 +179,7 @@ class WatchedWaits:
     def _explained(self, error: RuntimeError, awaited: Awaited) -> RankFailedError:
         failure = self.board.first(0.0 if self._expired else _REASON_SECONDS)
         if failure is None and self._expired:
-            text = (
-                f"{self.name} has waited {self.timeout:g} s for {awaited.what}, and {awaited.peer} has neither come "
-                "nor failed: it is out of step, or hangs"
-            )
-            failure = self.fail(Failure("silent", awaited.rank, text, {}))
+            failure = self.fail(Failure("silent", awaited.rank, self._expired, {}))
         elif failure is None:
             text = f"{awaited.peer} is gone: its connection broke while {self.name} waited for {awaited.what} ({error})"
             failure = self.fail(Failure("gone", awaited.rank, text, {}))
@@ -188,12 +192,27 @@ class WatchedWaits:
             if self._stopped:
                 return
             time.sleep(_LOOK_SECONDS)
-            waiting = self._waiting
-            if waiting is None or self.broken:
-                continue
-            seconds = time.monotonic() - waiting[1]
-            if seconds > _ASK_AFTER and self.board.first() is not None:
-                self.break_connections()
-            elif seconds > self.timeout:
-                self._expired = True
-                self.break_connections()
+            if self._told != self._batch:
+                self._told = self._batch
+                self.board.come_to(self.rank, self._told)
+            if (waiting := self._waiting) is not None and not self.broken:
+                self._look_at(waiting[0], time.monotonic() - waiting[1])
+
+    def _look_at(self, awaited: Awaited, seconds: float) -> None:
+        """Breaks the connections if there is no point in waiting on."""
+        if seconds > _ASK_AFTER and self.board.first() is not None:
+            self.break_connections()
+        elif seconds > self.timeout:
+            self._expire(
+                f"{self.name} has waited {self.timeout:g} s for {awaited.what}, and {awaited.peer} has neither sent it "
+                "nor failed: it is out of step, or hangs"
+            )
+        elif seconds > self.patience and self.board.batch_of(awaited.rank) in range(self._batch):
+            self._expire(
+                f"{awaited.peer} has not come to batch {self._batch} of the pipeline while {self.name} waited "
+                f"{self.patience:g} s for {awaited.what}: it is out of step, or busy with something else"
+            )
+
+    def _expire(self, text: str) -> None:
+        self._expired = text
+        self.break_connections()

@@ -131,7 +131,11 @@ class _Thread:
     def wait(self) -> None:
         """Returns when nothing is being carried out."""
         if self.last is not None and os.getpid() == self.process:
-            self.last.result()
+            try:
+                self.last.result()
+            except Exception:
+                self.last = None
+                raise
             self.last = None
 
     def end(self) -> None:

@@ -75,6 +75,7 @@ class Executor:
         device: Of what stages compute with.
         autocast: Makes the context in which forwards run.
         timeout: Seconds that this rank waits for a message.
+        patience: Seconds that it waits for one from a rank that has not come to the same batch.
         name: Tells pipelines of the same ranks apart, where not all of them run their first batches in one order.
         record: Whether runs have events.
         ahead: Post receives before the schedule comes to them; None: on the CPU. On a GPU they would occupy it.
@@ -86,7 +87,10 @@ class Executor:
         batch_fn: May be changed between runs.
         record: Likewise.
         loss_fn: Likewise.
+        keep_outputs: Likewise; whether runs without backwards keep the last stage's outputs.
     """
+
+    keep_outputs = True
 
     def __init__(
         self,
@@ -100,6 +104,7 @@ class Executor:
         device: torch.device | str = "cpu",
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
         timeout: float = 1800.0,
+        patience: float = 60.0,
         name: str = "pipeline",
         record: bool = False,
         ahead: bool | None = None,
@@ -118,7 +123,7 @@ class Executor:
         last = placement.stages - 1
         self.chunks = [Chunk(module, stage, stage == last) for module, stage in zip(chunks, stages)]
         ahead = self._device.type == "cpu" if ahead is None else ahead
-        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, name, ahead)
+        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, patience, name, ahead)
         self._readers = (0 in stages) + (last in stages)
         self._read: Orders | None = None
         self._doing = ""
@@ -177,7 +182,7 @@ class Executor:
                 chunk.clear()
 
     def _carry_out(self, orders: Orders, data: Iterator[Any] | None) -> Run:
-        result, micro_batches = Run(), orders.schedule.micro_batches
+        result, micro_batches, met = Run(), orders.schedule.micro_batches, False
         feed = Feed(data, micro_batches, self.batch_fn, self._device, self._readers)
         self._neighbours.begin(orders.receives, zlib.crc32(orders.title.encode()))
         with torch.set_grad_enabled(orders.training):
@@ -187,15 +192,23 @@ class Executor:
                 elif order.micro_batch >= 0:
                     self._exchange(order, feed)
                 else:
+                    if not met:
+                        met = self._meet(result, micro_batches)
                     self._doing = f"in {order.instruction.__name__}"
                     started = time.perf_counter()
                     self._actions[order.instruction]()
                     self._record(result, order.instruction.__name__, started, None, 0)
-        self._doing = "at the end of the batch"
-        losses = None if self._losses is None else self._losses / micro_batches
-        result.loss = self._neighbours.share_loss(losses)
+        if not met:
+            self._meet(result, micro_batches)
         self._neighbours.end()
         return result
+
+    def _meet(self, result: Run, micro_batches: int) -> bool:
+        """All ranks have computed; what engines do then are collectives that know nothing of failures."""
+        self._doing = "at the end of the batch"
+        losses = None if self._losses is None else self._losses / micro_batches
+        result.loss = self._neighbours.share_loss(losses, micro_batches)
+        return True
 
     def _exchange(self, order: Order, feed: Feed) -> None:
         chunk = self.chunks[order.chunk]
@@ -270,7 +283,8 @@ class Executor:
             chunk.end(micro_batch, self._hooks.scale_loss(loss, orders.schedule.micro_batches))
         else:
             chunk.end(micro_batch, None)
-            result.outputs.append(found)
+            if self.keep_outputs:
+                result.outputs.append(found)
         self._hooks.forwarded(micro_batch, found, None if loss is None else loss.detach())
 
     def _call(self, chunk: Chunk, micro_batch: int, value: Any, labels: Any) -> tuple[Any, Tensor | None]:

@@ -57,7 +57,9 @@ class Feed:
                 ) from end  # fmt: skip
             if self._batch_fn is not None:
                 batch = self._batch_fn(batch)
-            self._there[self._read] = tree_map(self._move, batch), self._readers
+            if self._device.type != "cpu":
+                batch = tree_map(self._move, batch)
+            self._there[self._read] = batch, self._readers
             self._read += 1
 
     def take(self, micro_batch: int, part: int, stage: int) -> Any:

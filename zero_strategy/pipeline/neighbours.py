@@ -27,6 +27,7 @@ class Neighbours:
         ranks: World ranks of the pipeline, in order.
         device: Of tensors.
         timeout: Seconds that a wait may take.
+        patience: Seconds of a wait in which the neighbour must come to the same batch.
         name: Tells pipelines apart; equal on all ranks.
         ahead: Post receives before the schedule comes to them.
 
@@ -42,12 +43,13 @@ class Neighbours:
         ranks: list[int],
         device: torch.device,
         timeout: float,
+        patience: float,
         name: str,
         ahead: bool,
     ) -> None:
         self._placement, self._rank, self._ranks, self._device = placement, rank, ranks, device
         self._ahead = ahead
-        self._timeout, self._name = timeout, name
+        self._timeout, self._patience, self._name = timeout, patience, name
         self._run, self._program = 0, 0
         self._transport: PointToPoint | None = None
         self._sent: Counter[tuple[bool, int]] = Counter()
@@ -57,13 +59,15 @@ class Neighbours:
         self._inlets: dict[tuple[bool, int], Inlet] = {}
         self._loss_outlets: list[Outlet] = []
         self._loss_inlet: Inlet | None = None
+        self._end_outlet: Outlet | None = None
+        self._end_inlets: list[Inlet] = []
         stages = [placement.stage_of(rank, chunk) for chunk in range(placement.chunks)]
         self._stages = stages
         self.title = self._title_of(rank)
 
     @property
     def counters(self) -> CommunicationCounters | None:
-        """Messages and bytes sent: "activation", "gradient", "loss", and "control" for announcements."""
+        """Messages and bytes sent: "activation", "gradient", "loss", "end", and "control" for announcements."""
         return None if self._transport is None else self._transport.counters
 
     def begin(self, receives: Counter[tuple[type[PipeInstruction], int]], program: int) -> None:
@@ -78,14 +82,16 @@ class Neighbours:
         if self._transport is None or self._transport.waits.broken:
             self._connect()
         self._run, self._program = self._run + 1, program
+        assert self._transport is not None
+        self._transport.waits.begin(self._run)
         self._sent.clear()
         self._taken.clear()
         self._come_to.clear()
         for (instruction, chunk), count in receives.items():
             forward = instruction is RecvActivation
             self._inlets[forward, self._stages[chunk]].expect(count)
-        if self._loss_inlet is not None:
-            self._loss_inlet.expect(1)
+        for inlet in [*self._end_inlets, *([] if self._loss_inlet is None else [self._loss_inlet])]:
+            inlet.expect(1)
 
     def send_activation(self, stage: int, micro_batch: int, parcel: Parcel) -> None:
         """To the next stage."""
@@ -109,17 +115,25 @@ class Neighbours:
         """What the stage after `stage` has sent; waits for it."""
         return self._take(False, stage, micro_batch)
 
-    def share_loss(self, loss: Tensor | None) -> Tensor | None:
-        """The loss of the last stage's rank, on every rank; waits for it.
+    def share_loss(self, loss: Tensor | None, micro_batches: int) -> Tensor | None:
+        """The loss of the last stage's rank, on every rank, once all ranks have computed all; waits for that.
+
+        So a rank that fails in its last backward, which no other one waits for, is still an error on all of them: what
+        comes after, such as collectives over ranks that hold a tied weight, would wait for it for very long.
 
         Args:
             loss: On that rank; ignored on others.
+            micro_batches: Of the batch.
 
         Returns:
             float32, on the CPU. None if that rank has none.
         """
         last = self._placement.rank_of(self._placement.stages - 1)
+        if self._end_outlet is not None:
+            self._end_outlet.send(self._stamp(micro_batches - 1, 0), ["v", None], [], [])
         if self._rank == last:
+            for inlet in self._end_inlets:
+                inlet.take(self._stamp(micro_batches - 1, 0))
             value = None if loss is None else loss.detach().to("cpu", torch.float32).reshape(())
             there = [] if value is None else [value]
             for outlet in self._loss_outlets:
@@ -180,12 +194,14 @@ class Neighbours:
                 ways[False, stage + 1] = Channel(there, here, 2 * stage + 1)
         losses = {rank: Channel(rank_of[last], rank, 2 * last) for rank in range(placement.ranks)}
         del losses[rank_of[last]]
+        ends = {rank: Channel(rank, rank_of[last], 2 * last + 1) for rank in losses}
         self._run = 0
         transport = self._transport = PointToPoint(
-            self._ranks, [*ways.values(), *losses.values()], device=self._device, timeout=self._timeout,
-            name=self._name, title=self.title,
+            self._ranks, [*ways.values(), *losses.values(), *ends.values()], device=self._device, timeout=self._timeout,
+            patience=self._patience, name=self._name, title=self.title,
         )  # fmt: skip
         self._outlets, self._inlets, self._loss_outlets, self._loss_inlet = {}, {}, [], None
+        self._end_outlet, self._end_inlets = None, []
         for (forward, stage), channel in ways.items():
             what, to = ("activation", stage + 1) if forward else ("gradient", stage - 1)
             if channel.source == own:
@@ -200,3 +216,9 @@ class Neighbours:
                 self._loss_inlet = Inlet(transport, channel, "loss", peer, self.title, self._device, self._ahead)
             elif channel.source == own:
                 self._loss_outlets.append(Outlet(transport, channel, "loss", self._device))
+        for rank, channel in ends.items():
+            if rank == own:
+                self._end_outlet = Outlet(transport, channel, "end", self._device)
+            elif channel.target == own:
+                peer = self._title_of(rank)
+                self._end_inlets.append(Inlet(transport, channel, "end", peer, self.title, self._device, self._ahead))

@@ -139,7 +139,8 @@ class ScriptPipelineEngine(ScriptEngine):
             raise ValueError(f"reduce_output {reduce_output!r} is not done; accepted: 'avg', None")
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ValueError(f"num_micro_batches is {num_micro_batches}; accepted: 1 or more")
-        run = self._evaluate(_iterator(data_iter, "eval_batch"), num_micro_batches, compute_loss)
+        data = _iterator(data_iter, "eval_batch")
+        run = self._evaluate(data, num_micro_batches, compute_loss, return_logits or not compute_loss)
         there = self.is_last_stage()
         if not compute_loss:
             found = self._reduced(run.outputs, reduce_output) if there else None
@@ -156,16 +157,16 @@ class ScriptPipelineEngine(ScriptEngine):
             outputs = run.outputs[0] if len(run.outputs) == 1 else run.outputs
         return found, outputs
 
-    def _evaluate(self, data: Iterable[Any], micro_batches: int | None, compute_loss: bool) -> Run:
+    def _evaluate(self, data: Iterable[Any], micro_batches: int | None, compute_loss: bool, keep: bool) -> Run:
         executor = self.zero.executor
         self.module.eval()
         self._losses.clear()
         loss_fn = executor.loss_fn
         try:
-            executor.loss_fn = loss_fn if compute_loss else None
+            executor.loss_fn, executor.keep_outputs = loss_fn if compute_loss else None, keep
             return self.zero.evaluate(data, micro_batches)
         finally:
-            executor.loss_fn = loss_fn
+            executor.loss_fn, executor.keep_outputs = loss_fn, True
 
     def _reduced(self, outputs: list[Any], how: str | None) -> Any:
         """Outputs of the last stage's rank: as they are, or their mean over its lane."""

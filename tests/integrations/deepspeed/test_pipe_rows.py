@@ -5,6 +5,7 @@ What takes several ranks is in tests/scripts/test_pipeline.py and tests/pipeline
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import zero_strategy.integrations.deepspeed as deepspeed
+from zero_strategy.config import load_config
 
 NO_DEFAULT = inspect.Parameter.empty
 pipe, schedule = deepspeed.pipe, deepspeed.runtime.pipe.schedule
@@ -363,6 +365,16 @@ def test_the_json_s_section() -> None:
         engine_of(config={"pipeline": {"activation_checkpoint_interval": -1}})
     with pytest.raises(ValueError, match=r"pipeline\.stages is 2 .*divisor of the world size 1"):
         engine_of(config={"pipeline": {"stages": 2}})
+
+
+def test_a_json_with_settings_of_this_package_on_top() -> None:
+    json = {"train_batch_size": 6, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 2}}
+    config = load_config(json, pipeline={"schedule": "gpipe"})
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    module = PipelineModule(layers(), num_stages=1, loss_fn=loss_fn)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=sgd, config=config)
+    assert (engine.train_batch_size(), engine.micro_batches, engine.gradient_clipping()) == (6, 3, 1.0)
+    assert engine.zero.config.config.pipeline.schedule == "gpipe" and engine.zero_optimization_stage() == 2
 
 
 def test_micro_batches_are_the_accumulation_steps() -> None:
