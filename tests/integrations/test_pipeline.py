@@ -11,110 +11,17 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
-import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import zero_strategy
+from tests.integrations.pipelines import CLOSE, VOCABULARY, WIDTH, Block, Module, Plain, layers, loader, pipeline
 from tests.integrations.test_registration import cli
 from tests.integrations.trainers import PLAIN, error, join, raises, trainer, weights
 from tests.launcher import Launcher
-from zero_strategy.integrations.namespaces import pipeline_strategy_class, strategy_class
-from zero_strategy.pipeline.batches import join_parts, split_batch
-from zero_strategy.pipeline.errors import PipelineError
+from zero_strategy.integrations.namespaces import pipeline_strategy_class
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.recipes import pipeline_layers
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
-
-VOCABULARY, LENGTH, WIDTH = 23, 6, 12
-CLOSE = 2e-6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + torch.tanh(self.linear(self.norm(x)))
-        return out
-
-
-def head(embedding: nn.Embedding, x: Tensor) -> Tensor:
-    return F.linear(x, embedding.weight)
-
-
-def layers() -> list[Any]:
-    first = TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH)
-    last = TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=head)
-    return [first, *(LayerSpec(Block) for _ in range(6)), LayerSpec(nn.LayerNorm, WIDTH), last]
-
-
-class Module(pl.LightningModule):
-    """A tied language model, its steps as without a pipeline."""
-
-    pipeline: PipelineModule
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-
-    def configure_pipeline(self) -> Any:
-        torch.manual_seed(0)
-        return layers()
-
-    def pipeline_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1).float(), labels.flatten())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.pipeline.loss(batch)
-        self.losses.append(float(loss))
-        self.log("train_loss", loss)
-        return loss
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        assert isinstance(self, Plain) or all(p.grad is None for p in self.parameters())
-
-    def on_after_backward(self) -> None:
-        assert all(p.grad is not None for p in self.parameters())
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self.pipeline.loss(batch), sync_dist=True, batch_size=len(batch[0]))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.pipeline.loss(batch), sync_dist=True, batch_size=len(batch[0]))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.pipeline.outputs(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Plain(Module):
-    """The same without this package's strategy."""
-
-    def configure_model(self) -> None:
-        torch.manual_seed(0)
-        self.pipeline = PipelineModule(layers(), 1, loss_fn=self.pipeline_loss, rank=0)
-
-
-def loader(rows: int = 32, batch: int = 8, seed: int = 0, copies: int = 1, shuffle: bool = False) -> DataLoader[Any]:
-    """Batches of all copies together; a rank gets the rows of its copy."""
-    tokens = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
-    tokens = tokens[dist.get_rank() % copies :: copies]
-    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch // copies, shuffle=shuffle)
-
-
-def pipeline(stages: int | None = 2, zero: int = 1, **settings: Any) -> Any:
-    return zero_strategy.PipelineStrategy(stages=stages, zero_stage=zero, **{"micro_batches": 4, **settings})
 
 
 class Case(NamedTuple):
@@ -344,123 +251,6 @@ def test_registered_name(ranks: Launcher) -> None:
     for found in ranks(2)(stages_of_names):
         assert found[:2] == [(2, "derived: all ranks")] * 2
         assert found[2:] == [(1, "ZERO_STRATEGY_PIPELINE_STAGES")] * 2
-
-
-# ---- what is refused ----
-
-
-class Outside(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-class Manual(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class NoPipeline(pl.LightningModule):
-    def training_step(self, batch: Any, batch_idx: int) -> None: ...
-
-    def configure_optimizers(self) -> None: ...
-
-
-class Doubled(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return 2 * self.pipeline.loss(batch)
-
-
-class Forgot(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return torch.zeros((), requires_grad=True)
-
-
-class Unpaired(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.pipeline.loss(batch[0])
-
-
-class Breaks(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ZeroDivisionError("in a layer")
-
-
-class Broken(Module):
-    def configure_pipeline(self) -> Any:
-        return [*layers()[:-1], LayerSpec(Breaks)]
-
-
-class Ends(IterableDataset[Any]):
-    """Batches of rank 0, one less on rank 1."""
-
-    def __iter__(self) -> Any:
-        rows = torch.zeros(3 - dist.get_rank(), 8, LENGTH, dtype=torch.long)
-        return iter([(row, row) for row in rows])
-
-
-def refusals() -> None:
-    def fails(module: pl.LightningModule, data: Any, kind: type[Exception], *parts: str, **settings: Any) -> None:
-        with raises(kind, *parts):
-            trainer(pipeline(**{"timeout_seconds": 8.0, **settings})).fit(module, data)
-
-    rank = dist.get_rank()
-    fails(Outside(), loader(), ValueError, "Outside", "scale", "configure_pipeline")
-    fails(Manual(), loader(), ValueError, "automatic_optimization")
-    fails(NoPipeline(), loader(), TypeError, "NoPipeline has no configure_pipeline()")
-    fails(Doubled(), loader(), RuntimeError, "2 times as fast", "pipeline_loss")
-    fails(Forgot(), loader(), RuntimeError, "did not call self.pipeline.loss")
-    fails(Unpaired(), loader(), TypeError, "pipeline_batch", "Tensor")
-    fails(Module(), loader(batch=3), ValueError, "3 row(s)", "4 micro-batches")
-    fails(Module(), loader(), ValueError, "pipeline.stages is 9", stages=9)
-    fails(Module(), loader(rows=16 + 8 * rank), ValueError, "train_dataloader", "rank 0: [2], rank 1: [3]")
-    fails(Module(), loader(seed=rank), ValueError, "same batches", "rank 1: 8 rows")
-    fails(Module(), DataLoader(Ends(), None), ValueError, "rank(s) [1] end after 2 batches")
-    if rank == 1:
-        fails(Broken(), loader(), ZeroDivisionError, "in a layer")
-    else:
-        fails(Broken(), loader(), PipelineError, "stage 1", "ZeroDivisionError: in a layer")
-
-
-def test_refusals(ranks: Launcher) -> None:
-    ranks(2)(refusals)
-
-
-def whole_engine() -> None:
-    join()
-    strategy = strategy_class("lightning.fabric")(pipeline={"stages": 2})
-    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
-    fabric.launch()
-    module = nn.Linear(2, 2)
-    with raises(ValueError, "pipeline.stages is 2", "PipelineModule"):
-        fabric.setup(module, torch.optim.SGD(module.parameters()))
-    with raises(ValueError, "pipeline.stages is 2", "PipelineModule"):
-        trainer(zero_strategy.ZeroStrategy(pipeline={"stages": 2})).fit(Plain(), loader())
-
-
-def test_other_strategies_say_what_takes_pipelines(ranks: Launcher) -> None:
-    ranks(2)(whole_engine)
-
-
-def test_division_of_batches() -> None:
-    x, y = torch.arange(20).reshape(10, 2), torch.arange(10)
-    parts = split_batch({"x": x, "pair": [y, 3, "text"]}, 4)
-    assert [len(part["x"]) for part in parts] == [3, 3, 2, 2]
-    assert all(part["pair"][1:] == [3, "text"] for part in parts)
-    joined = join_parts([(part["x"], part["pair"][0].sum()) for part in parts])
-    assert torch.equal(joined[0], x) and joined[1].tolist() == [3, 12, 13, 17]
-    with pytest.raises(ValueError, match=r"batch\[0\] has 10.*batch\[1\] has 9"):
-        split_batch((y, y[:9]), 2)
-    with pytest.raises(ValueError, match=r"no tensor"):
-        split_batch("text", 2)
-
-
-def test_module_without_strategy() -> None:
-    torch.manual_seed(0)
-    module = PipelineModule(layers(), 2, loss_fn=Module().pipeline_loss, rank=0)
-    with pytest.raises(ValueError, match=r"all 2 stages"):
-        module.loss((torch.zeros(1, 2), torch.zeros(1, 2)))
 
 
 # ---- other files, other namespaces ----

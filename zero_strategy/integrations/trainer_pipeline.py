@@ -116,8 +116,11 @@ class TrainerPipeline(_Base):
     # ---- settings ----
 
     def _resolve(self) -> ResolvedConfig:
-        world = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
-        return resolve(self._with_stages(world), world, self._facts())
+        return resolve(self._with_stages(self._world), self._world, self._facts())
+
+    @property
+    def _world(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
 
     def _with_stages(self, world: int) -> ZeroConfig:
         config = deepcopy(self.config)
@@ -136,7 +139,7 @@ class TrainerPipeline(_Base):
         facts = super()._facts()
         per_rank = facts.get("micro_batch_per_rank")
         if per_rank is not None:
-            world = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+            world = self._world
             copies = max(1, world // self._with_stages(world).pipeline.stages)
             accumulation = self.lightning_module.trainer.accumulate_grad_batches
             facts["samples_per_step"] = batch_fact(copies, per_rank.value, accumulation)
@@ -146,7 +149,7 @@ class TrainerPipeline(_Base):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For a sampler: ranks of one pipeline see the same data, copies of the pipeline different ones."""
         if self.engine is None:
-            world = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+            world = self._world
             copies = world // self._with_stages(world).pipeline.stages
             return {"num_replicas": copies, "rank": self.global_rank % copies}
         grid = self._engine.pipeline.mpu()
@@ -199,8 +202,7 @@ class TrainerPipeline(_Base):
     def _module_of(self, layers: Any) -> PipelineModule:
         if layers is None:
             raise TypeError("configure_pipeline() returned None; it returns a PipelineModule, or layers in their order")
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        pipeline = resolve(self._with_stages(world), world).config.pipeline
+        pipeline = resolve(self._with_stages(self._world), self._world).config.pipeline
         count, chunks, shape = pipeline.micro_batches or 1, pipeline.chunks or 1, Placement(1).shape
         if pipeline.schedule != AUTO:  # which chooses among the schedules of a placement
             shape = build_table(pipeline.schedule, pipeline.stages, count, chunks).placement.shape
