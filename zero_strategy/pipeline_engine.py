@@ -1,7 +1,8 @@
 """The engine of one rank of a pipeline: a `ZeroEngine` for the layers that it has, and what joins it to the others.
 
-    engine = PipelineEngine(PipelineModule(layers, num_stages=2, loss_fn=loss), {"stage": 1, "pipeline": {"stages": 2}})
-    optimizer = torch.optim.AdamW(engine.module.parameters())
+    module = PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
+    optimizer = torch.optim.AdamW(module.parameters())     # before the engine: a stage may have tied weights alone
+    engine = PipelineEngine(module, {"stage": 1, "pipeline": {"micro_batches": 8}})
     engine.attach(optimizer)
     loss = engine.forward_backward(batches)     # all micro-batches of a step; gradients are reduced then
     engine.clip_grad_norm_(1.0)                 # the norm of all stages
@@ -161,12 +162,12 @@ class PipelineEngine(ZeroEngine):
 
     # ---- running ----
 
-    def forward_backward(self, data: Iterable[Any], micro_batches: int | None = None) -> Tensor:
+    def forward_backward(self, data: Iterable[Any] | None, micro_batches: int | None = None) -> Tensor:
         """Run all micro-batches of a step forward and backward, and reduce their gradients. All ranks call it.
 
         Args:
             data: Gives pairs of inputs and labels, one for each micro-batch; read on the ranks of the first and the
-                last stage only, which must get the same.
+                last stage only, which must get the same; may be None on others.
             micro_batches: How many; default: `pipeline.micro_batches`.
 
         Returns:
@@ -186,7 +187,7 @@ class PipelineEngine(ZeroEngine):
             self.executor.record |= measures
             if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
                 stack.enter_context(self.model.gathered(until_backward=True))
-            found = self.executor.run(schedule, iter(data))
+            found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None
         self._write_timeline(found)
         if measures:
@@ -216,7 +217,7 @@ class PipelineEngine(ZeroEngine):
         )
 
     @torch.no_grad()
-    def evaluate(self, data: Iterable[Any], micro_batches: int | None = None) -> Run:
+    def evaluate(self, data: Iterable[Any] | None, micro_batches: int | None = None) -> Run:
         """Run micro-batches forward only. All ranks call it.
 
         Args:
@@ -228,7 +229,7 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
-        found = self.executor.run(self.schedule(count, training=False), iter(data))
+        found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
         return found
@@ -304,6 +305,22 @@ class PipelineEngine(ZeroEngine):
         whole = {name: tensor for part in everyone for name, tensor in part.items()}
         whole |= {alias: whole[name] for alias, name in aliases.items() if name in whole}
         return {name: tensor for name, tensor in whole.items() if names is None or name in names}
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """See `ZeroEngine.full_optimizer_state`: that of all stages."""
+        everyone = self.pipe.gather_objects(super().full_optimizer_state(optimizer))
+        return {name: state for part in everyone for name, state in part.items()}
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Not for pipelines, where an optimizer has the parameters of one stage.
+
+        Raises:
+            ValueError: Always; names what there is.
+        """
+        raise ValueError(
+            "optimizer_state_dict() numbers the parameters of one optimizer, and each stage of a pipeline has its own: "
+            "take full_optimizer_state(optimizer), by parameter names, or save() a checkpoint, which is of all stages"
+        )
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""

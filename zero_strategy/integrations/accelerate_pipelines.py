@@ -22,14 +22,14 @@ from torch import Tensor
 
 from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
-from zero_strategy.integrations.pipeline_runs import TrainerPipelineEngine, TrainerRunner
+from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner
 from zero_strategy.pipeline.module import PipelineModule
 
 
-class AcceleratorRunner(TrainerRunner):
+class AcceleratorRunner(FaceRunner):
     """Runs the batches of one prepared `PipelineModule`; its `runner`."""
 
-    def __init__(self, engine: TrainerPipelineEngine, accelerator: Accelerator) -> None:
+    def __init__(self, engine: FacePipelineEngine, accelerator: Accelerator) -> None:
         super().__init__(engine, None)
         self._accelerator, self._steps = accelerator, 0
 
@@ -95,20 +95,22 @@ class PipelineAccelerator(Accelerator):
             self._share = None
             self.dataloader_config.dispatch_batches = dispatch
 
-    def _pipeline_engine(self, model: PipelineModule) -> TrainerPipelineEngine:
+    def _pipeline_engine(self, model: PipelineModule) -> FacePipelineEngine:
         """Shard a pipeline's layers in place."""
         config = resolve_for(self.zero_config, model, int(super().num_processes))
-        engine = TrainerPipelineEngine(model, config, device=self.device)
+        engine = FacePipelineEngine(model, config, device=self.device)
         model.runner = AcceleratorRunner(engine, self)
         return engine
 
     def backward(self, loss: Tensor, **keywords: Any) -> None:
         """As Accelerate's; a pipeline's gradients, which are there already, come to light."""
+        waiting = [m.runner for m in self._pipelines() if isinstance(m.runner, AcceleratorRunner) and m.runner.waits]
+        for runner in waiting:
+            runner.begin_backward()
         super().backward(loss, **keywords)
         scale = 1.0 if self.scaler is None or not self.scaler.is_enabled() else float(self.scaler.get_scale())
-        for model in self._pipelines():
-            if isinstance(model.runner, AcceleratorRunner) and model.runner.waits:
-                model.runner.end_backward(scale)
+        for runner in waiting:
+            runner.end_backward(scale)
 
 
 def resolve_for(config: ZeroConfig, model: PipelineModule, world_size: int) -> ResolvedConfig:

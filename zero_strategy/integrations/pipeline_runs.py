@@ -30,8 +30,8 @@ _SAMPLED_BYTES = 1 << 20
 """Of a tensor, to tell whether ranks have the same data."""
 
 
-class TrainerPipelineEngine(PipelineEngine):
-    """The engine of a LightningModule's pipeline.
+class FacePipelineEngine(PipelineEngine):
+    """The engine of a pipeline that a framework trains, batch by batch.
 
     Attributes:
         loss_weight: What gradients of the loss are multiplied by.
@@ -85,8 +85,8 @@ class SameNumber:
 _END = object()
 
 
-class TrainerRunner:
-    """Runs the batches of a LightningModule's steps; the `runner` of its `PipelineModule`.
+class FaceRunner:
+    """Runs the batches of a framework's steps; the `runner` of a `PipelineModule`.
 
     Args:
         engine: Of the module.
@@ -98,7 +98,7 @@ class TrainerRunner:
         accumulation: Batches of an optimizer step.
     """
 
-    def __init__(self, engine: TrainerPipelineEngine, to_pair: Callable[[Any], Any] | None) -> None:
+    def __init__(self, engine: FacePipelineEngine, to_pair: Callable[[Any], Any] | None) -> None:
         self.engine, self._to_pair = engine, to_pair
         self.forward_context: Callable[[], AbstractContextManager[Any]] | None = None
         self.compares, self.accumulation = True, 1

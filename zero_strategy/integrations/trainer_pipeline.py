@@ -22,7 +22,7 @@ from zero_strategy.distributed import Communicator
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.on_demand import untouched, whole
-from zero_strategy.integrations.pipeline_runs import SameNumber, TrainerPipelineEngine, TrainerRunner
+from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner, SameNumber
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.placement import Placement
@@ -103,14 +103,14 @@ class TrainerPipeline(_Base):
         return f"{name}(stages={self.config.pipeline.stages}, zero_stage={self.config.stage}), for a Trainer"
 
     @property
-    def _engine(self) -> TrainerPipelineEngine:
-        assert isinstance(self.engine, TrainerPipelineEngine)
+    def _engine(self) -> FacePipelineEngine:
+        assert isinstance(self.engine, FacePipelineEngine)
         return self.engine
 
     @property
-    def _runner(self) -> TrainerRunner:
+    def _runner(self) -> FaceRunner:
         runner = self._engine.pipeline.runner
-        assert isinstance(runner, TrainerRunner)
+        assert isinstance(runner, FaceRunner)
         return runner
 
     # ---- settings ----
@@ -217,8 +217,8 @@ class TrainerPipeline(_Base):
     def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
         def make(root: Any, config: ResolvedConfig, **more: Any) -> ZeroEngine:
             pipeline: PipelineModule = getattr(root, ATTRIBUTE)
-            engine = TrainerPipelineEngine(pipeline, config, root=root, autocast=context, **more)
-            pipeline.runner = TrainerRunner(engine, getattr(root, "pipeline_batch", None))
+            engine = FacePipelineEngine(pipeline, config, root=root, autocast=context, **more)
+            pipeline.runner = FaceRunner(engine, getattr(root, "pipeline_batch", None))
             return engine
 
         def context() -> Any:  # a later Trainer may have another precision plugin
