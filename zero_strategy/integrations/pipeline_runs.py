@@ -1,4 +1,4 @@
-"""A pipeline's batches inside of the Trainer's steps.
+"""A pipeline's batches inside of a framework's steps: the Trainer's here, and Accelerate's likewise.
 
     Lightning                                  here
     training_step: self.pipeline.loss(batch)   all forwards and backwards; the gradients are put aside
