@@ -145,7 +145,7 @@ def test_gradients_follow_the_optimizer_once_they_are_reduced(stage, tier, reaso
     ],
 )
 def test_steps_are_early_where_that_takes_disk_only(optimizer, parameters, early, reason):
-    offload = {"optimizer": optimizer, "parameters": parameters, "nvme_path": ["/nvme"]}
+    offload = {"optimizer": optimizer, "parameters": parameters, "nvme_path": ["/nvme"], "early_step": "auto"}
     found = resolve(load_config(stage=3, offload=offload), 2).config
     assert found.offload.early_step == early and reason in found.origin_of("offload.early_step")
     offload["early_step"] = "on"

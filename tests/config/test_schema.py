@@ -66,7 +66,7 @@ DEFAULTS = {
     "offload.staging_bytes": 256 << 20,
     "offload.checksums": False,
     "offload.probe_seconds": 1.5,
-    "offload.early_step": "auto",
+    "offload.early_step": "off",
     "activation_checkpointing.mode": "none",
     "activation_checkpointing.every_n": 2,
     "activation_checkpointing.budget": 0.5,

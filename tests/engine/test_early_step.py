@@ -405,7 +405,7 @@ def failing(folder: Path, tier: str) -> tuple[list[str], list[str]]:
     """A drive that fails during backward: told by the step, which has changed nothing."""
     found, said = [], []
     for bad in (False, True):
-        run = Run(folder, 2, torch.bfloat16, tiers(folder)[tier], "adamw")
+        run = Run(folder, 2, torch.bfloat16, tiers(folder)[tier] | {"early_step": "on"}, "adamw")
         run.steps(3)
         if bad:
             before, drive = outcome(run.engine, run.optimizer), drive_of(run)
@@ -436,7 +436,7 @@ def half_adopted(folder: Path) -> tuple[list[str], list[str]]:
     """A step that adopts what was carried out early, and fails at what was not."""
     found, said = [], []
     for bad in (False, True):
-        run = Run(folder, 2, None, tiers(folder)["gradients in memory"], "adamw")
+        run = Run(folder, 2, None, tiers(folder)["gradients in memory"] | {"early_step": "on"}, "adamw")
         run.steps(3)
         if bad:
             run.engine.save(run.folder)
@@ -508,7 +508,7 @@ else:
     print(statuses)
     sys.exit()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-offload = dict(optimizer="nvme", nvme_path=[folder], probe_seconds=0, staging_bytes=1 << 19)
+offload = dict(optimizer="nvme", nvme_path=[folder], probe_seconds=0, staging_bytes=1 << 19, early_step="on")
 module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
 engine = ZeroEngine(module, load_config(stage=2, units={"min_numel": 0}, offload=offload))
 optimizer = torch.optim.AdamW(module.parameters())

@@ -118,9 +118,9 @@ def test_bytes_of_offload_are_those_of_the_design() -> None:
         kept = plan(2, world, offload=Offload(optimizer="cpu", gradients="none")).ledger()
         assert 11.999 < world * kept.tier_bytes("host") / count < 12.001
         assert cpu.held().only(tier="device", category="optimizer state").total.taken == 0
-        early = plan(2, world, offload=Offload(optimizer="nvme")).ledger()
+        early = plan(2, world, offload=Offload(optimizer="nvme", early_step="on")).ledger()
         assert 13.99 < world * early.only(category="early step").total.taken / count < 14.01
-        offload = Offload(optimizer="nvme", early_step="off")
+        offload = Offload(optimizer="nvme")
         nvme = plan(2, world, offload=offload).ledger()
         staging = nvme.only(category="staging", tier="host").total.taken
         assert 0 < staging <= offload.staging_bytes
@@ -154,6 +154,6 @@ def test_the_largest_model_fits_and_the_next_does_not() -> None:
         assert not fits(replace(entry.plan, model=family_shape(step + 1, 50304)), budget)
         sizes[entry.stage, entry.offload.describe()] = entry.plan.model.parameters
     assert sizes[1, "none"] >= sizes[0, "none"] and sizes[3, "none"] >= sizes[2, "none"]
-    assert sizes[3, "optimizer nvme, parameters nvme, early step off"] >= sizes[3, "none"]
+    assert sizes[3, "optimizer nvme, parameters nvme"] >= sizes[3, "none"]
     without = list(largest_models(base, replace(budget, disk=None), lambda step: family_shape(step, 50304)))
     assert all("nvme" not in entry.offload.describe() for entry in without)

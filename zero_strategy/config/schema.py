@@ -197,11 +197,11 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
     read and written at once."""
 
-    early_step: str = field(default="auto", metadata=one_of("auto", "on", "off"))
+    early_step: str = field(default="off", metadata=one_of("auto", "on", "off"))
     """Whether the step of buckets whose gradients are reduced is carried out while the rest of backward runs; it is
     dropped where the step turns out otherwise, such as clipped. It takes a second place for all state off the device,
     and one for new weights. ``auto``: on where that costs only disk: with the optimizer's state in files, and
-    parameters not in host memory."""
+    parameters not in host memory. It pays without clipping."""
 
     checksums: bool = False
     """Keep a checksum of all that is in files, and compare it whenever it is read: for drives that are suspected of

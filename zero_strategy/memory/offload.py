@@ -32,7 +32,7 @@ class Offload:
     ratio: float = 1.0
     gradients: str | None = None
     staging_bytes: int = OffloadConfig().staging_bytes
-    early_step: str = "auto"
+    early_step: str = "off"
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters", "gradients"):
@@ -104,6 +104,6 @@ class Offload:
             parts.insert(1, f"ratio {self.ratio:g}")
         if self.gradients is not None:
             parts.append(f"gradients {self.gradients}")
-        if self.early_step != "auto":
+        if self.early_step != "off":
             parts.append(f"early step {self.early_step}")
         return ", ".join(parts) or "none"

@@ -18,10 +18,10 @@ _MOST_STEPS = 1 << 14
 OFFLOADS = (
     Offload(),
     Offload(optimizer="cpu"),
-    Offload(optimizer="nvme", early_step="off"),
+    Offload(optimizer="nvme"),
     Offload(optimizer="cpu", parameters="cpu"),
     Offload(optimizer="nvme", parameters="cpu"),
-    Offload(optimizer="nvme", early_step="off", parameters="nvme"),
+    Offload(optimizer="nvme", parameters="nvme"),
 )
 
 
