@@ -24,7 +24,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim.full_state import safe_get_full_fp32_param
 from zero_strategy.optim.loss_scale import LossScaler
 
-STEPS = 6
+STEPS = 10
 DTYPES = {"bf16-mixed": None, "bf16-true": torch.bfloat16, "16-mixed": None, "16-true": torch.float16}
 ORDER_OF_SUMMATION = 1.01
 """Autocast on both sides differs only in the order of a sum, which rounding turns into noise of either sign."""

@@ -45,17 +45,15 @@ def expected() -> dict[str, Tensor]:
     return weights(module)
 
 
-def train(strategy: str, folder: str, again: bool = True) -> str:
-    """`again`: start once more, to test the best checkpoint, which was found in the processes of the first start."""
+def train(strategy: str, folder: str) -> str:
     module = Module()
     trainer = quiet(strategy, 2, folder)
     trainer.fit(module, all_rows(), all_rows())
     trained = weights(module)
     assert torch.isfinite(trained["scale"])
     loss = trainer.callback_metrics["val_loss"]
-    if again:
-        tested = trainer.test(Module(), all_rows(), ckpt_path="best", verbose=False)[0]["test_loss"]
-        assert abs(tested - float(loss)) < 1e-5, (tested, loss)
+    tested = trainer.test(Module(), all_rows(), ckpt_path="best", verbose=False)[0]["test_loss"]
+    assert abs(tested - float(loss)) < 1e-5, (tested, loss)
     if trainer.is_global_zero:
         assert error(trained, expected()) < 2e-6
     return f"{strategy} {Path(trainer.checkpoint_callback.best_model_path).is_dir()}"  # type: ignore[union-attr]
@@ -67,8 +65,7 @@ def all_rows() -> Any:
 
 def main(mode: str, folder: str) -> None:
     if mode == "multiprocessing":
-        # Spawned processes load all libraries.
-        result = f"{train('zero3_fork', f'{folder}/fork')} {train('zero2_spawn', f'{folder}/spawn', again=False)}"
+        result = " ".join(train(name, f"{folder}/{name}") for name in ("zero3_fork", "zero2_spawn"))
     elif mode.startswith("fail"):
         quiet(zero_strategy.ZeroStrategy(stage=3), 2).fit(Failing(int(mode[-1])), all_rows())
         result = "nobody failed"

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.watched_waits import RankFailedError
+from zero_strategy.distributed.world import world_rank, world_size
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.chunk import Chunk, Parcel
 from zero_strategy.pipeline.errors import PipelineError, error_of, failure_of
@@ -109,8 +109,8 @@ class Executor:
         record: bool = False,
         ahead: bool | None = None,
     ) -> None:
-        own = dist.get_rank() if dist.is_initialized() else 0
-        world = list(range(dist.get_world_size() if dist.is_initialized() else 1)) if ranks is None else list(ranks)
+        own = world_rank()
+        world = list(range(world_size())) if ranks is None else list(ranks)
         if len(world) != placement.ranks or own not in world:
             raise ValueError(f"a pipeline of {placement.ranks} ranks with this one ({own}) in it cannot be on {world}")
         if len(chunks) != placement.chunks:
