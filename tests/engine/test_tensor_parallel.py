@@ -1,0 +1,67 @@
+"""Models that `parallelize_module` has divided, sharded among the data-parallel ranks, against one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.divided import CLIP, MICRO_BATCHES, STEPS, adamw, gpt, loss_of, parallelize, tokens, train_plain
+from tests.launcher import Launcher
+from zero_strategy.config import load_config
+from zero_strategy.distributed.tensor_parallel import make_device_mesh
+from zero_strategy.engine import ZeroEngine
+
+
+def begin(stage: int, tensor: int = 2, *, sequence: bool = False, **settings: Any) -> tuple[Any, ZeroEngine, Any, int]:
+    """A model divided among so many ranks, its engine and optimizer, and which copy of it this rank has a part of."""
+    model, copy = gpt(), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if tensor > 1:
+        mesh = make_device_mesh("cpu", tensor=tensor)
+        parallelize(model, mesh["tp"], sequence=sequence)
+        copy = mesh["dp"].get_local_rank()
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}, **settings))
+    optimizer = adamw(model)
+    engine.attach(optimizer)
+    return model, engine, optimizer, copy
+
+
+def run_steps(model: Any, engine: ZeroEngine, optimizer: Any, copy: int) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(0.0)
+        for micro in range(MICRO_BATCHES):
+            with engine.no_sync() if micro < MICRO_BATCHES - 1 else nullcontext():
+                loss = loss_of(model, tokens(copy, step, micro))
+                loss.backward()
+                losses[-1] += float(loss.detach())
+        norms.append(float(engine.clip_grad_norm_(CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def train(stage: int, sequence: bool) -> dict[str, Any]:
+    model, engine, optimizer, copy = begin(stage, sequence=sequence)
+    before = list(model.parameters())
+    losses, norms = run_steps(model, engine, optimizer, copy)
+    assert all(one is other for one, other in zip(before, model.parameters()))
+    return {"copy": copy, "losses": losses, "norms": norms, "weights": engine.full_state_dict()}
+
+
+def train_all() -> list[dict[str, Any]]:
+    return [train(stage, sequence) for stage in (0, 1, 2, 3) for sequence in (False, True)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_stage_trains_what_one_process_trains(ranks: Launcher, world: int) -> None:
+    losses, norms, weights = train_plain(world // 2)
+    for found in (one for everything in ranks(world)(train_all) for one in everything):
+        expected = [one[found["copy"]] for one in losses]
+        torch.testing.assert_close(found["losses"], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found["norms"], norms, rtol=1e-6, atol=0)
+        assert list(found["weights"]) == list(weights)
+        for name, value in found["weights"].items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6, msg=name)
