@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.divided import CLIP, MICRO_BATCHES, STEPS, adamw, gpt, loss_of, parallelize, tokens, train_plain
 from tests.launcher import Launcher
@@ -65,3 +67,48 @@ def test_every_stage_trains_what_one_process_trains(ranks: Launcher, world: int)
         assert list(found["weights"]) == list(weights)
         for name, value in found["weights"].items():
             torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save(stage: int, tensor: int, source: str | None, folder: str, settings: dict[str, Any]) -> None:
+    """Train, or load; then save, in the background or not."""
+    model, engine, optimizer, copy = begin(stage, tensor, **settings)
+    if source is None:
+        run_steps(model, engine, optimizer, copy)
+    else:
+        engine.load(source)
+    engine.save(folder, asynchronous=tensor == 2).wait()
+    if source is None:  # goes on after loading as it would have
+        here = losses_after(model, engine, optimizer, copy)
+        engine.load(folder)
+        assert losses_after(model, engine, optimizer, copy) == here
+
+
+def losses_after(model: Any, engine: ZeroEngine, optimizer: Any, copy: int) -> list[float]:
+    return run_steps(model, engine, optimizer, copy)[0]
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
+
+
+def test_a_checkpoint_has_the_same_bytes_whatever_divides_the_model(ranks: Launcher, tmp_path: Path) -> None:
+    first, offload = str(tmp_path / "first"), {"optimizer": "cpu", "parameters": "cpu"}
+    ranks(4)(save, 2, 2, None, first, {})
+    expected = tensor_files(tmp_path / "first")
+    shapes = {name: tensor.shape for name, tensor in load_file(tmp_path / "first" / "model.safetensors").items()}
+    assert shapes == {name: tensor.shape for name, tensor in gpt().state_dict().items() if name != "head.weight"}
+    runs: list[tuple[int, int, int, dict[str, Any]]] = [
+        (1, 1, 0, {}),
+        (2, 1, 3, {}),
+        (2, 2, 0, {}),
+        (4, 4, 1, {}),
+        (4, 2, 3, {"offload": offload}),
+        (4, 2, 1, {"mesh": {"replicate": 2}}),
+    ]
+    for number, (world, tensor, stage, settings) in enumerate(runs):
+        folder = tmp_path / str(number)
+        ranks(world)(save, stage, tensor, first, str(folder), settings)
+        assert tensor_files(folder) == expected, (world, tensor, stage)

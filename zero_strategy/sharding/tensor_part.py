@@ -85,8 +85,8 @@ class TensorPart:
 
     @property
     def is_one_range(self) -> bool:
-        """Whether the part is a single range of the whole."""
-        return self.rows <= 1 or self.row == self.whole_row
+        """Whether every rank's part is a single range of the whole."""
+        return self.rows <= 1
 
     def whole_index(self, local: int) -> int:
         """Where an element of the part lies in the flattened whole."""
@@ -95,7 +95,7 @@ class TensorPart:
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """Elements [start, stop) of the flattened part as ranges of the whole, in order."""
-        if self.is_one_range:
+        if self.is_one_range or self.row == self.whole_row:
             first = self.offset + start
             yield Span(first, first + stop - start, start)
             return
