@@ -140,7 +140,7 @@ def whole_of(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def recast(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a `DTensor` parameter, which stays the same object, another dtype or device.
+    """Give a `DTensor` parameter, which stays the same object and keeps its hooks, another dtype or device.
 
     A plain one takes both with its `.data`; this one's own are fixed when it is made.
     """
@@ -148,5 +148,9 @@ def recast(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) ->
     if not is_dtensor(parameter) or (local.dtype == dtype and local.device == device):
         return
     moved = torch.empty_like(local, dtype=dtype, device=device) if local.is_meta else local.to(device, dtype)
+    kept: Any = parameter
+    hooks, after = kept._backward_hooks, kept._post_accumulate_grad_hooks
     torch.utils.swap_tensors(parameter, nn.Parameter(like(parameter, moved), parameter.requires_grad))
+    # Their tables stay with the object and are called by what went: hooks to come would never be.
+    kept._backward_hooks, kept._post_accumulate_grad_hooks = hooks, after
 
