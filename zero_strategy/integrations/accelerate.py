@@ -25,6 +25,7 @@ from zero_strategy.integrations.accelerate_launch import (
 )
 from zero_strategy.integrations.accelerate_saving import SavingAccelerator
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler, loss_scale_rule
+from zero_strategy.integrations.tensor_mesh import refuse_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,6 +80,7 @@ class ZeroAccelerator(SavingAccelerator):
     def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
         self.zero_config = load_config(configured(zero_config))
+        refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
         self._engines = {}
         self._for_training = {}
         self._unattached = []
