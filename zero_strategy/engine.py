@@ -28,6 +28,7 @@ from zero_strategy.checkpoint import StateReader
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
+from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
 from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.memory.held import ledger_of
@@ -42,6 +43,7 @@ from zero_strategy.saving import Saver
 from zero_strategy.saving.contents import state_dict_entries
 from zero_strategy.saving.step_watch import StepWatch
 from zero_strategy.sharding import ShardedModel
+from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
 from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
@@ -93,14 +95,22 @@ class ZeroEngine(EngineCheckpoints):
         lanes: Sequence[Sequence[int]] | None = None,
         order: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
+        divided = tensor_ranks(module)
         if isinstance(config, ResolvedConfig):
             self.config = config
         else:
             asked = load_config(config)
-            world = world_size() if lanes is None else len(lanes[0]) * asked.pipeline.stages
+            if asked.mesh.tensor is None and divided is not None:
+                asked.mesh.record("tensor", len(divided), "derived: the device mesh of the module's DTensors")
+            ways = asked.mesh.tensor or 1
+            world = world_size() if lanes is None else len(lanes[0]) * asked.pipeline.stages * ways
             self.config = resolve(asked, world)
             check_owned(self.config.config, dtype_fact(compute_dtype))
         zero: ZeroConfig = self.config.config
+        tensor_groups = None
+        if (zero.mesh.tensor or 1) > 1:
+            tensor_groups = tensor_groups_of(divided, zero.mesh.tensor or 1)
+            lanes = lanes_across(tensor_groups) if lanes is None else lanes
         if lanes is None and zero.pipeline.stages > 1:
             raise ValueError(
                 f"pipeline.stages is {zero.pipeline.stages} [{zero.origin_of('pipeline.stages')}]: a ZeroEngine trains "
@@ -116,6 +126,7 @@ class ZeroEngine(EngineCheckpoints):
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
             lanes=lanes,
+            tensor_groups=tensor_groups,
         )
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
@@ -238,6 +249,10 @@ class ZeroEngine(EngineCheckpoints):
         return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
     def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.mesh.tensor.size > 1:
+            flags = torch.tensor([self.model.reducer.agreed_flags], dtype=torch.int32)
+            for other in self.mesh.tensor.exchange_small(flags):  # what befell the data-parallel ranks of another part
+                self.model.reducer.agreed_flags |= int(other)
         self.steps.before(skipped=self.sharded(optimizer).skip_next)
         self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
@@ -402,9 +417,9 @@ class ZeroEngine(EngineCheckpoints):
         for unit in self.model.units:
             chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
             with self.model.gathered(chosen):
-                copies.update({id(p): p.detach().to("cpu", copy=True) for p in chosen})
+                copies.update({id(p): whole_of(p, held_by(p).detach()).to("cpu", copy=True) for p in chosen})
         return {
-            name: copies[id(tensor)] if id(tensor) in copies else tensor.detach().to("cpu", copy=True)
+            name: copies[id(tensor)] if id(tensor) in copies else held_by(tensor).detach().to("cpu", copy=True)
             for name, tensor in entries.items()
         }
 

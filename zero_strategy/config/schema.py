@@ -43,7 +43,10 @@ class UnitsConfig(Section):
 
 @dataclass
 class MeshConfig(Section):
-    """How ranks are laid out: ``replicate`` x ``shard`` = world size; several replicas: hybrid sharding."""
+    """How ranks are laid out: ``replicate`` x ``shard`` x ``tensor`` (x pipeline stages) = world size.
+
+    Several replicas: hybrid sharding.
+    """
 
     prefix: ClassVar[str] = "mesh."
 
@@ -51,7 +54,11 @@ class MeshConfig(Section):
     """Number of replicas of the sharded state (dp_replicate axis), such as the number of nodes."""
 
     shard: int | None = field(default=None, metadata=at_least(1))
-    """Ranks that the state is divided among (dp_shard axis). None: derived, world size / replicate."""
+    """Ranks that the state is divided among (dp_shard axis). None: derived, world size / replicate / tensor."""
+
+    tensor: int | None = field(default=None, metadata=at_least(1))
+    """Ranks that divide each layer (tensor parallelism by torch's ``parallelize_module``). None: derived from the
+    model's DTensors where it is known, else 1."""
 
 
 @dataclass

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_strategy import ops
@@ -151,44 +150,3 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, int
         sums[indices] = found.cpu()
         nonfinite += int(counts.sum())
     return sums, nonfinite
-
-
-def get_global_norm_of_tensors(
-    tensors: Iterable[Tensor], norm_type: float = 2.0, group: dist.ProcessGroup | None = None
-) -> float:
-    """Norm of tensors of which every rank of `group` holds its own part; -1 never stands for an overflow.
-
-    Args:
-        tensors: This rank's tensors, any shape and floating dtype.
-        norm_type: Any positive p, or inf.
-        group: The ranks to sum over, or None for this rank alone.
-    """
-    from zero_strategy.distributed import CommunicationCounters
-
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    groups = [] if group is None else [Communicator(group, CommunicationCounters())]
-    return global_norm(flat, norm_type, groups).value
-
-
-def clip_tensors_by_global_norm(
-    tensors: Iterable[Tensor],
-    max_norm: float = 1.0,
-    norm_type: float = 2.0,
-    group: dist.ProcessGroup | None = None,
-    eps: float = 1e-6,
-) -> float:
-    """Scale tensors in place so that their norm over `group` is at most `max_norm`; returns the norm before.
-
-    Raises:
-        ValueError: If `max_norm` is negative.
-    """
-    if max_norm < 0:
-        raise ValueError(f"max_norm must not be negative, not {max_norm}")
-    tensors = list(tensors)
-    value = get_global_norm_of_tensors(tensors, norm_type, group)
-    coefficient = max_norm / (value + eps)
-    if coefficient < 1.0:
-        with torch.no_grad():
-            for tensor in tensors:
-                tensor.mul_(coefficient)
-    return value

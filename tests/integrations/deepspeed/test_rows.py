@@ -111,7 +111,7 @@ PATHS = {
 }
 ABSENT = {
     "runtime.swap_tensor": ["AsyncPartitionedParameterSwapper"],
-    "runtime.utils": ["see_memory_usage"],
+    "runtime.utils": ["CheckOverflow"],
 }
 
 
