@@ -20,6 +20,7 @@ from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.distributed.rendezvous import StoreRendezvous
+from zero_strategy.observing import Observed
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Mesh:
         rendezvous: Bounded meeting of all data-parallel ranks.
         team: The ranks of all lanes; the data-parallel ranks where there is one lane.
         counters: What this rank sent.
+        observed: Who is told what all of these communicators do.
     """
 
     gather: Communicator
@@ -68,6 +70,12 @@ class Mesh:
     rendezvous: StoreRendezvous
     team: Team
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
+    observed: Observed = field(default_factory=Observed)
+
+    def __post_init__(self) -> None:
+        groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.team.control)
+        for communicator in groups:
+            communicator.observed = self.observed
 
     @property
     def world_size(self) -> int:
