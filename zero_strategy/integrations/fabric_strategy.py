@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     Fact,
     LossScaleConfig,
     MeshConfig,
@@ -57,7 +58,7 @@ class ShardedForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        with self.engine.forward_scope():
+        with self.engine.forward_scope((args, kwargs)):
             return self.module(*args, **kwargs)
 
 
@@ -97,6 +98,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
@@ -127,6 +129,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
+            diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
@@ -156,6 +159,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             activation_checkpointing=activation_checkpointing,
             pipeline=pipeline,
             checkpoint=checkpoint,
+            diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,

@@ -25,6 +25,7 @@ from zero_strategy.config import (
     LATER_KEYS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     Fact,
     LossScaleConfig,
     MeshConfig,
@@ -86,6 +87,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
@@ -117,6 +119,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
+            diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
@@ -148,6 +151,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             activation_checkpointing=activation_checkpointing,
             pipeline=pipeline,
             checkpoint=checkpoint,
+            diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
@@ -300,8 +304,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `training_step`, its root parameters whole."""
         assert self.lightning_module is not None and self.engine is not None
-        module = self.lightning_module
-        with self.precision_plugin.train_step_context(), self.engine.forward_scope(), schedulers_left_alone(module):
+        module, scope = self.lightning_module, self.engine.forward_scope((args, kwargs))
+        with self.precision_plugin.train_step_context(), scope, schedulers_left_alone(module):
             return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -398,7 +402,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Look for released parameters in the loss; gradients are reduced by hooks."""
         assert self.engine is not None
-        self.engine.check_loss(closure_loss)
+        assert self.lightning_module is not None
+        self.engine.check_loss(closure_loss, 1 / self.lightning_module.trainer.accumulate_grad_batches)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""

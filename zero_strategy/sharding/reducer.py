@@ -313,6 +313,7 @@ class GradientReducer:
             self.buckets[number].resume(index)
         if not self._joined:
             self._finish_backward()
+            self.mesh.observed.mark("backward over")
 
     def _finish_backward(self) -> None:
         if self._reduces:
