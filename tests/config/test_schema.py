@@ -47,6 +47,7 @@ DEFAULTS = {
     "units.min_numel": 8192,
     "mesh.replicate": 1,
     "mesh.shard": None,
+    "mesh.tensor": None,
     "precision.master_weights": True,
     "precision.gradient_dtype": "float32",
     "precision.reduce_dtype": "float32",
@@ -113,6 +114,7 @@ BAD_VALUES = [
     ("units.min_numel", -1),
     ("mesh.replicate", 0),
     ("mesh.shard", 0),
+    ("mesh.tensor", 0),
     ("precision.gradient_dtype", "bfloat16"),
     ("precision.reduce_dtype", "fp32"),
     ("gradient_reduction", "per_epoch"),
@@ -257,7 +259,7 @@ def test_prefix_is_the_place_in_the_config(name):
 def test_omegaconf_structured_sees_the_settings_only(source):
     node = OmegaConf.structured(source)
     assert set(node) == {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(node.mesh) == {"replicate", "shard"}
+    assert set(node.mesh) == {"replicate", "shard", "tensor"}
     built = OmegaConf.to_object(node)
     assert isinstance(built, ZeroConfig)
     assert built == (ZeroConfig() if source is ZeroConfig else source)
