@@ -66,6 +66,7 @@ class ZeroEngine(EngineCheckpoints):
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
             else the CPU.
         lanes: Of a model in several parts, the ranks that train each part; this engine is for the part of this rank.
+        tensor_groups: The ranks that divide the same layers, of every such group; default: what the `DTensor`s say.
         order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; default: in the
             order of the module's own.
 
@@ -95,6 +96,7 @@ class ZeroEngine(EngineCheckpoints):
         device: torch.device | None = None,
         lanes: Sequence[Sequence[int]] | None = None,
         order: Callable[[str], tuple[int, ...]] | None = None,
+        tensor_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         divided = tensor_ranks(module)
         if isinstance(config, ResolvedConfig):
@@ -108,9 +110,8 @@ class ZeroEngine(EngineCheckpoints):
             self.config = resolve(asked, world)
             check_owned(self.config.config, dtype_fact(compute_dtype))
         zero: ZeroConfig = self.config.config
-        tensor_groups = None
-        if (zero.mesh.tensor or 1) > 1:
-            tensor_groups = tensor_groups_of(divided, zero.mesh.tensor or 1)
+        if (ways := zero.mesh.tensor or 1) > 1 and tensor_groups is None:
+            tensor_groups = tensor_groups_of(divided, ways)
             lanes = lanes_across(tensor_groups) if lanes is None else lanes
         if lanes is None and zero.pipeline.stages > 1:
             raise ValueError(

@@ -55,6 +55,19 @@ def lanes_across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[group[place] for group in groups] for place in range(len(groups[0]))]
 
 
+def mesh_of_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> DeviceMesh:
+    """The device mesh of one group of ranks, for `parallelize_module`.
+
+    Args:
+        group: This rank's.
+        ranks: Its ranks in the world, in their order.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    return DeviceMesh.from_group(group, device_type, mesh=list(ranks), mesh_dim_names=("tp",))
+
+
 def make_device_mesh(device_type: str, *, tensor: int, stages: int = 1) -> DeviceMesh:
     """The device mesh of all ranks, for `parallelize_module`. A collective of the world.
 

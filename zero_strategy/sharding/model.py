@@ -318,10 +318,9 @@ def _check_module(module: nn.Module) -> None:
 
 def _check_tensor_ranks(module: nn.Module, mesh: Mesh) -> None:
     ranks = tensor_ranks(module)
-    size = 1 if ranks is None else len(ranks)
-    if size != mesh.tensor.size:
+    if ranks is not None and len(ranks) != mesh.tensor.size:
         raise ValueError(
-            f"the module's parameters are divided among {size} tensor-parallel rank(s), but mesh.tensor is "
+            f"the module's parameters are divided among {len(ranks)} tensor-parallel rank(s), but mesh.tensor is "
             f"{mesh.tensor.size}: call parallelize_module before the engine is made, and give mesh.tensor the size of "
             "its device mesh"
         )
