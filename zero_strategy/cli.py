@@ -9,6 +9,9 @@ zero-strategy checkpoint convert IN OUT    from any format to any other
 zero-strategy checkpoint prune DIR         remove old checkpoints
 zero-strategy checkpoint merge DIR ...     make an ordinary checkpoint of the pieces that ranks wrote
 zero-strategy plan MODEL                   what every rank of a run will hold, and whether it fits
+zero-strategy verify FACTORY               prove that a configuration trains your model as one plain process does
+zero-strategy report RUN_DIR               a recorded run as an HTML page
+zero-strategy trace RUN_DIR                the same as a Chrome trace
 zero-strategy schedule show                draw a pipeline schedule, or what ranks did in a run
 zero-strategy schedule list                the pipeline schedules there are
 zero-strategy config explain FILE          every setting a config leads to, and what becomes of DeepSpeed's keys
@@ -26,6 +29,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from zero_strategy.checkpoint_commands import add_checkpoint_commands, run_checkpoint_command
 from zero_strategy.config_commands import add_config_commands, run_config_command
+from zero_strategy.diagnostics.command import add_report_commands, run_report_command
+from zero_strategy.diagnostics.verify_command import add_verify_command, run_verify_command
 from zero_strategy.pipeline.command import add_schedule_commands, run_schedule_command
 from zero_strategy.planning import add_plan_command, run_plan_command
 
@@ -56,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_checkpoint_commands(commands)
     add_config_commands(commands)
     add_plan_command(commands)
+    add_verify_command(commands)
+    add_report_commands(commands)
     add_schedule_commands(commands)
     options = parser.parse_args(arguments)
     try:
@@ -67,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = run_config_command(options)
         elif options.command == "plan":
             status = run_plan_command(options)
+        elif options.command == "verify":
+            status = run_verify_command(options)
+        elif options.command in ("report", "trace"):
+            status = run_report_command(options)
         elif options.command == "schedule":
             status = run_schedule_command(options)
         else:

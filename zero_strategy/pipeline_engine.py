@@ -134,6 +134,7 @@ class PipelineEngine(ZeroEngine):
             name=self.mesh.team.rendezvous.prefix + f".{grid.data_parallel_id}",
             record=bool(pipeline.timeline),
         )
+        self.executor.observed = self.pipe.observed = self.observed
         self.publish_ties()
 
     # ---- schedules ----
@@ -184,15 +185,19 @@ class PipelineEngine(ZeroEngine):
         self._hooks.begin(count * self.pipeline.chunks, measures=measures)
         with ExitStack() as stack:
             stack.callback(setattr, self.executor, "record", self.executor.record)
-            self.executor.record |= measures
+            self.executor.record |= measures or self.observed.observer is not None
             if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
                 stack.enter_context(self.model.gathered(until_backward=True))
+            stack.enter_context(self.observed.forward(count))
             found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None
+        self.observed.mark("timeline", found.events)
         self._write_timeline(found)
         if measures:
             self._choose(count, found)
-        return self._mean_loss(found.loss)
+        loss = self._mean_loss(found.loss)
+        self.observed.mark("loss", loss)
+        return loss
 
     def _choose(self, micro_batches: int, found: Run) -> None:
         """Take the schedule for all further steps, the same on all ranks."""
@@ -229,7 +234,8 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
-        found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
+        with self.observed.span("evaluation"):
+            found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
         return found

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -36,6 +37,7 @@ SECTIONS = {
     "activation_checkpointing": ActivationCheckpointingConfig,
     "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
+    "diagnostics": DiagnosticsConfig,
 }
 
 DEFAULTS = {
@@ -89,6 +91,14 @@ DEFAULTS = {
     "checkpoint.random_state": True,
     "checkpoint.preemption_signals": ["SIGTERM", "SIGUSR1"],
     "checkpoint.verify": True,
+    "diagnostics.run_dir": "",
+    "diagnostics.every_n_steps": 1,
+    "diagnostics.memory_every_n_steps": 10,
+    "diagnostics.trace_steps": 5,
+    "diagnostics.flops": True,
+    "diagnostics.peak_tflops": 0.0,
+    "diagnostics.measure_peak": False,
+    "diagnostics.log": True,
     "elementwise_optimizers": [],
     "fused_optimizers": True,
     "timeout_seconds": 1800.0,

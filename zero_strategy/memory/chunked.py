@@ -24,6 +24,7 @@ from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.memory.cuts import Cuts, head_numel
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.tier import Tier
+from zero_strategy.observing import Observed
 
 TRANSFER_SLOTS = 3
 """Chunks that are in memory while a whole vector is read or added to."""
@@ -167,13 +168,14 @@ class OffloadedVector:
     def read_all(self, out: Tensor) -> None:
         """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
         away = []
-        for number, (begin, end) in enumerate(self.chunks):
-            if (chunk := self.resident(number)) is None:
-                away.append(number)
-            else:
-                out[begin:end].copy_(chunk)
-        if away:
-            self._read_away(away, out)
+        with self.store.observed.span("copy", self.name, out.numel() * out.element_size()):
+            for number, (begin, end) in enumerate(self.chunks):
+                if (chunk := self.resident(number)) is None:
+                    away.append(number)
+                else:
+                    out[begin:end].copy_(chunk)
+            if away:
+                self._read_away(away, out)
 
     def _read_away(self, numbers: list[int], out: Tensor) -> None:
         """The chunks of these numbers, which have to be read."""
@@ -221,7 +223,7 @@ class OffloadedVector:
         self.version += 1
         with self.store.lock:
             self.store.flush()
-        with self.store.transferring:
+        with self.store.transferring, self.store.observed.span("copy", self.name, self.numel * self.dtype.itemsize):
             self.store.transfers.run(chunks, add, wait=False)
 
     def change(self, start: int, stop: int, how: Callable[[Tensor], object]) -> None:
@@ -322,6 +324,7 @@ class ChunkStore:
         lock: Held while a cached chunk is used; threads of a reader write into vectors.
         transfers: Memory through which whole vectors pass.
         transferring: Held while they do: a gather reads in a thread of its own.
+        observed: Who is told of copies.
     """
 
     def __init__(self, tier: Tier, chunk_numel: int, cached_chunks: int = 4, ratio: float = 1.0) -> None:
@@ -329,6 +332,7 @@ class ChunkStore:
         self.tier, self.chunk_numel, self.ratio, self.lock = tier, chunk_numel, ratio, threading.RLock()
         self.vectors: dict[str, OffloadedVector] = {}
         self.transfers, self.transferring = ChunkSlots(TRANSFER_SLOTS), threading.Lock()
+        self.observed = Observed()
         self._limit, self._numbers = cached_chunks, itertools.count()
         self._cache: OrderedDict[tuple[str, int], tuple[Tensor, list[bool]]] = OrderedDict()
 

@@ -83,7 +83,9 @@ class OffloadStores:
         if tier not in self._tiers:
             self._tiers[tier] = self._open(tier)
         size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
-        return ChunkStore(self._tiers[tier], size, ratio=ratio)
+        store = ChunkStore(self._tiers[tier], size, ratio=ratio)
+        store.observed = self._mesh.observed
+        return store
 
     @property
     def stores(self) -> list[ChunkStore]:
@@ -103,7 +105,9 @@ class OffloadStores:
             block, depth = self.drive.chosen.block_bytes, self.drive.chosen.depth
         label, paths = self._mesh.rendezvous.prefix, self._offload.nvme_path
         checksums = self._offload.checksums
-        return NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth, checksums=checksums)
+        made = NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth, checksums=checksums)
+        made.observed = self._mesh.observed
+        return made
 
     def tell_step(self) -> None:
         """Log what a step will read and write, and how long that takes at least."""

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 
 from zero_strategy.distributed import Mesh
 from zero_strategy.sharding.buffer_reuse import BufferReuse
+from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.gatherer import InertHook, ParameterGatherer
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -312,6 +313,7 @@ class GradientReducer:
             self.buckets[number].resume(index)
         if not self._joined:
             self._finish_backward()
+            self.mesh.observed.mark("backward over")
 
     def _finish_backward(self) -> None:
         if self._reduces:
@@ -465,7 +467,7 @@ class GradientReducer:
 
         Args:
             parameter: A trainable one of the buckets.
-            gradient: Of its shape; any floating-point dtype.
+            gradient: Of its shape, whole or a `DTensor`; any floating-point dtype.
 
         Raises:
             RuntimeError: If the last backward did not finish.
@@ -476,7 +478,8 @@ class GradientReducer:
                 if known is parameter:
                     bucket.bucket.make_master()
                     bucket.begin()
-                    bucket.accumulate(index, gradient)
+                    mine = local_values(bucket.bucket.parts[index], parameter, gradient)
+                    bucket.accumulate(index, mine)
                     bucket.show(index)
                     self._unreduced = True
                     return
