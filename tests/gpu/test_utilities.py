@@ -1,4 +1,4 @@
-"""Utilities that look at the device: scratch memory, figures of memory, ranges, deferred gradients, symmetric memory."""
+"""Utilities on a device: scratch memory, figures of memory, ranges, deferred gradients, symmetric memory."""
 
 from __future__ import annotations
 
