@@ -34,6 +34,14 @@ class ValueWithRank:
     rank: int | None
     unit: str = ""
 
+    def __lt__(self, other: ValueWithRank) -> bool:
+        """Whether the value is smaller; one that is not known is neither smaller nor greater."""
+        return self.value is not None and other.value is not None and self.value < other.value
+
+    def __gt__(self, other: ValueWithRank) -> bool:
+        """Whether the value is greater."""
+        return other < self
+
     def __call__(self) -> tuple[float | None, int | None, str]:
         """The three."""
         return self.value, self.rank, self.unit

@@ -63,6 +63,14 @@ def test_globals_of_the_original_are_read_off_the_state(monkeypatch: pytest.Monk
     assert core_utils.logger.name == core_utils.__name__ and fsdp_utils.logger.name == fsdp_utils.__name__
 
 
+def test_figures_of_ranks_are_compared_by_value() -> None:
+    low, high, unknown = (megatron._ValueWithRank(*given) for given in ((1.5, 3, "ms"), (2.0, 0), (None, None)))
+    assert low < high and high > low and not high < low and not low > high
+    assert not any((low < unknown, unknown < low, low > unknown, unknown > low))
+    assert low() == (1.5, 3, "ms") and "1.5" in str(low) and "3" in str(low)
+    assert megatron.StragglerDetector() is megatron.__straggler__ is core_utils.__straggler__
+
+
 def test_one_scratch_buffer_is_the_process_s() -> None:
     buffer = fsdp_utils.get_global_memory_buffer()
     assert buffer is megatron.get_global_memory_buffer() and isinstance(buffer, core_utils.GlobalMemoryBuffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tests.launcher import Launcher
 from zero_strategy.checkpoint.sharded_tensor import assemble
 from zero_strategy.distributed.context_parallel import batch_from_ranks
 from zero_strategy.distributed.parallel_groups import ParallelGroups
+from zero_strategy.engine import ZeroEngine
 
 ORDERS = (1.0, 2, math.inf)
 
@@ -135,6 +137,24 @@ def dtensors(rank: int, world: Any) -> None:
         assert torch.equal(found if gathered else megatron.to_local_if_dtensor(found), whole if gathered else local)
 
 
+def sharded_gradients(rank: int) -> None:
+    """They are read as they are under data parallelism; their owner clips them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    plain = copy.deepcopy(model)
+    engine = ZeroEngine(model, {"stage": 2, "units": {"min_numel": 0}})
+    engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.arange(16.0).reshape(2, 2, 4)
+    model(data[rank]).sum().backward()
+    (sum(plain(half).sum() for half in data) / 2).backward()  # type: ignore[union-attr]
+    norm = deepspeed_utils.get_grad_norm(plain.parameters())
+    assert deepspeed_utils.get_grad_norm(model.parameters()) == pytest.approx(norm, rel=1e-6)
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        deepspeed_utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert float(engine.clip_grad_norm_(0.5)) == pytest.approx(norm, rel=1e-6)
+    assert deepspeed_utils.get_grad_norm(model.parameters()) == pytest.approx(0.5, rel=1e-5)
+
+
 def everything() -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
     norms(rank, world)
@@ -142,6 +162,7 @@ def everything() -> None:
     sequences_and_checkpoints(rank, world)
     embedding(rank, world)
     dtensors(rank, world)
+    sharded_gradients(rank)
     megatron.set_parallel_groups(ParallelGroups())  # ranks serve other tests afterwards
 
 

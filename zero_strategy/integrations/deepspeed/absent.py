@@ -14,7 +14,10 @@ _HERE = __name__.rpartition(".")[0]
 
 _REASONS = MappingProxyType(
     {
-        "runtime.swap_tensor": "state outside of device memory (offloading) is not part of this version; leave it out",
+        "runtime.swap_tensor": (
+            "its swappers are not part of this version; the engine moves parameters, gradients and optimizer states by "
+            "itself where 'offload_param' or 'offload_optimizer' in the config says so"
+        ),
         "runtime.utils": (
             "this helper of DeepSpeed's is not part of this version; the documented ones are here (norms, clipping, "
             "memory), and what an engine needs besides it does itself"

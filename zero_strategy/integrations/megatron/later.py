@@ -6,20 +6,24 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-_STRAGGLER = "zero_strategy.diagnostics.straggler"
+_DIAGNOSTICS = "zero_strategy.diagnostics."
 
 LATER = MappingProxyType(
     {
-        "StragglerDetector": _STRAGGLER,
-        "_StragglerData": _STRAGGLER,
-        "_ValueWithRank": _STRAGGLER,
-        "__straggler__": _STRAGGLER,
-        "check_param_hashes_across_dp_replicas": "zero_strategy.diagnostics.replica_check",
+        "StragglerDetector": (_DIAGNOSTICS + "straggler_singleton", "StragglerDetector"),
+        "_StragglerData": (_DIAGNOSTICS + "straggler_data", "StragglerData"),
+        "_ValueWithRank": (_DIAGNOSTICS + "straggler_data", "ValueWithRank"),
+        "__straggler__": (_DIAGNOSTICS + "straggler_singleton", "__straggler__"),
+        "check_param_hashes_across_dp_replicas": (
+            _DIAGNOSTICS + "replica_check",
+            "check_param_hashes_across_dp_replicas",
+        ),
     }
 )
-"""Name to module."""
+"""Name to the module that has it, and what it is called there."""
 
 
 def later(name: str) -> Any:
     """The object of this name."""
-    return getattr(import_module(LATER[name]), name)
+    module, attribute = LATER[name]
+    return getattr(import_module(module), attribute)
