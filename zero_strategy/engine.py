@@ -490,6 +490,14 @@ class ZeroEngine(EngineCheckpoints):
         """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
         self.evaluation.drain()
 
+    def step_metrics(self) -> dict[str, float]:
+        """Where time and memory of the last recorded step went, by names for a logger (`zero/step_time/...`).
+
+        Empty without `diagnostics.run_dir`, and if they were asked for already.
+        """
+        found = None if self.observed.observer is None else self.observed.observer.take_metrics()
+        return dict(found or {})
+
     def state_bytes(self) -> dict[str, int]:
         """Persistent bytes of model state on this rank: parameters, gradients, optimizer (master weights included)."""
         buckets = self.model.buckets

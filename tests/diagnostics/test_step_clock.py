@@ -39,6 +39,16 @@ def test_the_innermost_span_has_the_time() -> None:
     assert total == sum(parts.values()) == 10
 
 
+def test_a_step_with_a_closure_waited_for_its_data() -> None:
+    clock = StepClock(Ticks())
+    clock.start("compute")
+    clock.turn_later()
+    clock.turn("optimizer")
+    clock.turn("compute")
+    clock.turn("optimizer")
+    assert clock.end() == (6.0, {"compute": 2, "data_wait": 1, "optimizer": 2, "other": 1})
+
+
 AFTER = [("compute", "data_wait"), ("evaluation", "data_wait"), ("optimizer", "other")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from zero_strategy.diagnostics.run_files import Interval
+from zero_strategy.diagnostics.step_clock import FORWARDS
 
 PHASES, TRAINING, PIPELINE = "phase", "training", "pipeline"
 """Rows in which intervals do not overlap, or lie within one another."""
@@ -31,9 +32,9 @@ class Intervals:
     def turn(self, phase: str) -> None:
         """A phase begins; an empty one gets its name from what follows."""
         if self._found is not None:
-            if self._phases and not self._phases[-1][0]:
-                name = "data_wait" if phase in ("compute", "evaluation") else "other"
-                self._phases[-1] = name, self._phases[-1][1]
+            if phase not in ("", "optimizer"):  # as in `StepClock.turn`
+                name = "data_wait" if phase in FORWARDS else "other"
+                self._phases = [(known or name, begin) for known, begin in self._phases]
             if not self._phases or self._phases[-1][0] != phase:
                 self._phases.append((phase, time.perf_counter()))
 

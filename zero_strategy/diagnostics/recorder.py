@@ -201,9 +201,9 @@ class StepRecorder:
                 self._intervals.add(f"{event.kind}{number}", "pipeline", event.start, event.end, f"chunk {event.chunk}")
 
     def take_metrics(self) -> Mapping[str, float] | None:
-        """See `Observer.take_metrics`; of the logger's `diagnostics.log`."""
+        """See `Observer.take_metrics`."""
         record, self._metrics = self._metrics, None
-        return None if record is None or not self._settings.log else record.metrics()
+        return None if record is None else record.metrics()
 
     # ---- the step ----
 

@@ -36,6 +36,8 @@ stages; `copies`: between tiers of memory; `disk`: for files; `data_wait`: from 
 next forward; `diagnostics`: what measuring took at the end of the step before."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
+FORWARDS = ("compute", "evaluation")
+"""Phases that begin with a forward."""
 
 
 class Clock(Protocol):
@@ -107,10 +109,14 @@ class StepClock:
         self._turn()
 
     def turn(self, phase: Part) -> None:
-        """Another phase begins. A gap after a backward that ends with a forward was a wait for data."""
-        for section in self._undecided:
-            section.part = "data_wait" if phase in ("compute", "evaluation") else "other"
-        self._undecided = []
+        """Another phase begins. A gap after a backward that ends with a forward was a wait for data.
+
+        A step may begin before that forward: it runs in a closure then.
+        """
+        if phase != "optimizer":
+            for section in self._undecided:
+                section.part = "data_wait" if phase in FORWARDS else "other"
+            self._undecided = []
         if phase != self._phase:
             self._phase = phase
             self._turn()

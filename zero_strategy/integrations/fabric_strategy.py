@@ -301,6 +301,13 @@ class FabricStrategy(FabricCheckpoints, _Base):
             "module an optimizer of its own, or set up one module that holds them"
         )
 
+    def step_metrics(self) -> dict[str, float]:
+        """For `fabric.log_dict`: where time and memory of the last recorded step went; see `ZeroEngine.step_metrics`.
+
+        Of the first module that has any.
+        """
+        return next((metrics for engine in self.engines if (metrics := engine.step_metrics())), {})
+
     # ---- gradients ----
 
     def clip_gradients_norm(

@@ -408,6 +408,16 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; what was recorded of the step goes to the Trainer's loggers, beside what the module logs."""
+        result = super().optimizer_step(*args, **kwargs)
+        assert self.engine is not None and self.lightning_module is not None
+        if self.config.diagnostics.log and (metrics := self.engine.step_metrics()):
+            trainer: Any = self.lightning_module.trainer
+            for logger in trainer.loggers if trainer.is_global_zero else ():
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        return result
+
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """The optimizer's whole state, made when it is looked into; all ranks must then look."""
         return self._optimizer_state(getattr(optimizer, "_optimizer", optimizer))
