@@ -39,7 +39,7 @@ from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
-from zero_strategy.optim.norm import global_norm
+from zero_strategy.optim.norm import GradientStats, global_norm
 from zero_strategy.saving import Saver
 from zero_strategy.saving.contents import state_dict_entries
 from zero_strategy.saving.step_watch import StepWatch
@@ -81,6 +81,7 @@ class ZeroEngine(EngineCheckpoints):
         offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
         steps: Counts optimizer steps; what is agreed at them.
+        gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
 
     Raises:
         ValueError: If the mesh does not fit the world, or the module cannot be sharded; names the parameter.
@@ -150,6 +151,7 @@ class ZeroEngine(EngineCheckpoints):
             cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
         self.optimizers: list[ShardedOptimizer] = self.model.optimizers
+        self.gradient_watchers: list[Callable[[GradientStats], None]] = []
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.saver = Saver(self)
         self.steps = StepWatch(self.model.reducer, self.saver)
@@ -397,8 +399,13 @@ class ZeroEngine(EngineCheckpoints):
     def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         self.model.reducer.settle()
         parts = [sharded.norm_shards(norm_type, only) for sharded in self._chosen(optimizer)]
-        shards = [shard for found, _ in parts for shard in found]
-        return global_norm(shards, norm_type, self.model.norm_groups, [f for _, factors in parts for f in factors])
+        shards = [shard for found, _, _ in parts for shard in found]
+        factors = [factor for _, found, _ in parts for factor in found]
+        seen: list[tuple[Tensor, Tensor]] = []
+        norm = global_norm(shards, norm_type, self.model.norm_groups, factors, lambda *stats: seen.append(stats))
+        for watch in list(self.gradient_watchers):
+            watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
+        return norm
 
     def _chosen(self, optimizer: Optimizer | None) -> list[ShardedOptimizer]:
         return self.optimizers if optimizer is None else [self.sharded(optimizer)]

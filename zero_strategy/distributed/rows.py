@@ -1,8 +1,9 @@
-"""One row of numbers from every rank of the default process group."""
+"""One value, or one row of numbers, from every rank of the default process group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,4 +22,13 @@ def gather_row(row: Sequence[float]) -> list[list[float]]:
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     found: list[list[float]] = torch.stack(rows).tolist()
+    return found
+
+
+def gather_everywhere(value: Any) -> list[Any]:
+    """Every rank's picklable value, in rank order, over the default process group; this one's alone without one."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
     return found
