@@ -67,6 +67,7 @@ DEFAULTS = {
     "offload.activations": "none",
     "offload.nvme_path": [],
     "offload.staging_bytes": 256 << 20,
+    "offload.resident_bytes": 0,
     "offload.checksums": False,
     "offload.probe_seconds": 1.5,
     "offload.early_step": "off",

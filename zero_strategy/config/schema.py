@@ -204,6 +204,10 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
     read and written at once."""
 
+    resident_bytes: int = field(default=0, metadata=at_least(0))
+    """Bytes of host memory of each rank in which parameters, then reduced gradients, stay whose tier is ``nvme``; what
+    does not fit is in files, and optimizer state always is. What stays is neither read nor written in a step."""
+
     early_step: str = field(default="off", metadata=one_of("auto", "on", "off"))
     """Whether the step of buckets whose gradients are reduced is carried out while the rest of backward runs; it is
     dropped where the step turns out otherwise, such as clipped. It takes a second place for all state off the device,
