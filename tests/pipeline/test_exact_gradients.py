@@ -33,14 +33,16 @@ OWNED, BORROWED = "tied_modules.embed.weight", "the head's use of it"
 class Setting(NamedTuple):
     case: Case
     order: str
+    replicate: int = 1
 
 
 def _train(settings: list[Setting]) -> list[tuple[float, Gradients]]:
     found = []
-    for case, order in settings:
+    for case, order, replicate in settings:
         module = module_of(case)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
-        engine = PipelineEngine(module, {**config_of(case), "gradient_reduction": order})
+        more = {"gradient_reduction": order, "mesh": {"replicate": replicate}}
+        engine = PipelineEngine(module, {**config_of(case), **more})
         engine.attach(optimizer)
         for _ in range(2):  # the second time buckets leave before the end of backward
             optimizer.zero_grad()
@@ -137,9 +139,12 @@ def test_two_stages_of_two_copies(ranks: Launcher, tied: bool) -> None:
         Setting(Case(2, COPIES, zero, schedule, CHUNKS[schedule], COUNT, tied), order)
         for zero, schedule, order in ROWS[tied]
     ]
-    settings += [Setting(Case(2, COPIES, 3, "1f1b", 1, COUNT, tied, "per_step"), PER_MICRO_BATCH)]
+    settings += [
+        Setting(Case(2, COPIES, 3, "1f1b", 1, COUNT, tied, "per_step"), PER_MICRO_BATCH),
+        Setting(Case(2, COPIES, 2, "zb_h1", 1, COUNT, tied), PER_MICRO_BATCH, COPIES),
+    ]
     by_rank = ranks(2 * COPIES, timeout=180)(_train, settings)
-    for number, (case, order) in enumerate(settings):
+    for number, (case, order, _) in enumerate(settings):
         parts = module_of(case, rank=0).parts
         loss, gradients = _expected(case, order, parts)
         seen = set()
