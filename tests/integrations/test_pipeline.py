@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zero_strategy
 from tests.integrations.pipelines import CLOSE, VOCABULARY, WIDTH, Block, Module, Plain, layers, loader, pipeline
 from tests.integrations.test_registration import cli
-from tests.integrations.trainers import PLAIN, error, join, raises, trainer, weights
+from tests.integrations.trainers import PLAIN, error, join, trainer, weights
 from tests.launcher import Launcher
 from zero_strategy.integrations.namespaces import pipeline_strategy_class
 from zero_strategy.pipeline.module import PipelineModule
