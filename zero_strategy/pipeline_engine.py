@@ -36,6 +36,7 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_
 from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.memory.peaks import held_whole
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule, measured_costs, memory_left
 from zero_strategy.pipeline.choice import Choice
@@ -188,8 +189,8 @@ class PipelineEngine(ZeroEngine):
         with ExitStack() as stack:
             stack.callback(setattr, self.executor, "record", self.executor.record)
             self.executor.record |= measures
-            if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
-                stack.enter_context(self.model.gathered(until_backward=True))
+            if held := self._held_whole():
+                stack.enter_context(self.model.gathered(held, until_backward=True))
             found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None
         self._agree_on_optimizers()
@@ -211,6 +212,15 @@ class PipelineEngine(ZeroEngine):
                 "step; where one has nothing to train, attach one without parameters: AdamW([{'params': []}])"
             )
         self._steps_agreed = everyone[0] > 0
+
+    def _held_whole(self) -> list[nn.Parameter]:
+        """The parameters that stay gathered during a step."""
+        if self.stage < 3:
+            return []
+        units = self.model.units
+        sizes = [sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in unit.buckets) for unit in units]
+        held = held_whole(sizes, self.config.config.pipeline)
+        return [parameter for number in held for bucket in units[number].buckets for parameter in bucket.parameters]
 
     def _choose(self, micro_batches: int, found: Run) -> None:
         """Take the schedule for all further steps, the same on all ranks."""

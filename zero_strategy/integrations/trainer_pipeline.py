@@ -58,6 +58,7 @@ class TrainerPipeline(_Base):
         chunks: int | None = None,
         partition: str | None = None,
         gather: str | None = None,
+        gather_bytes: int | None = None,
         timeline: str | None = None,
         **settings: Any,
     ) -> None:
@@ -73,6 +74,7 @@ class TrainerPipeline(_Base):
             chunks: Parts of the model that each rank holds.
             partition: What stages have equal shares of.
             gather: Stage 3: how often parameters are gathered.
+            gather_bytes: Stage 3: bytes of whole parameters that a rank may hold during a step.
             timeline: File into which rank 0 writes what ranks did when.
             settings: All that `ZeroStrategy` takes.
         """
@@ -87,6 +89,7 @@ class TrainerPipeline(_Base):
             "chunks": chunks,
             "partition": partition,
             "gather": gather,
+            "gather_bytes": gather_bytes,
             "timeline": timeline,
         }
         given = {name: value for name, value in own.items() if value is not None}
