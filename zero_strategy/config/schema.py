@@ -309,6 +309,10 @@ class PipelineConfig(Section):
     """Stage 3: how often a unit's parameters are gathered. ``per_step`` sends less and holds a stage's parameters
     whole during a step."""
 
+    gather_bytes: int | None = field(default=None, metadata=at_least(0))
+    """Stage 3: bytes of whole parameters that a rank may hold during a step. Units that fit, in their order, are
+    gathered once per step, the others for each micro-batch. None: derived, ``gather`` says it of all units."""
+
     timeline: str = ""
     """File into which rank 0 writes when which rank did what in each step, for ``zero-strategy schedule show
     --timeline``. Empty: none."""
