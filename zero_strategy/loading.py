@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,8 @@ def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
 def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> None:
     """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
     piece_exchange.check_one_save(engine, reader)
+    with contextlib.suppress(OSError):  # what could not be written before is written anew
+        engine.offloaded.settle()
     _check_same(engine, reader)
     referenced = references.check(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}

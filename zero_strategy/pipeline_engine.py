@@ -22,6 +22,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_
 from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.memory.peaks import held_whole
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule, measured_costs, memory_left
 from zero_strategy.pipeline.choice import Choice
@@ -45,6 +47,7 @@ from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
 from zero_strategy.pipeline.inference import inference
 from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.optimizer_states import StageGroups, join_states, part_of_state
 from zero_strategy.pipeline.registry import build_table
 from zero_strategy.pipeline.replicas import TiedWeights
 from zero_strategy.pipeline.schedule import PipeSchedule
@@ -124,6 +127,7 @@ class PipelineEngine(ZeroEngine):
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
+        self._steps_agreed = False
         self._hooks = _Hooks(self)
         self.executor = Executor(
             module.chunk_functions(),
@@ -138,6 +142,7 @@ class PipelineEngine(ZeroEngine):
             name=self.mesh.team.rendezvous.prefix + f".{grid.pipeline_id()}",
             record=bool(pipeline.timeline),
         )
+        self.executor.observed = self.pipe.observed = self.observed
         self.publish_ties()
 
     # ---- schedules ----
@@ -188,15 +193,43 @@ class PipelineEngine(ZeroEngine):
         self._hooks.begin(count * self.pipeline.chunks, measures=measures)
         with ExitStack() as stack:
             stack.callback(setattr, self.executor, "record", self.executor.record)
-            self.executor.record |= measures
-            if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
-                stack.enter_context(self.model.gathered(until_backward=True))
+            self.executor.record |= measures or self.observed.observer is not None
+            if held := self._held_whole():
+                stack.enter_context(self.model.gathered(held, until_backward=True))
+            stack.enter_context(self.observed.forward(count))
             found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None
+        self.observed.mark("timeline", found.events)
+        self._agree_on_optimizers()
         self._write_timeline(found)
         if measures:
             self._choose(count, found)
-        return self._mean_loss(found.loss)
+        loss = self._mean_loss(found.loss)
+        self.observed.mark("loss", loss)
+        return loss
+
+    def _agree_on_optimizers(self) -> None:
+        """Until there are optimizers: a stage without one would let the others wait in their steps."""
+        if self._steps_agreed:
+            return
+        everyone = [int(count) for count in self.pipe.exchange_small(torch.tensor([len(self.optimizers)]))]
+        if len(set(everyone)) > 1:
+            ranks = self.pipeline.mpu().pp_group
+            counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, everyone, strict=True))
+            raise ValueError(
+                f"the stages of a pipeline have different numbers of optimizers ({counts}), and all take part in a "
+                "step; where one has nothing to train, attach one without parameters: AdamW([{'params': []}])"
+            )
+        self._steps_agreed = everyone[0] > 0
+
+    def _held_whole(self) -> list[nn.Parameter]:
+        """The parameters that stay gathered during a step."""
+        if self.stage < 3:
+            return []
+        units = self.model.units
+        sizes = [sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in unit.buckets) for unit in units]
+        held = held_whole(sizes, self.config.config.pipeline)
+        return [parameter for number in held for bucket in units[number].buckets for parameter in bucket.parameters]
 
     def _choose(self, micro_batches: int, found: Run) -> None:
         """Take the schedule for all further steps, the same on all ranks."""
@@ -233,7 +266,8 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
-        found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
+        with self.observed.span("evaluation"):
+            found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
         return found
@@ -276,7 +310,9 @@ class PipelineEngine(ZeroEngine):
         removed = {id(weight) for weight in self._ties.removed()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in removed]
+                stays = [id(p) not in removed for p in group["params"]]
+                for key in {"params", "param_names"} & group.keys():  # names: of optimizers that were made with them
+                    group[key] = list(compress(group[key], stays))
         super().attach(*optimizers)
 
     def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -316,15 +352,33 @@ class PipelineEngine(ZeroEngine):
         return {name: state for part in everyone for name, state in part.items()}
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Not for pipelines, where an optimizer has the parameters of one stage.
+        """See `ZeroEngine.optimizer_state_dict`: that of one optimizer over the whole model. Ranks pass their own.
 
         Raises:
-            ValueError: Always; names what there is.
+            ValueError: On all ranks, if stages have different numbers of param groups, or other orders in them than
+                their modules have.
         """
-        raise ValueError(
-            "optimizer_state_dict() numbers the parameters of one optimizer, and each stage of a pipeline has its own: "
-            "take full_optimizer_state(optimizer), by parameter names, or save() a checkpoint, which is of all stages"
-        )
+        mine = self._groups_of(optimizer), super().optimizer_state_dict(optimizer)
+        everyone = self.pipe.gather_objects(mine)
+        return join_states([one[0] for one in everyone], [one[1] for one in everyone], self._prefix)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """See `ZeroEngine.load_optimizer_state_dict`: each rank takes its stages' part. All ranks call it.
+
+        Raises:
+            ValueError: If its param groups do not fit.
+        """
+        own = self._groups_of(optimizer)
+        part = part_of_state(self.pipe.gather_objects(own), own, state_dict, self._prefix)
+        super().load_optimizer_state_dict(optimizer, part)
+
+    def _groups_of(self, optimizer: Optimizer) -> StageGroups:
+        """The names in an optimizer's groups, and their places in the layers."""
+        assert self.order is not None
+        names = {id(parameter): name for name, parameter in self.model.names()}
+        param_groups = self.sharded(optimizer).optimizer.param_groups
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in param_groups]
+        return StageGroups(groups, {name: self.order(name) for group in groups for name in group})
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""

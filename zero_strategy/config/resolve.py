@@ -162,6 +162,10 @@ def _resolve_gradients(config: ZeroConfig) -> None:
         )
 
 
+_ALL = 1 << 62
+"""Bytes: more than there are."""
+
+
 def _resolve_pipeline(config: ZeroConfig) -> None:
     pipeline = config.pipeline
     if pipeline.chunks is None:
@@ -169,6 +173,8 @@ def _resolve_pipeline(config: ZeroConfig) -> None:
         pipeline.record("chunks", 2 if several else 1, f"derived: pipeline.schedule {pipeline.schedule}")
     if pipeline.micro_batches is None:
         pipeline.record("micro_batches", pipeline.stages, "derived: pipeline.stages, the fewest that keep all at work")
+    if pipeline.gather_bytes is None:
+        pipeline.record("gather_bytes", 0 if pipeline.gather == "per_micro_batch" else _ALL, "derived: pipeline.gather")
 
 
 def _resolve_early_step(config: ZeroConfig) -> None:

@@ -21,6 +21,7 @@ from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.distributed.rendezvous import StoreRendezvous
+from zero_strategy.observing import Observed
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Mesh:
         team: The ranks of all lanes; the data-parallel ranks where there is one lane.
         tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
         counters: What this rank sent.
+        observed: Who is told what all of these communicators do.
     """
 
     gather: Communicator
@@ -71,6 +73,12 @@ class Mesh:
     team: Team
     tensor: Communicator
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
+    observed: Observed = field(default_factory=Observed)
+
+    def __post_init__(self) -> None:
+        groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.team.control)
+        for communicator in groups:
+            communicator.observed = self.observed
 
     @property
     def world_size(self) -> int:

@@ -25,6 +25,7 @@ from zero_strategy.config import (
     LATER_KEYS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     Fact,
     LossScaleConfig,
     MeshConfig,
@@ -49,10 +50,13 @@ from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import TrainerPreemption
+from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.sharding import Init
 
 if TYPE_CHECKING:
     from typing import Any as _Base
+
+    from zero_strategy.diagnostics.verify_report import VerifyReport
 else:
     _Base = object
 
@@ -84,6 +88,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
@@ -115,6 +120,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
+            diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
@@ -146,6 +152,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
             activation_checkpointing=activation_checkpointing,
             pipeline=pipeline,
             checkpoint=checkpoint,
+            diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
@@ -195,6 +202,18 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
     def explain(self) -> str:
         """A table of every setting in effect: key, value, where it was set; the Trainer's, too, once it has this."""
         return self._resolve().explain() if self.num_processes else self.config.explain()
+
+    def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
+        """Prove on a model of yours that these settings train it as one plain process does.
+
+        Args:
+            factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
+            **keywords: `ranks`, `steps`, `accumulation`, `clip_norm` and the rest: see `diagnostics.verify.verify`.
+
+        Returns:
+            What was compared, and the first tensor that differs.
+        """
+        return verify_settings(self.config, factory, keywords)
 
     def __repr__(self) -> str:
         # Lightning shows this where it is handed a strategy of another namespace.
@@ -288,8 +307,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `training_step`, its root parameters whole."""
         assert self.lightning_module is not None and self.engine is not None
-        module = self.lightning_module
-        with self.precision_plugin.train_step_context(), self.engine.forward_scope(), schedulers_left_alone(module):
+        module, scope = self.lightning_module, self.engine.forward_scope((args, kwargs))
+        with self.precision_plugin.train_step_context(), scope, schedulers_left_alone(module):
             return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -386,10 +405,21 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Look for released parameters in the loss; gradients are reduced by hooks."""
         assert self.engine is not None
-        self.engine.check_loss(closure_loss)
+        assert self.lightning_module is not None
+        self.engine.check_loss(closure_loss, 1 / self.lightning_module.trainer.accumulate_grad_batches)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; what was recorded of the step goes to the Trainer's loggers, beside what the module logs."""
+        result = super().optimizer_step(*args, **kwargs)
+        assert self.engine is not None and self.lightning_module is not None
+        if self.config.diagnostics.log and (metrics := self.engine.step_metrics()):
+            trainer: Any = self.lightning_module.trainer
+            for logger in trainer.loggers if trainer.is_global_zero else ():
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        return result
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """The optimizer's whole state, made when it is looked into; all ranks must then look."""

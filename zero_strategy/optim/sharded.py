@@ -319,15 +319,15 @@ class ShardedOptimizer:
 
     def norm_shards(
         self, norm_type: float, only: Container[int] | None = None
-    ) -> tuple[list[Shard], list[float]]:
-        """Every element of the gradients once over all ranks that divide them: values, and the factors to come."""
+    ) -> tuple[list[Shard], list[float], list[str]]:
+        """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
         check_norm_type(norm_type)  # before anybody expects it of gradients to come
         for parameter in self.parameters():
             place = self.model.place(parameter)
             assert place is not None
             self.model.gradient_of(place[0]).round_scales()
             self.model.gradient_of(place[0]).expect_norm(norm_type)
-        shards, factors = [], []
+        shards, factors, names = [], [], []
         for gradients, index, values, factor in self._gradients(only):
             bucket = gradients.bucket
             if not bucket.parts[index].counts:
@@ -339,12 +339,13 @@ class ShardedOptimizer:
                 values = values[start:stop] if isinstance(values, Tensor) else values.narrow(start, stop)
             shards.append(values)
             factors.append(factor)
-        return shards, factors
+            names.append(bucket.names[index])
+        return shards, factors, names
 
     def norm(self, norm_type: float = 2.0) -> GradientNorm:
         """Norm of this optimizer's gradients over all ranks. A collective."""
         self.model.reducer.settle()
-        shards, factors = self.norm_shards(norm_type)
+        shards, factors, _ = self.norm_shards(norm_type)
         return global_norm(shards, norm_type, [*self.model.norm_groups], factors)
 
     @torch.no_grad()

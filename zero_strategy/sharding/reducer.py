@@ -100,6 +100,8 @@ class GradientReducer:
         """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
         self.watchers: list[ReductionWatcher] = []
+        self.before_backward: list[Callable[[], None]] = []
+        """Called when a backward begins that will reduce gradients."""
         self._sync = True
         self._joined = self._paused = False
         self._began = False
@@ -251,6 +253,8 @@ class GradientReducer:
 
     def _tell_begin(self) -> None:
         if self._reduces:
+            for call in self.before_backward:
+                call()
             for watcher in self.watchers:
                 watcher.backward_begins()
 
@@ -313,6 +317,7 @@ class GradientReducer:
             self.buckets[number].resume(index)
         if not self._joined:
             self._finish_backward()
+            self.mesh.observed.mark("backward over")
 
     def _finish_backward(self) -> None:
         if self._reduces:
