@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from zero_strategy.progress import is_shown, progress
 from zero_strategy.saving import references
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import EXTRA_STATE_FILE, state_dict_entries
+from zero_strategy.saving.tensor_pieces import wanted_in_whole
+from zero_strategy.sharding.dtensors import held_by
 from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
 def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> None:
     """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
     piece_exchange.check_one_save(engine, reader)
+    with contextlib.suppress(OSError):  # what could not be written before is written anew
+        engine.offloaded.settle()
     _check_same(engine, reader)
     referenced = references.check(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
@@ -60,8 +65,8 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
             wanted.extend(_wanted_weights(engine, reader, bucket, sources))
         for name, buffer in entries.items():
             if name in sources and not isinstance(buffer, nn.Parameter):
-                shape = tuple(buffer.shape)
-                wanted.append(Wanted(sources[name], 0, buffer.numel(), then=_copier(buffer, shape)))
+                held = held_by(buffer)
+                wanted.append(Wanted(sources[name], 0, held.numel(), then=_copier(held, tuple(held.shape))))
 
     together(engine.mesh.team.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
@@ -164,20 +169,26 @@ def _wanted_weights(
 ) -> Iterator[Wanted]:
     """What this rank reads into a bucket, straight into the shard where dtypes allow."""
     if bucket.has_master and not bucket.placement.shard_optimizer:
-        for name, segment in zip(bucket.names, bucket.layout.segments, strict=True):
+        for name, part, segment in zip(bucket.names, bucket.parts, bucket.layout.segments, strict=True):
             if name in sources:
-                yield Wanted(sources[name], 0, segment.numel, then=partial(bucket.write_master, segment.offset))
+                size = reader.spec(sources[name]).dtype.itemsize
+                write = _from(bucket.write_master, segment.offset)
+                yield from wanted_in_whole(part, sources[name], (0, segment.numel), itemsize=size, write=write)
     for piece in bucket.slice_pieces:
         name = bucket.names[piece.index]
+        target: Tensor | None = None
+        put: Callable[[int, Tensor], object] | None = None
         if name not in sources:
             continue
+        stored = reader.spec(sources[name]).dtype
         if bucket.has_master and bucket.placement.shard_optimizer:
-            yield Wanted(sources[name], piece.start, piece.stop, then=_master_and_weights(bucket, piece.offset))
-        elif bucket.shard_vector is None and reader.spec(sources[name]).dtype == bucket.dtype:
+            put = _from(partial(_master_and_weights, bucket), piece.offset)
+        elif bucket.shard_vector is None and stored == bucket.dtype:
             target = bucket.shard[piece.offset : piece.offset + piece.numel]
-            yield Wanted(sources[name], piece.start, piece.stop, out=target)
         else:
-            yield Wanted(sources[name], piece.start, piece.stop, then=partial(bucket.write_shard, piece.offset))
+            put = _from(bucket.write_shard, piece.offset)
+        part, bounds = bucket.parts[piece.index], (piece.start, piece.stop)
+        yield from wanted_in_whole(part, sources[name], bounds, itemsize=stored.itemsize, out=target, write=put)
 
 
 def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[Tensor], None]:
@@ -187,12 +198,14 @@ def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[T
     return copy
 
 
-def _master_and_weights(bucket: ParameterBucket, start: int) -> Callable[[Tensor], None]:
-    def copy(values: Tensor) -> None:
-        bucket.write_shard(start, values)
-        bucket.write_master(start, values)
+def _master_and_weights(bucket: ParameterBucket, start: int, values: Tensor) -> None:
+    bucket.write_shard(start, values)
+    bucket.write_master(start, values)
 
-    return copy
+
+def _from(write: Callable[[int, Tensor], object], first: int) -> Callable[[int, Tensor], object]:
+    """The same, counted from `first`."""
+    return lambda start, values: write(first + start, values)
 
 
 def _set_groups(
@@ -261,16 +274,22 @@ def _load_state(
         if name not in specs:
             continue
         _check_shape(name, tuple(specs[name].shape), tuple(parameter.shape))
+        want = partial(
+            wanted_in_whole,
+            bucket.parts[index],
+            name,
+            (cut.start, cut.stop),
+            (number, kind),
+            itemsize=specs[name].dtype.itemsize,
+        )
         if kind == "master":
-            wanted.append(
-                Wanted(name, cut.start, cut.stop, (number, kind), then=partial(bucket.write_master, cut.offset))
-            )
+            wanted.extend(want(write=_from(bucket.write_master, cut.offset)))
         elif (offloaded := sharded.offloaded_place(parameter, kind)) is not None:
-            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), then=offloaded.write))
+            wanted.extend(want(write=_from(offloaded.vector.write, offloaded.start)))
             values[kind] = offloaded
         else:
             state = torch.empty(cut.numel, dtype=specs[name].dtype, device=piece.device)
-            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), out=state))
+            wanted.extend(want(out=state))
             values[kind] = state.view(piece.shape)
     for key, value in reader.manifest.optimizers[number].scalars.get(name, {}).items():
         values[key] = value

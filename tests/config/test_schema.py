@@ -47,6 +47,7 @@ DEFAULTS = {
     "units.min_numel": 8192,
     "mesh.replicate": 1,
     "mesh.shard": None,
+    "mesh.tensor": None,
     "precision.master_weights": True,
     "precision.gradient_dtype": "float32",
     "precision.reduce_dtype": "float32",
@@ -66,6 +67,7 @@ DEFAULTS = {
     "offload.activations": "none",
     "offload.nvme_path": [],
     "offload.staging_bytes": 256 << 20,
+    "offload.resident_bytes": 0,
     "offload.checksums": False,
     "offload.probe_seconds": 1.5,
     "offload.early_step": "off",
@@ -78,6 +80,7 @@ DEFAULTS = {
     "pipeline.micro_batches": None,
     "pipeline.partition": "parameters",
     "pipeline.gather": "per_micro_batch",
+    "pipeline.gather_bytes": None,
     "pipeline.timeline": "",
     "checkpoint.max_file_bytes": 5_000_000_000,
     "checkpoint.layout": "auto",
@@ -113,6 +116,7 @@ BAD_VALUES = [
     ("units.min_numel", -1),
     ("mesh.replicate", 0),
     ("mesh.shard", 0),
+    ("mesh.tensor", 0),
     ("precision.gradient_dtype", "bfloat16"),
     ("precision.reduce_dtype", "fp32"),
     ("gradient_reduction", "per_epoch"),
@@ -140,6 +144,7 @@ BAD_VALUES = [
     ("pipeline.micro_batches", 0),
     ("pipeline.partition", " "),
     ("pipeline.gather", "never"),
+    ("pipeline.gather_bytes", -1),
     ("checkpoint.max_file_bytes", 0),
     ("elementwise_optimizers", ["Lion", ""]),
     ("timeout_seconds", 0.0),
@@ -257,7 +262,7 @@ def test_prefix_is_the_place_in_the_config(name):
 def test_omegaconf_structured_sees_the_settings_only(source):
     node = OmegaConf.structured(source)
     assert set(node) == {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(node.mesh) == {"replicate", "shard"}
+    assert set(node.mesh) == {"replicate", "shard", "tensor"}
     built = OmegaConf.to_object(node)
     assert isinstance(built, ZeroConfig)
     assert built == (ZeroConfig() if source is ZeroConfig else source)

@@ -130,6 +130,8 @@ def tiers(folder: Path) -> dict[str, dict[str, Any]]:
         "gradients in files": host | {"gradients": "nvme", "nvme_path": [str(folder)], "optimizer_ratio": 0.5},
         "kept": host | {"optimizer_ratio": 0.0},
         "mixed": files | {"parameters": "cpu"},
+        "resident": files | {"parameters": "nvme", "resident_bytes": 180_000},
+        "half resident": files | {"parameters": "nvme", "optimizer_ratio": 0.5, "resident_bytes": 40_000},
         "mixed too": files | host | {"parameters": "nvme"},
     }
 
@@ -153,8 +155,19 @@ def test_files_give_the_bits_of_memory(ranks: Launcher, tmp_path: Path, stage: i
         assert wrong == []
 
 
+PARAMETERS_OFF = [
+    (1, "all"),
+    (3, "all"),
+    (2, "all cpu"),
+    (2, "mixed"),
+    (2, "mixed too"),
+    (2, "resident"),
+    (2, "half resident"),
+]
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world, tier", [(1, "all"), (3, "all"), (2, "all cpu"), (2, "mixed"), (2, "mixed too")])
+@pytest.mark.parametrize("world, tier", PARAMETERS_OFF)
 def test_parameters_off_the_device_too(
     ranks: Launcher, tmp_path: Path, world: int, tier: str, dtype: torch.dtype | None
 ) -> None:
@@ -210,7 +223,7 @@ CROSSINGS = [
     ("none", "nvme"),
     ("nvme", "all"),
     ("all", "none"),
-    ("all cpu", "all"),
+    ("all cpu", "resident"),
     ("half", "half, all"),
 ]
 
@@ -244,7 +257,7 @@ def edits(folder: Path, stage: int, tier: str) -> list[str]:
     return unequal(results[1], results[0])
 
 
-@pytest.mark.parametrize("stage, tier", [(2, "nvme"), (3, "all"), (3, "half, all")])
+@pytest.mark.parametrize("stage, tier", [(2, "nvme"), (3, "all"), (3, "half, all"), (3, "resident")])
 def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path, stage: int, tier: str) -> None:
     for wrong in ranks(2)(edits, tmp_path, stage, tier):
         assert wrong == []
@@ -284,7 +297,7 @@ def gradients(folder: Path, stage: int, tier: str) -> list[str]:
     return unequal(results[1], results[0])
 
 
-GRADIENTS = [(2, "nvme"), (3, "all"), (2, "gradients in memory"), (3, "gradients in files")]
+GRADIENTS = [(2, "nvme"), (3, "all"), (2, "gradients in memory"), (3, "gradients in files"), (3, "resident")]
 
 
 @pytest.mark.parametrize("stage, tier", GRADIENTS)

@@ -43,7 +43,10 @@ class UnitsConfig(Section):
 
 @dataclass
 class MeshConfig(Section):
-    """How ranks are laid out: ``replicate`` x ``shard`` = world size; several replicas: hybrid sharding."""
+    """How ranks are laid out: ``replicate`` x ``shard`` x ``tensor`` (x pipeline stages) = world size.
+
+    Several replicas: hybrid sharding.
+    """
 
     prefix: ClassVar[str] = "mesh."
 
@@ -51,7 +54,11 @@ class MeshConfig(Section):
     """Number of replicas of the sharded state (dp_replicate axis), such as the number of nodes."""
 
     shard: int | None = field(default=None, metadata=at_least(1))
-    """Ranks that the state is divided among (dp_shard axis). None: derived, world size / replicate."""
+    """Ranks that the state is divided among (dp_shard axis). None: derived, world size / replicate / tensor."""
+
+    tensor: int | None = field(default=None, metadata=at_least(1))
+    """Ranks that divide each layer (tensor parallelism by torch's ``parallelize_module``). None: derived from the
+    model's DTensors where it is known, else 1."""
 
 
 @dataclass
@@ -197,6 +204,10 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
     read and written at once."""
 
+    resident_bytes: int = field(default=0, metadata=at_least(0))
+    """Bytes of host memory of each rank in which parameters, then reduced gradients, stay whose tier is ``nvme``; what
+    does not fit is in files, and optimizer state always is. What stays is neither read nor written in a step."""
+
     early_step: str = field(default="off", metadata=one_of("auto", "on", "off"))
     """Whether the step of buckets whose gradients are reduced is carried out while the rest of backward runs; it is
     dropped where the step turns out otherwise, such as clipped. It takes a second place for all state off the device,
@@ -297,6 +308,10 @@ class PipelineConfig(Section):
     gather: str = field(default="per_micro_batch", metadata=one_of("per_micro_batch", "per_step"))
     """Stage 3: how often a unit's parameters are gathered. ``per_step`` sends less and holds a stage's parameters
     whole during a step."""
+
+    gather_bytes: int | None = field(default=None, metadata=at_least(0))
+    """Stage 3: bytes of whole parameters that a rank may hold during a step. Units that fit, in their order, are
+    gathered once per step, the others for each micro-batch. None: derived, ``gather`` says it of all units."""
 
     timeline: str = ""
     """File into which rank 0 writes when which rank did what in each step, for ``zero-strategy schedule show

@@ -218,6 +218,20 @@ class Communicator:
                 dist.all_gather(values, value.clone(), group=self.group)
         return values
 
+    def all_to_all(self, outgoing: list[Tensor]) -> list[Tensor]:
+        """What every rank has sent to this one, in rank order; outgoing[r] goes to rank r.
+
+        On the CPU, contiguous; all tensors of all ranks have one shape and dtype.
+        """
+        if self.size == 1:
+            return outgoing
+        own = outgoing[self.rank]
+        self.counters.add("control", own.numel() * (self.size - 1), own.element_size())
+        incoming = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        sent = [tensor.view(torch.uint8) for tensor in outgoing]  # gloo does not know all dtypes
+        self._exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
+        return incoming
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:

@@ -37,10 +37,13 @@ from zero_strategy.integrations.fabric_checkpoint import FabricCheckpoints, unwr
 from zero_strategy.integrations.fabric_precision import FabricPrecision, ScaledFabricPrecision
 from zero_strategy.integrations.precision import PLANS, precision_of
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
+from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.sharding import Init
 
 if TYPE_CHECKING:
     from typing import Any as _Base
+
+    from zero_strategy.diagnostics.verify_report import VerifyReport
 else:
     _Base = object
 
@@ -196,6 +199,18 @@ class FabricStrategy(FabricCheckpoints, _Base):
     def explain(self) -> str:
         """A table of every setting in effect: key, value, where it was set; Fabric's, too, once it has this."""
         return self._resolve().explain() if self.num_processes else self.config.explain()
+
+    def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
+        """Prove on a model of yours that these settings train it as one plain process does.
+
+        Args:
+            factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
+            **keywords: `ranks`, `steps`, `accumulation`, `clip_norm` and the rest: see `diagnostics.verify.verify`.
+
+        Returns:
+            What was compared, and the first tensor that differs.
+        """
+        return verify_settings(self.config, factory, keywords)
 
     def __repr__(self) -> str:
         # Lightning shows this where it is handed a strategy of another namespace.

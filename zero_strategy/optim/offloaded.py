@@ -57,6 +57,7 @@ class OffloadedStates:
         self._step = StreamedStep(store)
         ops.ensure("cpu")  # wherever the model is
         self.reserve()
+        model.reducer.before_backward.append(self._backward_begins)
         self.early: EarlyStep | None = None
         if self._twice:
             self.early = EarlyStep(model, self._step, self._vectors, state_of, foreign)
@@ -149,6 +150,10 @@ class OffloadedStates:
         self._step.run(self._rule, updates, self._vectors, scale, made, numbers)
         self.early.learn(self._rule, updates, scale)
 
+    def _backward_begins(self) -> None:
+        if self.early is None:
+            self._step.read_ahead()
+
     def skip(self) -> None:
         """A step was asked for and is not taken."""
         if self.early is not None:
@@ -180,6 +185,9 @@ class OffloadedStates:
         """Give the room back; the states are lost."""
         if self.early is not None:
             self.early.close()
+        if self._backward_begins in self._model.reducer.before_backward:
+            self._model.reducer.before_backward.remove(self._backward_begins)
+        self._step.close()
         self._store.remove([vector for vectors in self._vectors.values() for vector in vectors.values()])
         self._vectors.clear()
 
