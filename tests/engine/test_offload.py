@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from tests.launcher import Launcher
 from zero_strategy.config import load_config, resolve
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.memory.backends import IO_VARIABLE
 from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
 from zero_strategy.optim import FusedAdamW, FusedLamb, FusedLion
 from zero_strategy.optim.full_state import (
@@ -479,6 +481,52 @@ def test_gradients_that_cannot_be_written(ranks: Launcher, tmp_path: Path) -> No
     ((said, wrong),) = ranks(1)(interrupted, tmp_path, "nvme")
     assert all("injected" in each and "gradients" in each for each in said) and len(said) == 2
     assert wrong == []
+
+
+def failed_behind(folder: Path) -> tuple[list[str], list[str]]:
+    """The last write of a step fails after the step has returned: the next one says so and changes nothing."""
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["none"])
+    train(engine, optimizer, range(3))
+    engine.save(folder / "saved")
+    train(engine, optimizer, range(3, 6))
+    expected = outcome(engine, optimizer)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(IO_VARIABLE, "python")
+        engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["gradients in memory"])
+        real, calls, limit = os.pwritev, list[int](), [1 << 30]
+
+        def write(fd: int, memory: list[memoryview], at: int) -> int:
+            calls.append(at)
+            if len(calls) == limit[0]:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(fd, memory, at)
+
+        patch.setattr(os, "pwritev", write)
+        train(engine, optimizer, range(2))
+        for step in (2, 3):  # which update the same parameters
+            engine.offloaded.settle()
+            limit[0] = len(calls) if step == 3 else limit[0]
+            calls.clear()
+            train(engine, optimizer, range(step, step + 1))
+        weights = engine.full_state_dict()
+        for _ in range(2):
+            try:
+                train(engine, optimizer, range(5, 6))
+            except (OSError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+                engine.reset()
+                optimizer.zero_grad()
+                said += unequal(engine.full_state_dict(), weights) if len(said) == 1 else []
+        engine.load(folder / "saved")
+        train(engine, optimizer, range(3, 6))
+        return said, unequal(outcome(engine, optimizer), expected)
+
+
+def test_a_write_that_fails_behind_a_step(ranks: Launcher, tmp_path: Path) -> None:
+    (((told, torn), wrong),) = ranks(1)(failed_behind, tmp_path)
+    assert told.startswith("OSError") and "write of" in told and "Input/output error" in told
+    assert torn.startswith("TornRecordError") and "checkpoint" in torn and wrong == []
 
 
 def failing_writes(folder: Path) -> tuple[list[str], list[int]]:
