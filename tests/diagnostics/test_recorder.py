@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import json
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,21 @@ def test_closures_optimizers_and_errors(tmp_path: Path) -> None:
     assert recorder.take_metrics() and recorder.take_metrics() is None
     assert (tmp_path / "engine-2").is_dir()
     assert other.observed.observer is not None
+
+
+def test_a_recorder_goes_with_its_engine(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    engine = ZeroEngine(model, load_config(stage=3, diagnostics={"run_dir": str(tmp_path)}))
+    model(torch.ones(2, 4)).mean().backward()
+    gone = [weakref.ref(engine), weakref.ref(engine.observed.observer)]
+    del engine, model
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+    assert not read_lines(tmp_path / "steps-0.jsonl")
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
 
 
 def test_nothing_is_loaded_or_done_unless_it_is_asked_for() -> None:
