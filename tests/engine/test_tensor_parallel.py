@@ -45,22 +45,28 @@ def run_steps(model: Any, engine: ZeroEngine, optimizer: Any, copy: int) -> tupl
     return losses, norms
 
 
-def train(stage: int, sequence: bool) -> dict[str, Any]:
-    model, engine, optimizer, copy = begin(stage, sequence=sequence)
+def train(stage: int, sequence: bool, reduction: str | None) -> dict[str, Any]:
+    model, engine, optimizer, copy = begin(stage, sequence=sequence, gradient_reduction=reduction)
     before = list(model.parameters())
     losses, norms = run_steps(model, engine, optimizer, copy)
     assert all(one is other for one, other in zip(before, model.parameters()))
     return {"copy": copy, "losses": losses, "norms": norms, "weights": engine.full_state_dict()}
 
 
-def train_all() -> list[dict[str, Any]]:
-    return [train(stage, sequence) for stage in (0, 1, 2, 3) for sequence in (False, True)]
+def train_all(alike: list[int], sequences: list[int]) -> list[dict[str, Any]]:
+    same = [train(stage, False, "per_step") for stage in alike]
+    return [*same, *(train(stage, True, None) for stage in sequences)]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_stage_trains_what_one_process_trains(ranks: Launcher, world: int) -> None:
+@pytest.mark.parametrize(("world", "alike", "sequences"), [(2, [1, 3], []), (4, [0, 1, 2, 3], [1, 3])])
+def test_every_stage_trains_what_one_process_trains(
+    ranks: Launcher, world: int, alike: list[int], sequences: list[int]
+) -> None:
     losses, norms, weights = train_plain(world // 2)
-    for found in (one for everything in ranks(world)(train_all) for one in everything):
+    by_rank = ranks(world)(train_all, alike, sequences)
+    for other in by_rank[0][1 : len(alike)]:  # bit by bit, whatever the stage
+        assert all(value.equal(by_rank[0][0]["weights"][name]) for name, value in other["weights"].items())
+    for found in (one for everything in by_rank for one in everything):
         expected = [one[found["copy"]] for one in losses]
         torch.testing.assert_close(found["losses"], expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(found["norms"], norms, rtol=1e-6, atol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -73,6 +74,10 @@ def gradients_and_states(stage: int, expected: dict[str, Tensor], state: dict[st
         full_state.safe_set_full_optimizer_state(parameter, torch.ones(parameter.shape), "exp_avg")
         found = full_state.safe_get_full_optimizer_state(parameter, "exp_avg")
         assert found is not None and found.equal(torch.ones(parameter.shape))
+    if stage == 0:
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        held = sum(entry.asked for entry in engine.ledger().merged() if entry.category == "parameters")
+        assert held == 4 * sum(part.numel() for part in parts)
     optimizer.zero_grad(set_to_none=True)
     assert all(parameter.grad is None for parameter in watched.values())
 
@@ -188,6 +193,9 @@ def everything(expected: dict[str, Tensor], state: dict[str, Any]) -> dict[str, 
     offload = {"optimizer": "cpu", "parameters": "cpu"}
     model, engine, optimizer, copy_ = begin(3, offload=offload, activation_checkpointing={"mode": "full"})
     losses, _ = run_steps(model, engine, optimizer, copy_)
+    for with_divided in (load_config(stage=3), load_config(mesh={"tensor": 2})):
+        with pytest.raises(ValueError, match="a plan knows no layers that are divided by tensor parallelism"):
+            with_divided.plan(model if with_divided.stage == 3 else gpt(), world_size=4)
     return {
         "meta": [from_meta(stage) for stage in (1, 3)],
         "overflow": [one_that_overflows(stage) for stage in (0, 3)],

@@ -39,7 +39,8 @@ def tensor_groups_of(ranks: Sequence[int] | None, size: int) -> list[list[int]]:
         if one is None:
             raise ValueError(
                 f"mesh.tensor is {size}, but on rank {rank} no parameter is divided: call parallelize_module(module, "
-                "device_mesh['tp'], plan) before the engine is made"
+                "device_mesh['tp'], plan) before the engine is made (under a Trainer in configure_model(), with "
+                "self.device_mesh['tensor_parallel'])"
             )
         if len(one) != size or rank not in one or any(found[other] != one for other in one):
             raise ValueError(
@@ -68,13 +69,16 @@ def mesh_of_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type, mesh=list(ranks), mesh_dim_names=("tp",))
 
 
-def make_device_mesh(device_type: str, *, tensor: int, stages: int = 1) -> DeviceMesh:
+def make_device_mesh(
+    device_type: str, *, tensor: int, stages: int = 1, names: tuple[str, str] = ("dp", "tp")
+) -> DeviceMesh:
     """The device mesh of all ranks, for `parallelize_module`. A collective of the world.
 
     Args:
         device_type: "cpu" or "cuda".
         tensor: Ranks that divide each layer; these are neighbours.
         stages: Pipeline stages.
+        names: Of the last two dimensions.
 
     Returns:
         With the dimensions "dp" and "tp", after "pp" where there are stages: `mesh["tp"]` is what
@@ -90,5 +94,5 @@ def make_device_mesh(device_type: str, *, tensor: int, stages: int = 1) -> Devic
         raise ValueError(f"{tensor} tensor-parallel ranks x {stages} stages do not divide the world size {world}")
     copies = world // (tensor * stages)
     if stages > 1:
-        return init_device_mesh(device_type, (stages, copies, tensor), mesh_dim_names=("pp", "dp", "tp"))
-    return init_device_mesh(device_type, (copies, tensor), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh(device_type, (stages, copies, tensor), mesh_dim_names=("pp", *names))
+    return init_device_mesh(device_type, (copies, tensor), mesh_dim_names=names)

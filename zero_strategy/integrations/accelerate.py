@@ -26,6 +26,7 @@ from zero_strategy.integrations.accelerate_launch import (
 )
 from zero_strategy.integrations.accelerate_saving import SavingAccelerator
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler, loss_scale_rule
+from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.integrations.verifying import verify_settings
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class ZeroAccelerator(SavingAccelerator):
     def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
         self.zero_config = load_config(configured(zero_config))
+        refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
         self._engines = {}
         self._for_training = {}
         self._unattached = []

@@ -37,6 +37,7 @@ from zero_strategy.integrations.fabric_checkpoint import FabricCheckpoints, unwr
 from zero_strategy.integrations.fabric_precision import FabricPrecision, ScaledFabricPrecision
 from zero_strategy.integrations.precision import PLANS, precision_of
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
+from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.sharding import Init
 
@@ -71,7 +72,7 @@ class BackwardSync:
         return engine.no_sync() if enabled and engine is not None else nullcontext()
 
 
-class FabricStrategy(FabricCheckpoints, _Base):
+class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
     """What `ZeroStrategy` of either Fabric namespace does.
 
     Attributes:
@@ -231,6 +232,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         check_device(self.root_device, "Fabric")
         super().setup_environment()
         check_world_size(self.num_nodes, self.num_processes, "Fabric")
+        self.make_tensor_mesh()
         self.precision.device_type = self.root_device.type
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:

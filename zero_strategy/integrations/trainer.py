@@ -46,6 +46,7 @@ from zero_strategy.integrations.failure import FailureAgreement, end_children_at
 from zero_strategy.integrations.precision import precision_of
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
+from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import TrainerPreemption
@@ -60,7 +61,7 @@ else:
     _Base = object
 
 
-class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
+class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
     """What `ZeroStrategy` of either Trainer namespace does.
 
     Attributes:
@@ -109,7 +110,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             config: A `ZeroConfig`, a mapping, or the path of a YAML file.
             stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
             units: What is sharded, gathered and released together.
-            mesh: How the ranks are laid out, for hybrid sharding.
+            mesh: How the ranks are laid out, for hybrid sharding and tensor parallelism.
             precision: Dtypes of master weights and gradients. (That of the computation is the Trainer's `precision`.)
             gradient_reduction: `per_step` or `per_micro_batch`.
             prefetch: Units that are gathered ahead under stage 3.
@@ -227,7 +228,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
         module = self._lightning_module
         trainer = None if module is None else module._trainer
-        return {} if trainer is None else trainer_facts(trainer, world_size)
+        return {} if trainer is None else trainer_facts(trainer, world_size, self.config.mesh.tensor or 1)
 
     # ---- set-up ----
 
@@ -238,6 +239,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         check_world_size(self.num_nodes, self.num_processes, "Trainer")
         self.precision_plugin.device_type = self.root_device.type
         assert self.lightning_module is not None
+        self.make_tensor_mesh()
+        self.lightning_module._device_mesh = self._device_mesh  # what its `device_mesh` shows to `configure_model`
         trainer = self.lightning_module.trainer
         if trainer.state.fn == "fit":
             refuse_averaging(trainer.callbacks, self.config.stage)

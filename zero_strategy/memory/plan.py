@@ -29,6 +29,7 @@ from zero_strategy.memory.optimizer_states import OptimizerState, optimizer_stat
 from zero_strategy.memory.peaks import peaks_of
 from zero_strategy.memory.shapes import BufferShape, ModelShape
 from zero_strategy.memory.staying import Staying, staying, stop_of
+from zero_strategy.sharding.dtensors import tensor_ranks
 from zero_strategy.sharding.layout import Piece, round_up
 
 DeviceType = Literal["cpu", "cuda"]
@@ -394,6 +395,12 @@ def plan_model(
     """Plan a run. See `ZeroConfig.plan`."""
     resolved = config if isinstance(config, ResolvedConfig) else resolve(config, world_size)
     settings = resolved.config
+    if (settings.mesh.tensor or 1) > 1 or (isinstance(model, nn.Module) and tensor_ranks(model) is not None):
+        raise ValueError(
+            f"mesh.tensor is {settings.mesh.tensor}, or the model has DTensors: a plan knows no layers that are "
+            "divided by tensor parallelism. Plan a model of layers as one rank has them (of 8 ranks, an eighth of the "
+            "heads and of the hidden units), for world_size / mesh.tensor ranks"
+        )
     shape = model if isinstance(model, ModelShape) else ModelShape.of(model, settings.units)
     if isinstance(optimizer, Optimizer):
         optimizer = state_of(optimizer)
