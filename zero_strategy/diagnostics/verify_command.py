@@ -71,6 +71,9 @@ def run_verify_command(options: argparse.Namespace) -> int:
             print(json.dumps({"error": str(error)}, indent=1))
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # the ranks are gone by now
+        print("interrupted", file=sys.stderr)
+        return 130
     print(json.dumps(report.to_json(), indent=1) if options.json else report)
     return int(not report.passed)
 

@@ -15,6 +15,7 @@ from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.verify_settings import VerifySettings
 from zero_strategy.diagnostics.verify_subject import RandomState, Subject
 from zero_strategy.diagnostics.verify_twin import Tensors, flat_state
+from zero_strategy.distributed.world import group_takes_gpu
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_get_full_grad
 
@@ -129,7 +130,7 @@ class ShardedRun:
 
 
 def place_to_train(ranks: int) -> torch.device:
-    """Where ranks of this host compute: on a GPU each if there are enough, else on the CPU."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+    """Where ranks of this host compute: on a GPU each if there are enough and their group takes it, else on the CPU."""
+    if group_takes_gpu() and torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -252,11 +252,13 @@ class Twin:
                 parameter.data.copy_(values)
 
     def _noisy(self, values: Tensor) -> Tensor:
-        """Every element off by one unit in its last place, up or down."""
+        """Every element off by one unit in its last place, or in that of what autocast makes of it, up or down."""
         if self._noise is None:
             return values
+        dtypes = [values.dtype, *([] if self.settings.autocast is None else [self.settings.autocast])]
+        step = max(torch.finfo(dtype).eps for dtype in dtypes)
         signs = torch.randint(0, 2, values.shape, generator=self._noise, device=values.device) * 2 - 1
-        return (values.detach() * (1 + signs * torch.finfo(values.dtype).eps).to(values.dtype)).to(values.dtype)
+        return values.detach() * (1 + signs * step).to(values.dtype)
 
 
 def _add(total: dict[str, Tensor], found: dict[str, Tensor]) -> None:

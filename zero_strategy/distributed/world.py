@@ -29,3 +29,8 @@ def world_rank() -> int:
 def has_group() -> bool:
     """Whether there is a default process group."""
     return dist.is_initialized()
+
+
+def group_takes_gpu() -> bool:
+    """Whether ranks of the default process group may compute on GPUs; without one, this process may."""
+    return not dist.is_initialized() or "nccl" in dist.get_backend()
