@@ -53,6 +53,7 @@ from zero_strategy.pipeline.replicas import TiedWeights
 from zero_strategy.pipeline.schedule import PipeSchedule
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.sharding.dtensors import is_dtensor
 from zero_strategy.sharding.model import device_of
 
 AUTO = "auto"
@@ -104,6 +105,8 @@ class PipelineEngine(ZeroEngine):
         self._prefix = _prefix_of(module, root)
         if resolved.config.deepspeed is not None:
             apply_section(module, resolved.config.deepspeed.pipeline)
+        if grid.slice_parallel_size > 1:
+            _check_divided(module)
         self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
         super().__init__(
             root,
@@ -112,6 +115,7 @@ class PipelineEngine(ZeroEngine):
             weights=weights,
             device=device,
             lanes=grid.dp_groups,
+            tensor_groups=grid.model_groups,
             order=_order_of(module, root, self._prefix),
         )
         alone = module.num_stages == 1
@@ -135,9 +139,10 @@ class PipelineEngine(ZeroEngine):
             device=self.model.device,
             autocast=autocast,
             timeout=resolved.config.timeout_seconds,
-            name=self.mesh.team.rendezvous.prefix + f".{grid.data_parallel_id}",
+            name=self.mesh.team.rendezvous.prefix + f".{grid.pipeline_id()}",
             record=bool(pipeline.timeline),
         )
+        self.executor.observed = self.pipe.observed = self.observed
         self.publish_ties()
 
     # ---- schedules ----
@@ -188,16 +193,20 @@ class PipelineEngine(ZeroEngine):
         self._hooks.begin(count * self.pipeline.chunks, measures=measures)
         with ExitStack() as stack:
             stack.callback(setattr, self.executor, "record", self.executor.record)
-            self.executor.record |= measures
+            self.executor.record |= measures or self.observed.observer is not None
             if held := self._held_whole():
                 stack.enter_context(self.model.gathered(held, until_backward=True))
+            stack.enter_context(self.observed.forward(count))
             found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None
+        self.observed.mark("timeline", found.events)
         self._agree_on_optimizers()
         self._write_timeline(found)
         if measures:
             self._choose(count, found)
-        return self._mean_loss(found.loss)
+        loss = self._mean_loss(found.loss)
+        self.observed.mark("loss", loss)
+        return loss
 
     def _agree_on_optimizers(self) -> None:
         """Until there are optimizers: a stage without one would let the others wait in their steps."""
@@ -227,7 +236,7 @@ class PipelineEngine(ZeroEngine):
         grid, placement = self.pipeline.mpu(), self.pipeline.placement
         held = self._hooks.bytes.by_chunk
         left = memory_left(self.model.device, grid.world_size, sum(held.values()))
-        mine = grid.data_parallel_id, grid.stage_id, found.events, held, left
+        mine = grid.pipeline_id(), grid.stage_id, found.events, held, left
         everyone = sorted(self.mesh.team.control.gather_objects(mine), key=lambda one: one[:2])
         first = everyone[: grid.pipe_parallel_size]
         costs = measured_costs(placement, [one[2] for one in first], [one[3] for one in first])
@@ -257,7 +266,8 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
-        found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
+        with self.observed.span("evaluation"):
+            found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
         return found
@@ -271,7 +281,7 @@ class PipelineEngine(ZeroEngine):
     def _write_timeline(self, found: Run) -> None:
         """Append what the first pipeline's ranks did to the file that is configured."""
         path = self.config.config.pipeline.timeline
-        if not self.executor.record or not path or self.pipeline.mpu().data_parallel_id > 0:
+        if not self.executor.record or not path or self.pipeline.mpu().pipeline_id() > 0:
             return
         everyone = self.pipe.gather_objects(found.events)
         if self.pipeline.stage_id == 0:
@@ -440,6 +450,8 @@ def _resolved(module: PipelineModule, config: Any, compute_dtype: torch.dtype | 
             asked.pipeline.record("stages", module.num_stages, "derived: the PipelineModule")
         if asked.pipeline.chunks is None and module.chunks > 1:
             asked.pipeline.record("chunks", module.chunks, "derived: the PipelineModule")
+        if asked.mesh.tensor is None and module.mpu().slice_parallel_size > 1:
+            asked.mesh.record("tensor", module.mpu().slice_parallel_size, "derived: the PipelineModule's topology")
         resolved = resolve(asked, world_size())
         check_owned(resolved.config, dtype_fact(compute_dtype))
     _check_fits(resolved.config, module)
@@ -454,12 +466,28 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
                 f"pipeline.{key} is {getattr(pipeline, key)} [{config.origin_of(f'pipeline.{key}')}], but the "
                 f"PipelineModule was made with {there}; make both the same"
             )
+    if (config.mesh.tensor or 1) != module.mpu().slice_parallel_size:
+        raise ValueError(
+            f"mesh.tensor is {config.mesh.tensor} [{config.origin_of('mesh.tensor')}], but the PipelineModule's "
+            f"topology has {module.mpu().slice_parallel_size} rank(s) on its axis 'model'; make both the same"
+        )
     name = first_schedule(module.placement) if pipeline.schedule == AUTO else pipeline.schedule
     table = build_table(name, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
     if table.placement != module.placement:
         raise ValueError(
             f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
             f"PipelineModule was made with placement={module.placement.shape!r}; make it with the schedule's"
+        )
+
+
+def _check_divided(module: PipelineModule) -> None:
+    """A stage may have nothing to divide; where no stage has, its ranks would train copies as if they were parts."""
+    mine = any(map(is_dtensor, module.parameters()))
+    if not any(module.mpu().control().gather_objects(mine)):
+        raise ValueError(
+            f"the topology {module.topology()} divides layers among the ranks of its axis 'model', but no parameter is "
+            "divided: give PipelineModule parallelize=function(layer, name, mesh), which calls torch's "
+            "parallelize_module"
         )
 
 

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -36,6 +37,7 @@ SECTIONS = {
     "activation_checkpointing": ActivationCheckpointingConfig,
     "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
+    "diagnostics": DiagnosticsConfig,
 }
 
 DEFAULTS = {
@@ -45,6 +47,7 @@ DEFAULTS = {
     "units.min_numel": 8192,
     "mesh.replicate": 1,
     "mesh.shard": None,
+    "mesh.tensor": None,
     "precision.master_weights": True,
     "precision.gradient_dtype": "float32",
     "precision.reduce_dtype": "float32",
@@ -64,6 +67,7 @@ DEFAULTS = {
     "offload.activations": "none",
     "offload.nvme_path": [],
     "offload.staging_bytes": 256 << 20,
+    "offload.resident_bytes": 0,
     "offload.checksums": False,
     "offload.probe_seconds": 1.5,
     "offload.early_step": "off",
@@ -90,6 +94,14 @@ DEFAULTS = {
     "checkpoint.random_state": True,
     "checkpoint.preemption_signals": ["SIGTERM", "SIGUSR1"],
     "checkpoint.verify": True,
+    "diagnostics.run_dir": "",
+    "diagnostics.every_n_steps": 1,
+    "diagnostics.memory_every_n_steps": 10,
+    "diagnostics.trace_steps": 5,
+    "diagnostics.flops": True,
+    "diagnostics.peak_tflops": 0.0,
+    "diagnostics.measure_peak": False,
+    "diagnostics.log": True,
     "elementwise_optimizers": [],
     "fused_optimizers": True,
     "timeout_seconds": 1800.0,
@@ -104,6 +116,7 @@ BAD_VALUES = [
     ("units.min_numel", -1),
     ("mesh.replicate", 0),
     ("mesh.shard", 0),
+    ("mesh.tensor", 0),
     ("precision.gradient_dtype", "bfloat16"),
     ("precision.reduce_dtype", "fp32"),
     ("gradient_reduction", "per_epoch"),
@@ -249,7 +262,7 @@ def test_prefix_is_the_place_in_the_config(name):
 def test_omegaconf_structured_sees_the_settings_only(source):
     node = OmegaConf.structured(source)
     assert set(node) == {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(node.mesh) == {"replicate", "shard"}
+    assert set(node.mesh) == {"replicate", "shard", "tensor"}
     built = OmegaConf.to_object(node)
     assert isinstance(built, ZeroConfig)
     assert built == (ZeroConfig() if source is ZeroConfig else source)

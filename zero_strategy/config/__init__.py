@@ -14,6 +14,7 @@ from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -28,6 +29,7 @@ from .sources import Layer, preset
 __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
+    "DiagnosticsConfig",
     "DeepSpeedSettings",
     "Fact",
     "LATER_KEYS",

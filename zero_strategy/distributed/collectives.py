@@ -21,6 +21,7 @@ from torch import Tensor
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.shared_memory import LEAST_BYTES, SharedMemoryExchange
+from zero_strategy.observing import Observed, Span, Transfer
 
 _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter: Callable[..., Any] = (
@@ -29,19 +30,46 @@ _native_reduce_scatter: Callable[..., Any] = (
 
 
 class PendingWork:
-    """A collective under way. `wait()` may be called any number of times; the first call finishes it."""
+    """A collective under way. `wait()` may be called any number of times; the first call finishes it.
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    Args:
+        works: What has to end, in order.
+        observed: Who is told of waits.
+        kinds: What each of the works is.
+    """
+
+    def __init__(self, works: Sequence[Any], observed: Observed | None = None, kinds: Sequence[Span] = ()) -> None:
         self._works = list(works)
+        self._observed, self._kinds = observed, kinds
 
     def wait(self) -> None:
         """Block until the result is in place (on a GPU: until the current stream will see it)."""
         works, self._works = self._works, []
-        for work in works:
-            if isinstance(work, Future):
-                work.result()
-            else:
-                work.wait()
+        if self._observed is None or self._observed.observer is None:
+            for work in works:
+                _finish(work)
+            return
+        for kind, work in zip(self._kinds, works, strict=True):
+            with self._observed.span(kind):
+                _finish(work)
+
+
+class _Watched:
+    """Work of a device's own, whose end is when somebody waits for it."""
+
+    def __init__(self, work: Any, ended: Callable[[], None]) -> None:
+        self._work, self._ended = work, ended
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._ended()
+
+
+def _finish(work: Any) -> None:
+    if isinstance(work, Future):
+        work.result()
+    else:
+        work.wait()
 
 
 class Communicator:
@@ -50,10 +78,14 @@ class Communicator:
     Args:
         group: The process group, or None for a group of this rank alone.
         counters: Where what is sent gets counted.
+
+    Attributes:
+        observed: Who is told what it does; a mesh has one for all of its communicators.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, counters: CommunicationCounters) -> None:
         self.group, self.counters = group, counters
+        self.observed = Observed()
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self._worker = BackgroundWorker()
@@ -74,16 +106,18 @@ class Communicator:
             first: Puts this rank's slice there; runs in the background too, where collectives do.
         """
         if self.size == 1 or flat.numel() == 0:
-            return PendingWork([] if first is None else [self._worker.submit(first)])
+            return self._pending("fetch", [] if first is None else [self._worker.submit(first)])
         slices = list(flat.chunk(self.size))
         own = slices[self.rank]
         self.counters.add("all_gather", own.numel() * (self.size - 1), own.element_size())
         if flat.device.type != "cpu":
             if first is not None:
                 first()
-            return PendingWork([_native_all_gather(flat, own, group=self.group, async_op=True)])
+            work = _native_all_gather(flat, own, group=self.group, async_op=True)
+            return self._pending("all_gather", [self._watched("all_gather", own, work)])
         read = [] if first is None else [self._worker.submit(first)]
-        return PendingWork([*read, self._worker.submit(partial(self._exchange, [own] * self.size, slices))])
+        exchange = partial(self._exchange, [own] * self.size, slices)
+        return self._pending("all_gather", [*read, self._worker.submit(self._told("all_gather", own, exchange))])
 
     def reduce_scatter(self, flat: Tensor) -> PendingWork:
         """Sum `flat` over the ranks; the rank's own slice of `flat` holds its part of the sum afterwards.
@@ -96,8 +130,35 @@ class Communicator:
         own = slices[self.rank]
         self.counters.add("reduce_scatter", own.numel() * (self.size - 1), own.element_size())
         if flat.device.type != "cpu":
-            return PendingWork([_native_reduce_scatter(own, flat, group=self.group, async_op=True)])
-        return PendingWork([self._worker.submit(partial(self._sum_in_rank_order, slices))])
+            work = _native_reduce_scatter(own, flat, group=self.group, async_op=True)
+            return self._pending("reduce_scatter", [self._watched("reduce_scatter", own, work)])
+        add_up = partial(self._sum_in_rank_order, slices)
+        return self._pending("reduce_scatter", [self._worker.submit(self._told("reduce_scatter", own, add_up))])
+
+    def _pending(self, kind: Span, works: Sequence[Any]) -> PendingWork:
+        """Works of which the last is of this kind; one before it brings the own slice."""
+        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :])
+
+    def _told(self, kind: Transfer, own: Tensor, job: Callable[[], None]) -> Callable[[], None]:
+        """A job for the worker; whoever observes hears when it begins and ends."""
+        if self.observed.observer is None:
+            return job
+
+        def told() -> None:
+            ended = self.observed.transfer(kind, self._sent_bytes(own))
+            job()
+            if ended is not None:
+                ended()
+
+        return told
+
+    def _watched(self, kind: Transfer, own: Tensor, work: Any) -> Any:
+        ended = self.observed.transfer(kind, self._sent_bytes(own))
+        return work if ended is None else _Watched(work, ended)
+
+    def _sent_bytes(self, own: Tensor) -> int:
+        """Of an exchange in which every other rank gets as much as `own` has."""
+        return own.numel() * own.element_size() * (self.size - 1)
 
     def _sum_in_rank_order(self, slices: list[Tensor]) -> None:
         own = slices[self.rank]
@@ -139,8 +200,10 @@ class Communicator:
             return
         if self.rank == source:
             self.counters.add("broadcast", tensor.numel() * (self.size - 1), tensor.element_size())
-        # As bytes: gloo knows neither bool nor int16, float8 and complex.
-        dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
+        sent = self._sent_bytes(tensor) if self.rank == source else 0
+        with self.observed.span("broadcast", nbytes=sent):
+            # As bytes: gloo knows neither bool nor int16, float8 and complex.
+            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
 
     def exchange_small(self, value: Tensor) -> list[Tensor]:
         """Every rank's `value` (same shape everywhere, on the CPU), in rank order. For flags and norms."""
@@ -148,18 +211,34 @@ class Communicator:
             return [value]
         self.counters.add("control", value.numel() * (self.size - 1), value.element_size())
         values = [value if rank == self.rank else torch.empty_like(value) for rank in range(self.size)]
-        if self.size <= 8:
-            self._exchange([value] * self.size, values)
-        else:
-            dist.all_gather(values, value.clone(), group=self.group)
+        with self.observed.span("control", nbytes=self._sent_bytes(value)):
+            if self.size <= 8:
+                self._exchange([value] * self.size, values)
+            else:
+                dist.all_gather(values, value.clone(), group=self.group)
         return values
+
+    def all_to_all(self, outgoing: list[Tensor]) -> list[Tensor]:
+        """What every rank has sent to this one, in rank order; outgoing[r] goes to rank r.
+
+        On the CPU, contiguous; all tensors of all ranks have one shape and dtype.
+        """
+        if self.size == 1:
+            return outgoing
+        own = outgoing[self.rank]
+        self.counters.add("control", own.numel() * (self.size - 1), own.element_size())
+        incoming = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        sent = [tensor.view(torch.uint8) for tensor in outgoing]  # gloo does not know all dtypes
+        self._exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
+        return incoming
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self.observed.span("control"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:

@@ -25,6 +25,7 @@ from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.on_demand import untouched, whole
 from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner, SameNumber
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
+from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.registry import build_table
@@ -99,6 +100,7 @@ class TrainerPipeline(_Base):
         if stages is None and chunks is not None and STAGES_VARIABLE in os.environ:
             settings["pipeline"]["stages"] = _stages_of_environment()
         super().__init__(config, **settings)
+        refuse_tensor(self.config, type(self).__name__, "zero_strategy.initialize or a PipelineEngine in a script")
         if self.config.origin_of("stage") == "default":
             self.config.record("stage", 1, "default of PipelineStrategy")
 
