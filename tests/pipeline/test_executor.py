@@ -27,6 +27,7 @@ from zero_strategy.pipeline import DataParallelSchedule, InferenceSchedule, Plac
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.executor import Executor
 from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
+from zero_strategy.pipeline.simulator import simulate
 from zero_strategy.pipeline.timeline import Event
 
 _SCHEDULES = [
@@ -308,18 +309,40 @@ def test_two_pipelines_beside_each_other(ranks: Launcher) -> None:
             assert all(torch.equal(gradient, gradients[name]) for name, gradient in own.items())
 
 
-def _peaks(cases: list[Case]) -> list[int]:
+class _InFlight(ExecutorHooks):
+    """Micro-batches between the forward and the end of the backward in each chunk, counted as they run."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def before(self, computation: Computation) -> None:
+        self.now += computation.kind is Kind.FORWARD
+        self.most = max(self.most, self.now)
+
+    def after(self, computation: Computation) -> None:
+        self.now -= computation.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+def _peaks(cases: list[Case]) -> list[tuple[int, int]]:
+    """Counted while they run, and in the record."""
     rank, found = dist.get_rank(), []
     for case in cases:
-        executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, record=True)
+        hooks = _InFlight()
+        executor = Executor(build_stages(case, rank), case.placement(), loss_fn=loss_fn, hooks=hooks, record=True)
         events = executor.run(case.schedules()[rank], data_of(case, rank)).events
+        assert hooks.now == 0
         held = [{"F": 1, "B": -1, "W": -1}.get(event.kind, 0) for event in events]
-        found.append(max(accumulate(held)))
+        found.append((hooks.most, max(accumulate(held))))
     return found
 
 
 def test_peaks_of_activations(ranks: Launcher) -> None:
-    """GPipe holds all micro-batches; 1F1B as many as the stages that follow."""
-    cases = [Case(name, 4, 1, count, False) for name in ("gpipe", "1f1b") for count in (2, 6)]
-    for rank, found in enumerate(ranks(4)(_peaks, cases)):
-        assert found == [2, 6, min(4 - rank, 2), min(4 - rank, 6)]
+    """GPipe holds all micro-batches; 1F1B as many as the stages that follow; others what the simulator says."""
+    cases = [Case(name, 4, chunks, count, False) for name, chunks in _SCHEDULES[:-1] for count in (2, 6)]
+    for rank, results in enumerate(ranks(4)(_peaks, cases)):
+        for case, (most, recorded) in zip(cases, results, strict=True):
+            simulated = simulate(case.schedules()).usage[rank].activations * case.chunks
+            assert most == recorded == simulated, (rank, case)
+            if case.chunks == 1 and case.schedule in ("gpipe", "1f1b"):
+                laws = {"gpipe": case.micro_batches, "1f1b": min(4 - rank, case.micro_batches)}
+                assert most == laws[case.schedule], (rank, case)

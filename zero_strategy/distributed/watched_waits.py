@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -131,19 +129,22 @@ class WatchedWaits:
         with self.watching(awaited):
             work.wait()
 
-    @contextmanager
-    def watching(self, awaited: Awaited) -> Iterator[None]:
+    def watching(self, awaited: Awaited) -> _Watching:
         """Inside, something is waited for; an error of the transport is explained."""
+        return _Watching(self, awaited)
+
+    def _begin_wait(self, awaited: Awaited) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="zero-watch", daemon=True)
             self._thread.start()
         self._waiting = (awaited, time.monotonic())
         if not self._awake.is_set():
             self._awake.set()
+
+    def _end_wait(self, awaited: Awaited, error: BaseException | None) -> None:
         try:
-            yield
-        except RuntimeError as error:
-            raise self._explained(error, awaited) from error
+            if isinstance(error, RuntimeError):
+                raise self._explained(error, awaited) from error
         finally:
             self._waiting = None
 
@@ -216,3 +217,18 @@ class WatchedWaits:
     def _expire(self, text: str) -> None:
         self._expired = text
         self.break_connections()
+
+
+class _Watching:
+    """One wait. A class, since there are several for each message, and a generator takes several times as long."""
+
+    __slots__ = ("_awaited", "_waits")
+
+    def __init__(self, waits: WatchedWaits, awaited: Awaited) -> None:
+        self._waits, self._awaited = waits, awaited
+
+    def __enter__(self) -> None:
+        self._waits._begin_wait(self._awaited)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._waits._end_wait(self._awaited, error)

@@ -55,6 +55,8 @@ class Outlet:
         self._transport, self._channel, self._kind, self._device = transport, channel, kind, device
         self._size = FIRST_BYTES
         self._layout: Layout | None = None
+        self._text = ""
+        """The structure in it."""
         self._spare: deque[Tensor] = deque()
 
     def send(
@@ -63,8 +65,10 @@ class Outlet:
         """Send tensors in a structure; they may be changed or let go of afterwards."""
         plan = self._layout
         # As texts: True equals 1, and -0.0 equals 0.0, but a stage may treat them differently.
-        if plan is None or plan.tensors != tuple(kinds) or repr(plan.structure) != repr(structure):
-            plan = self._layout = layout(structure, kinds)
+        text = repr(structure)
+        if plan is None or plan.tensors != tuple(kinds) or self._text != text:
+            plan, self._text = layout(structure, kinds), text
+            self._layout = plan
         if plan.nbytes > self._size:
             notice = self._buffer(self._size)
             announce(stamp, plan.nbytes, notice)

@@ -129,7 +129,7 @@ class Executor:
         self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, patience, name, ahead)
         self._readers = (0 in stages) + (last in stages)
         self._read: Orders | None = None
-        self._doing = ""
+        self._doing: str | Computation = ""
         # Between stages of this rank, and between a computation and its message, by stage and micro-batch.
         self._activations: dict[tuple[int, int], Parcel] = {}
         self._gradients: dict[tuple[int, int], Parcel] = {}
@@ -170,7 +170,7 @@ class Executor:
         except RankFailedError as error:
             raise error_of(error.failure) from error
         except BaseException as error:
-            where, change = f"{self._neighbours.title}, {self._doing}", self._change()
+            where, change = f"{self._neighbours.title}, {_words(self._doing)}", self._change()
             first = self._neighbours.fail(failure_of(error, self._own, where, change))
             if first.rank != self._own:  # this is only what the first failure led to
                 raise error_of(first) from error
@@ -232,7 +232,7 @@ class Executor:
     def _compute(self, kind: Kind, order: Order, orders: Orders, feed: Feed, result: Run) -> None:
         chunk, micro_batch = self.chunks[order.chunk], order.micro_batch
         computation = Computation(kind, micro_batch, order.chunk, chunk.stage, order.last)
-        self._doing = f"{_WORDS[kind]} of micro-batch {micro_batch} in stage {chunk.stage}"
+        self._doing = computation
         started = time.perf_counter()
         with self.observed.span("bubble"):
             needed = self._needed(kind, chunk, micro_batch, orders.training, feed)
@@ -324,6 +324,12 @@ _WORDS = {
     Kind.BACKWARD_INPUT: "input half of the backward",
     Kind.BACKWARD_WEIGHT: "weight half of the backward",
 }
+
+
+def _words(doing: str | Computation) -> str:
+    if isinstance(doing, str):
+        return doing
+    return f"{_WORDS[doing.kind]} of micro-batch {doing.micro_batch} in stage {doing.stage}"
 
 
 def _note(error: BaseException, text: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,14 +157,15 @@ def read_header(buffer: Tensor) -> Header:
     Raises:
         ValueError: If these bytes are no message.
     """
-    fixed = _read(buffer, 0, _FIXED.size)
-    magic, kind, run, program, micro_batch, sequence, nbytes, length, _ = _FIXED.unpack(fixed)
+    start = _read(buffer, 0, FIRST_BYTES)  # at once: each look at a tensor's bytes costs more than the bytes do
+    magic, kind, run, program, micro_batch, sequence, nbytes, length, _ = _FIXED.unpack_from(start)
     if magic != _MAGIC or kind not in (_DATA, _ANNOUNCEMENT):
-        raise ValueError(f"what came is no message of a pipeline: it begins with {fixed[:8]!r}")
+        raise ValueError(f"what came is no message of a pipeline: it begins with {start[:8]!r}")
     stamp = Stamp(run, program, micro_batch, sequence)
     if kind == _ANNOUNCEMENT:
         return Header(stamp, nbytes, b"")
-    return Header(stamp, None, _read(buffer, _HEADER_BYTES, length))
+    end = _HEADER_BYTES + length
+    return Header(stamp, None, start[_HEADER_BYTES:end] if end <= len(start) else _read(buffer, _HEADER_BYTES, length))
 
 
 def unpack(buffer: Tensor, plan: Layout) -> list[Tensor]:
@@ -193,6 +195,9 @@ def _fixed(kind: int, stamp: Stamp, nbytes: int, length: int) -> bytes:
 
 
 def _write(buffer: Tensor, offset: int, content: bytes) -> None:
+    if buffer.is_cpu:
+        buffer.numpy()[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
+        return
     words = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     buffer[offset : offset + len(content)].copy_(words)
 
