@@ -30,6 +30,7 @@ from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.evaluation import SharedEvaluation
+from zero_strategy.guarding import tell_guard
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
@@ -116,6 +117,7 @@ class ZeroEngine(EngineCheckpoints):
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
             lanes=lanes,
+            guard=zero.guard,
         )
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
@@ -142,6 +144,7 @@ class ZeroEngine(EngineCheckpoints):
         self.steps = StepWatch(self.model.reducer, self.saver)
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
+        tell_guard(self)
         if weights is not None:
             self.load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
@@ -267,6 +270,15 @@ class ZeroEngine(EngineCheckpoints):
             yield
         finally:
             gatherer.leave(root, backward_follows=torch.is_grad_enabled())
+
+    def left_torn(self, phase: str) -> str:
+        """What an exception on this rank has left unfinished, in words, where the rank is in `phase` now; "": nothing.
+        """
+        if self.model.reducer.in_backward and phase != "backward":
+            return "has left a backward with an exception"
+        if any(sharded.torn for sharded in self.optimizers) and phase != "step":
+            return "has left an optimizer step with an exception"
+        return ""
 
     def check_loss(self, loss: Tensor) -> None:
         """Raise if a loss uses released parameters outside of their module's forward (the Trainer's strategy calls it).

@@ -133,8 +133,29 @@ class PipelineEngine(ZeroEngine):
             timeout=resolved.config.timeout_seconds,
             name=self.mesh.team.rendezvous.prefix + f".{grid.data_parallel_id}",
             record=bool(pipeline.timeline),
+            guard=self.mesh.guard,
         )
+        self._watch()
         self.publish_ties()
+
+    def _watch(self) -> None:
+        """Let the guard of this engine watch what goes beyond its lane, and speak of stages."""
+        guard, grid, placement = self.mesh.guard, self.pipeline.mpu(), self.pipeline.placement
+        if guard is None:
+            return
+        stages = {
+            rank: [placement.stage_of(place, chunk) for chunk in range(placement.chunks)]
+            for ranks in grid.pipe_groups
+            for place, rank in enumerate(ranks)
+        }
+        guard.titles = lambda rank: (
+            f"stage{'s' if len(stages[rank]) > 1 else ''} {', '.join(map(str, stages[rank]))} (rank {rank})"
+        )
+        self.pipe.guarded(guard, "pipe")
+        for number, tie in enumerate(self.pipeline.ties):
+            for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
+                if communicator is not None:
+                    communicator.guarded(guard, f"tie {number} {what}")
 
     # ---- schedules ----
 

@@ -14,6 +14,7 @@ from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointConfig",
     "DeepSpeedSettings",
     "Fact",
+    "GuardConfig",
     "LATER_KEYS",
     "Layer",
     "LossScaleConfig",

@@ -10,16 +10,21 @@ what concerns all of the model (checkpoints, above all) is for the *team*, the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
+from zero_strategy.config import GuardConfig
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.groups import own_group
+from zero_strategy.distributed.guard import Guard
+from zero_strategy.distributed.processes import own_card
 from zero_strategy.distributed.rendezvous import StoreRendezvous
+from zero_strategy.distributed.save_board import own_store
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Mesh:
         rendezvous: Bounded meeting of all data-parallel ranks.
         team: The ranks of all lanes; the data-parallel ranks where there is one lane.
         counters: What this rank sent.
+        guard: Watches all of these; None: nobody does.
     """
 
     gather: Communicator
@@ -68,6 +74,7 @@ class Mesh:
     rendezvous: StoreRendezvous
     team: Team
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
+    guard: Guard | None = None
 
     @property
     def world_size(self) -> int:
@@ -99,6 +106,7 @@ class Mesh:
         rendezvous_seconds: float,
         name: str,
         lanes: Sequence[Sequence[int]] | None = None,
+        guard: GuardConfig | None = None,
     ) -> Mesh:
         """Make the groups; a collective over the default process group.
 
@@ -110,6 +118,7 @@ class Mesh:
             name: Tells engines of one process apart; equal on all ranks.
             lanes: The ranks of every mesh, this rank's among them; the same on all ranks, every rank in one.
                 Default: one lane of all ranks.
+            guard: How collectives are watched; None: not at all.
 
         Raises:
             ValueError: If replicate x shard is not the size of a lane, or a rank is in no lane or in two.
@@ -138,7 +147,7 @@ class Mesh:
         lane = next(number for number, ranks in enumerate(lanes) if dist.get_rank() in ranks)
         rank = list(lanes[lane]).index(dist.get_rank())
         own = StoreRendezvous(rank, replicate * shard, rendezvous_seconds, f"{name}.lane{lane}")
-        return cls(
+        mesh = cls(
             gather=group_of(rows) if shard > 1 else Communicator(None, counters),
             reduce=group_of(rows) if shard > 1 else Communicator(None, counters),
             replicate=group_of(columns) if replicate > 1 else Communicator(None, counters),
@@ -148,6 +157,35 @@ class Mesh:
             team=Team(everyone, meeting),
             counters=counters,
         )
+        if guard is not None and guard.mode != "off":
+            mesh._watch(guard, name, lambda lists: own_group(lists, timeout=limit, backend="gloo"), rows, columns)
+        return mesh
+
+    def _watch(
+        self,
+        settings: GuardConfig,
+        name: str,
+        on_host: Callable[[list[list[int]]], dist.ProcessGroup | None],
+        rows: list[list[int]],
+        columns: list[list[int]],
+    ) -> None:
+        team, strict = self.team.control, settings.mode == "strict"
+        cards = team.gather_objects(own_card())
+        connect = partial(own_store, team.size)
+        self.guard = guard = Guard(
+            team.rank, cards, connect, name,
+            wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds, strict=strict,
+        )  # fmt: skip
+        for communicator, what, lists in (
+            (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
+            (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
+        ):  # fmt: skip
+            twin = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
+            communicator.guarded(guard, what, twin)
+        for meeting in (self.team.rendezvous, self.rendezvous):
+            if meeting.world_size > 1 and meeting.track is None:
+                ranks = dist.get_process_group_ranks((team if meeting is self.team.rendezvous else self.control).group)
+                meeting.track = guard.track("meeting", ranks)
 
 
 def _check_lanes(lanes: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:

@@ -19,6 +19,7 @@ from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     Fact,
+    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -94,6 +95,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        guard: GuardConfig | dict[str, Any] | str | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
@@ -124,6 +126,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
+            guard: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
@@ -153,6 +156,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             activation_checkpointing=activation_checkpointing,
             pipeline=pipeline,
             checkpoint=checkpoint,
+            guard=guard,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
