@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ from zero_strategy.sharding import ShardedModel
 from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _engine_numbers = itertools.count()
 
@@ -475,6 +478,27 @@ class ZeroEngine(EngineCheckpoints):
         `memory.reconcile` holds it against the allocator and the process.
         """
         return ledger_of(self)
+
+    def close(self) -> None:
+        """End this engine: saves under way are finished, process groups, threads and files let go. All ranks call it.
+
+        The module stays as it is and cannot be gathered any more. Ranks wait for each other for some seconds, not where
+        one is known to have failed. A second call does nothing; `with ZeroEngine(...) as engine:` calls it, too.
+        """
+        if self.mesh.closed:
+            return
+        try:
+            if self.mesh.guard is None or self.mesh.guard.failure is None:
+                self.saver.finish()
+        finally:
+            self.mesh.close()
+            self.offloaded.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def reset(self) -> None:
         """Return to the resting state after an exception was caught in a forward or a backward."""

@@ -117,6 +117,7 @@ class PipelineEngine(ZeroEngine):
             None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"), CommunicationCounters()
         )
         self.model.norm_groups.append(self.pipe)
+        self.mesh.further.append(self.pipe)
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
@@ -342,6 +343,15 @@ class PipelineEngine(ZeroEngine):
             "optimizer_state_dict() numbers the parameters of one optimizer, and each stage of a pipeline has its own: "
             "take full_optimizer_state(optimizer), by parameter names, or save() a checkpoint, which is of all stages"
         )
+
+    def close(self) -> None:
+        """See `ZeroEngine.close`. What the PipelineModule has made stays with it."""
+        super().close()
+        self.executor.close()
+        for tie in self.pipeline.ties:
+            for communicator in (tie.reduce, tie.control):
+                if communicator is not None:
+                    communicator.track = None
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""

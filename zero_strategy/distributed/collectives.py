@@ -87,6 +87,10 @@ class Communicator:
     Args:
         group: The process group, or None for a group of this rank alone.
         counters: Where what is sent gets counted.
+
+    Attributes:
+        track: By which a guard watches.
+        closed: After `close`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, counters: CommunicationCounters) -> None:
@@ -98,6 +102,14 @@ class Communicator:
         self._shared: SharedMemoryExchange | None = None
         self.track: Track | None = None
         self._comparing: Communicator | None = None
+        self.closed = False
+
+    def close(self) -> None:
+        """Let go of threads, buffers and the process group, which its maker ends. Later collectives raise."""
+        self.closed = True
+        self.group = self.track = self._comparing = self._shared = None
+        self._worker = BackgroundWorker()
+        self._buffers.clear()
 
     @property
     def on_host(self) -> bool:
@@ -177,6 +189,8 @@ class Communicator:
 
     def _begin(self, kind: str, of: Subject, tensor: Tensor | None = None) -> Watched | None:
         if self.track is None:
+            if self.closed:
+                raise RuntimeError(f"{kind} after the engine was closed; make a new engine")
             return None
         if tensor is None:
             return self.track.begin(kind, of)

@@ -6,7 +6,6 @@ Nothing is sent before there is something to tell, and no connection is made.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ class Courier:
 
     def __init__(self, rank: int, world_size: int, connect: Callable[[], Any], key: str) -> None:
         self.known: Failure | None = None
-        self._rank, self._connect, self._key = rank, connect, f"zero_strategy/guard/{key}"
+        self._connect, self._key = connect, f"zero_strategy/guard/{key}"
         self._others = [other for other in range(world_size) if other != rank]
         self._worker = BackgroundWorker("zero-courier")
         self._store: Any = None
@@ -108,8 +107,8 @@ class Courier:
         except Exception:  # too late, or the store is gone
             self._lost = True
 
-    def leave(self) -> None:
-        """Take this rank's report away."""
-        if self._store is not None and not self._lost:
-            with contextlib.suppress(Exception):
-                self._store.delete_key(f"{self._key}/at/{self._rank}")
+    def close(self) -> None:
+        """End the thread and the connection, as soon as they are at rest."""
+        self._lost = True
+        self._worker = BackgroundWorker("zero-courier")
+        self._store = self._board = None

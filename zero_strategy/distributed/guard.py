@@ -195,7 +195,7 @@ class Guard:
         """No more looks."""
         atexit.unregister(self._at_exit)
         self.watch.stop()
-        self._courier.leave()
+        self._courier.close()
         self._breaks.clear()
 
     def _cause(self, error: BaseException | None, watched: Watched) -> Failure:

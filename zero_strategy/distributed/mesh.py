@@ -11,6 +11,7 @@ what concerns all of the model (checkpoints, above all) is for the *team*, the r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -20,11 +21,13 @@ import torch.distributed as dist
 from zero_strategy.config import GuardConfig
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.distributed.groups import own_group
+from zero_strategy.distributed.groups import end_group, has_process_group, own_group
 from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import own_card
 from zero_strategy.distributed.rendezvous import StoreRendezvous
 from zero_strategy.distributed.save_board import own_store
+
+_CLOSING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Mesh:
         team: The ranks of all lanes; the data-parallel ranks where there is one lane.
         counters: What this rank sent.
         guard: Watches all of these; None: nobody does.
+        further: Communicators of others, which are closed with these.
     """
 
     gather: Communicator
@@ -75,6 +79,8 @@ class Mesh:
     team: Team
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
     guard: Guard | None = None
+    further: list[Communicator] = field(default_factory=list)
+    closed: bool = False
 
     @property
     def world_size(self) -> int:
@@ -160,6 +166,31 @@ class Mesh:
         if guard is not None and guard.mode != "off":
             mesh._watch(guard, name, lambda lists: own_group(lists, timeout=limit, backend="gloo"), rows, columns)
         return mesh
+
+    def close(self) -> None:
+        """End the groups, in the same order on all ranks, and what watches them. All ranks call it.
+
+        They meet first, for some seconds: who closes a connection early takes from a slower rank what is under way. Not
+        where the ranks are known to have failed. A second call does nothing.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        meeting, failed = self.team.rendezvous, self.guard is not None and self.guard.failure is not None
+        if self.team.world_size > 1 and not failed and has_process_group():
+            with suppress(Exception):  # a rank that does not come any more is no reason to stay
+                seconds = min(meeting.timeout, _CLOSING_SECONDS)
+                StoreRendezvous(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").meet("close()")
+        communicators = (
+            self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.team.control, *self.further
+        )  # fmt: skip
+        groups = {one.group: None for one in communicators if one.group is not None}
+        for communicator in communicators:
+            communicator.close()
+        if self.guard is not None:
+            self.guard.close()
+        for group in groups:
+            end_group(group)
 
     def _watch(
         self,

@@ -173,6 +173,9 @@ class Neighbours:
         """End all connections."""
         if self._transport is not None:
             self._transport.close()
+            self._transport = self._loss_inlet = self._end_outlet = None
+            for channels in (self._outlets, self._inlets, self._loss_outlets, self._end_inlets):
+                channels.clear()
 
     def _stamp(self, micro_batch: int, sequence: int) -> Stamp:
         return Stamp(self._run, self._program, micro_batch, sequence)
