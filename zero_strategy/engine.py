@@ -28,6 +28,7 @@ from zero_strategy.checkpoint import StateReader
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
+from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.guarding import tell_guard
@@ -479,6 +480,18 @@ class ZeroEngine(EngineCheckpoints):
         """
         return ledger_of(self)
 
+    @property
+    def desync(self) -> Failure | None:
+        """Why the ranks cannot go on together; None: as far as is known they can."""
+        return None if self.mesh.guard is None else self.mesh.guard.failure
+
+    def note_error(self, error: BaseException) -> None:
+        """An exception is about to end training on this rank: ranks that wait for it are told, and raise, unless this
+        rank comes back within `guard.silence_seconds`. What is raised in a forward is noted without this call.
+        """
+        if self.mesh.guard is not None:
+            self.mesh.guard.note_error(error)
+
     def close(self) -> None:
         """End this engine: saves under way are finished, process groups, threads and files let go. All ranks call it.
 
@@ -488,7 +501,7 @@ class ZeroEngine(EngineCheckpoints):
         if self.mesh.closed:
             return
         try:
-            if self.mesh.guard is None or self.mesh.guard.failure is None:
+            if self.desync is None:
                 self.saver.finish()
         finally:
             self.mesh.close()

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -36,6 +37,7 @@ SECTIONS = {
     "activation_checkpointing": ActivationCheckpointingConfig,
     "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
+    "guard": GuardConfig,
 }
 
 DEFAULTS = {
@@ -89,6 +91,9 @@ DEFAULTS = {
     "checkpoint.random_state": True,
     "checkpoint.preemption_signals": ["SIGTERM", "SIGUSR1"],
     "checkpoint.verify": True,
+    "guard.mode": "default",
+    "guard.wait_seconds": 3.0,
+    "guard.silence_seconds": 5.0,
     "elementwise_optimizers": [],
     "fused_optimizers": True,
     "timeout_seconds": 1800.0,

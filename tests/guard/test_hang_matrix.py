@@ -78,6 +78,13 @@ def test_a_rank_that_is_killed(ranks: Launcher, stage: int) -> None:
         assert "rank 1 is gone: its process has ended" in failures[rank].text, failures[rank].text
 
 
+def test_a_script_that_ends_with_an_exception(ranks: Launcher) -> None:
+    failures = end(ranks, 2, faults.end_script, 1)
+    assert "DesyncError after" in failures[0].text
+    assert "rank 1 raised LookupError: no such sample (faults.py:" in failures[0].text
+    assert "and has ended" in failures[0].text
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_is_stopped(ranks: Launcher, stage: int) -> None:
     failures = end(ranks, 3, faults.stop, stage)

@@ -409,6 +409,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         if not self._interrupted:
             return False
         assert self._lightning_module is not None
+        if self.engine is not None and self.engine.desync is not None:
+            return True  # connections are broken: there is nothing that ranks could still do together
         return not self._failure.together(f"global step {self._lightning_module.trainer.global_step}")
 
     def barrier(self, name: str | None = None) -> None:
@@ -427,6 +429,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def on_exception(self, exception: BaseException) -> None:
         """Remember that a step was torn apart, and let no child process wait for this one for ever."""
         self._failed = True
+        if self.engine is not None:
+            self.engine.note_error(exception)
         self._failure.forget()
         end_children_at_exit(self.launcher)
 
