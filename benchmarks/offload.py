@@ -6,7 +6,9 @@
                     its best) and the update in memory takes, over what our optimizer step with its state in files takes
     deepspeed-cpu   two ranks, stage 3, fp32, a transformer: DeepSpeed's training step with optimizer and parameters in
                     host memory over ours. DeepSpeed must be installed (DS_BUILD_OPS=0 pip install deepspeed)
-    deepspeed-nvme  the same with optimizer and parameters in files (DeepSpeed needs libaio)
+    deepspeed-nvme  the same with optimizer and parameters in files (DeepSpeed needs libaio). Of parameters DeepSpeed
+                    keeps a billion elements in host memory by default (`max_in_cpu`), and gradients beside what it
+                    writes of them; ours keep both in as many bytes (--resident-bytes)
     device          one process, bf16, a whole training step on --device: with the optimizer's state in host memory over
                     without. At or below 1.25 is the goal on a GPU, with --model transformer-1b and a large batch
 
@@ -43,6 +45,8 @@ SUITES = ("step", "deepspeed-cpu", "deepspeed-nvme", "device")
 LAYER = 1024
 LASTING = 2.0
 """Seconds of each turn of fio, reading and writing."""
+MAX_IN_CPU = 4 * 10**9
+"""Bytes of the parameters that DeepSpeed keeps in host memory by default."""
 _STATE_BYTES = 12
 """Of an element in files: master weight and two moments."""
 
@@ -67,6 +71,7 @@ class StepAlone:
     def seconds(self) -> float:
         start = time.perf_counter()
         self.optimizer.step()
+        self.engine.offloaded.settle()
         return time.perf_counter() - start
 
 
@@ -164,9 +169,9 @@ class Training:
 
 
 class Ours(Training):
-    def prepare(self, tier: str, folder: str) -> None:
+    def prepare(self, tier: str, folder: str, resident: int) -> None:
         paths = [folder] if tier == "nvme" else []
-        offload = {"optimizer": tier, "parameters": tier, "nvme_path": paths}
+        offload = {"optimizer": tier, "parameters": tier, "nvme_path": paths, "resident_bytes": resident}
         self.engine = ZeroEngine(self.model, load_config(stage=3, offload=offload))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.engine.attach(self.optimizer)
@@ -181,7 +186,7 @@ class Ours(Training):
 
 
 class DeepSpeed(Training):
-    def prepare(self, tier: str, folder: str) -> None:
+    def prepare(self, tier: str, folder: str, resident: int) -> None:
         os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
         import deepspeed
 
@@ -208,13 +213,15 @@ class DeepSpeed(Training):
         return float(loss)
 
 
-def against_deepspeed(tier: str, folder: str, size: str, rows: int, length: int, rounds: int) -> dict[str, Any]:
+def against_deepspeed(
+    tier: str, folder: str, size: str, rows: int, length: int, rounds: int, resident: int
+) -> dict[str, Any]:
     """Seconds of the slowest rank for steps of each."""
     torch.set_num_threads(1)
     both: dict[str, Any] = {"A": DeepSpeed(size, rows, length), "B": Ours(size, rows, length)}
     losses: dict[str, list[float]] = {"A": [], "B": []}
     for turn, contender in both.items():
-        contender.prepare(tier, folder)
+        contender.prepare(tier, folder, resident)
         losses[turn] += [contender.step() for _ in range(2)]
 
     def timed(turn: str) -> float:
@@ -232,7 +239,9 @@ def compare(suite: str, options: argparse.Namespace) -> dict[str, Any]:
     tier = suite.partition("-")[2]
     place, pool = tempfile.mkdtemp(dir=options.folder), RankPool(2)
     try:
-        arguments = (tier, place, options.model, options.rows, options.length, options.rounds)
+        arguments = (
+            tier, place, options.model, options.rows, options.length, options.rounds, options.resident_bytes
+        )  # fmt: skip
         found = pool.run(against_deepspeed, arguments, {}, timeout=3600)[0]
     finally:
         pool.close()
@@ -261,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--device", default="cpu", help="of the suite `device`")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--resident-bytes", type=int, default=MAX_IN_CPU, help="of ours, per rank, in deepspeed-nvme")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     report: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor(), "suites": {}}

@@ -34,6 +34,7 @@ _ROOMS = (
     "activation",
     "checkpoint",
     "config",
+    "diagnostics",
     "distributed",
     "engine",
     "integrations",

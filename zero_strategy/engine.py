@@ -29,21 +29,24 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
 from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.guarding import tell_guard
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
+from zero_strategy.observing import Observed
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
-from zero_strategy.optim.norm import global_norm
+from zero_strategy.optim.norm import GradientStats, global_norm
 from zero_strategy.saving import Saver
 from zero_strategy.saving.contents import state_dict_entries
 from zero_strategy.saving.step_watch import StepWatch
 from zero_strategy.sharding import ShardedModel
+from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
 from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
@@ -68,6 +71,7 @@ class ZeroEngine(EngineCheckpoints):
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
             else the CPU.
         lanes: Of a model in several parts, the ranks that train each part; this engine is for the part of this rank.
+        tensor_groups: The ranks that divide the same layers, of every such group; default: what the `DTensor`s say.
         order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; default: in the
             order of the module's own.
 
@@ -82,6 +86,7 @@ class ZeroEngine(EngineCheckpoints):
         offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
         steps: Counts optimizer steps; what is agreed at them.
+        gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
 
     Raises:
         ValueError: If the mesh does not fit the world, or the module cannot be sharded; names the parameter.
@@ -97,15 +102,23 @@ class ZeroEngine(EngineCheckpoints):
         device: torch.device | None = None,
         lanes: Sequence[Sequence[int]] | None = None,
         order: Callable[[str], tuple[int, ...]] | None = None,
+        tensor_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        divided = tensor_ranks(module)
         if isinstance(config, ResolvedConfig):
             self.config = config
         else:
             asked = load_config(config)
-            world = world_size() if lanes is None else len(lanes[0]) * asked.pipeline.stages
+            if asked.mesh.tensor is None and divided is not None:
+                asked.mesh.record("tensor", len(divided), "derived: the device mesh of the module's DTensors")
+            ways = asked.mesh.tensor or 1
+            world = world_size() if lanes is None else len(lanes[0]) * asked.pipeline.stages * ways
             self.config = resolve(asked, world)
             check_owned(self.config.config, dtype_fact(compute_dtype))
         zero: ZeroConfig = self.config.config
+        if (ways := zero.mesh.tensor or 1) > 1 and tensor_groups is None:
+            tensor_groups = tensor_groups_of(divided, ways)
+            lanes = lanes_across(tensor_groups) if lanes is None else lanes
         if lanes is None and zero.pipeline.stages > 1:
             raise ValueError(
                 f"pipeline.stages is {zero.pipeline.stages} [{zero.origin_of('pipeline.stages')}]: a ZeroEngine trains "
@@ -122,6 +135,7 @@ class ZeroEngine(EngineCheckpoints):
             name=f"engine{next(_engine_numbers)}",
             lanes=lanes,
             guard=zero.guard,
+            tensor_groups=tensor_groups,
         )
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
@@ -143,6 +157,7 @@ class ZeroEngine(EngineCheckpoints):
             cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
         self.optimizers: list[ShardedOptimizer] = self.model.optimizers
+        self.gradient_watchers: list[Callable[[GradientStats], None]] = []
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.saver = Saver(self)
         self.steps = StepWatch(self.model.reducer, self.saver)
@@ -152,6 +167,10 @@ class ZeroEngine(EngineCheckpoints):
         if weights is not None:
             self.load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
+        if zero.diagnostics.run_dir:
+            from zero_strategy.diagnostics.recorder import record  # it looks at engines from above
+
+            record(self)
 
     @property
     def stage(self) -> int:
@@ -167,6 +186,11 @@ class ZeroEngine(EngineCheckpoints):
     def is_part(self) -> bool:
         """Whether other ranks train other parts of the model."""
         return self.mesh.team.world_size != self.mesh.world_size
+
+    @property
+    def observed(self) -> Observed:
+        """Where whoever wants to know what this engine does puts an observer; see `observing`."""
+        return self.mesh.observed
 
     @property
     def counters(self) -> CommunicationCounters:
@@ -245,6 +269,11 @@ class ZeroEngine(EngineCheckpoints):
         return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
     def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.observed.mark("step begins")
+        if self.mesh.tensor.size > 1:
+            flags = torch.tensor([self.model.reducer.agreed_flags], dtype=torch.int32)
+            for other in self.mesh.tensor.exchange_small(flags):  # what befell the data-parallel ranks of another part
+                self.model.reducer.agreed_flags |= int(other)
         self.steps.before(skipped=self.sharded(optimizer).skip_next)
         self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
@@ -253,6 +282,9 @@ class ZeroEngine(EngineCheckpoints):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self.optimizers[-1].optimizer:
             self.steps.after()
+            self.observed.mark("step over", self.steps.taken)
+        else:
+            self.observed.mark("optimizer over")
 
     # ---- the step ----
 
@@ -261,19 +293,24 @@ class ZeroEngine(EngineCheckpoints):
         return self.model.reducer.no_sync()
 
     @contextmanager
-    def forward_scope(self) -> Iterator[None]:
-        """Code inside may use root parameters outside of any module's forward (a `training_step`)."""
+    def forward_scope(self, inputs: Any = None) -> Iterator[None]:
+        """Code inside may use root parameters outside of any module's forward (a `training_step`).
+
+        Args:
+            inputs: What it computes with, for whoever observes.
+        """
         self.model.reducer.hook_trainable()
         gatherer = self.model.gatherer
-        if gatherer is None:
-            yield
-            return
-        root = gatherer.units[0]
-        gatherer.enter(root)
-        try:
-            yield
-        finally:
-            gatherer.leave(root, backward_follows=torch.is_grad_enabled())
+        with self.observed.forward(inputs):
+            if gatherer is None:
+                yield
+                return
+            root = gatherer.units[0]
+            gatherer.enter(root)
+            try:
+                yield
+            finally:
+                gatherer.leave(root, backward_follows=torch.is_grad_enabled())
 
     def left_torn(self, phase: str) -> str:
         """What an exception on this rank has left unfinished, in words, where the rank is in `phase` now; "": nothing.
@@ -284,13 +321,19 @@ class ZeroEngine(EngineCheckpoints):
             return "has left an optimizer step with an exception"
         return ""
 
-    def check_loss(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor, weight: float = 1.0) -> None:
         """Raise if a loss uses released parameters outside of their module's forward (the Trainer's strategy calls it).
+
+        Args:
+            loss: Of a micro-batch, not scaled.
+            weight: That it has been multiplied by already, such as 1 / micro-batches; for whoever observes.
 
         Raises:
             RuntimeError: Naming the parameters and the way out.
         """
         check_outside_uses(loss, self.model)
+        if self.observed.observer is not None:
+            self.observed.mark("loss", loss.detach() / weight)
 
     def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that no backward of this engine gave: this rank's, of which the mean over ranks is taken.
@@ -338,12 +381,14 @@ class ZeroEngine(EngineCheckpoints):
         if max_norm < 0:
             raise ValueError(f"max_norm must not be negative, not {max_norm}")
         only = None if parameters is None else {id(parameter) for parameter in parameters}
-        norm = self._norm(norm_type, optimizer, only)
-        if error_if_nonfinite and not norm.finite:
-            raise RuntimeError(f"the gradient norm of order {norm_type} is {norm.value}; gradients were not clipped")
-        coefficient = norm.coefficient(max_norm)
-        for sharded in self._chosen(optimizer):
-            sharded.scale_gradients(coefficient, only)
+        with self.observed.span("clip"):
+            norm = self._norm(norm_type, optimizer, only)
+            if error_if_nonfinite and not norm.finite:
+                problem = f"the gradient norm of order {norm_type} is {norm.value}"
+                raise RuntimeError(f"{problem}; gradients were not clipped")
+            coefficient = norm.coefficient(max_norm)
+            for sharded in self._chosen(optimizer):
+                sharded.scale_gradients(coefficient, only)
         return torch.tensor(norm.value, dtype=torch.float32)
 
     def clip_grad_value_(
@@ -370,8 +415,13 @@ class ZeroEngine(EngineCheckpoints):
     def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         self.model.reducer.settle()
         parts = [sharded.norm_shards(norm_type, only) for sharded in self._chosen(optimizer)]
-        shards = [shard for found, _ in parts for shard in found]
-        return global_norm(shards, norm_type, self.model.norm_groups, [f for _, factors in parts for f in factors])
+        shards = [shard for found, _, _ in parts for shard in found]
+        factors = [factor for _, found, _ in parts for factor in found]
+        seen: list[tuple[Tensor, Tensor]] = []
+        norm = global_norm(shards, norm_type, self.model.norm_groups, factors, lambda *stats: seen.append(stats))
+        for watch in list(self.gradient_watchers):
+            watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
+        return norm
 
     def _chosen(self, optimizer: Optimizer | None) -> list[ShardedOptimizer]:
         return self.optimizers if optimizer is None else [self.sharded(optimizer)]
@@ -418,9 +468,9 @@ class ZeroEngine(EngineCheckpoints):
         for unit in self.model.units:
             chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
             with self.model.gathered(chosen):
-                copies.update({id(p): p.detach().to("cpu", copy=True) for p in chosen})
+                copies.update({id(p): whole_of(p, held_by(p).detach()).to("cpu", copy=True) for p in chosen})
         return {
-            name: copies[id(tensor)] if id(tensor) in copies else tensor.detach().to("cpu", copy=True)
+            name: copies[id(tensor)] if id(tensor) in copies else held_by(tensor).detach().to("cpu", copy=True)
             for name, tensor in entries.items()
         }
 
@@ -462,6 +512,14 @@ class ZeroEngine(EngineCheckpoints):
     def drain(self) -> None:
         """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
         self.evaluation.drain()
+
+    def step_metrics(self) -> dict[str, float]:
+        """Where time and memory of the last recorded step went, by names for a logger (`zero/step_time/...`).
+
+        Empty without `diagnostics.run_dir`, and if they were asked for already.
+        """
+        found = None if self.observed.observer is None else self.observed.observer.take_metrics()
+        return dict(found or {})
 
     def state_bytes(self) -> dict[str, int]:
         """Persistent bytes of model state on this rank: parameters, gradients, optimizer (master weights included)."""

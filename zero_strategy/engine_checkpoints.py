@@ -71,17 +71,18 @@ class EngineCheckpoints:
             OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was. Of a save in the
                 background: at the next optimizer step, the next save, `wait()`, or at exit.
         """
-        return self.saver.save(
-            directory,
-            user=user or {},
-            extra_files=extra_files or {},
-            own_files=own_files or {},
-            counters=self.steps.counters(),
-            optimizers=optimizers,
-            update_latest=update_latest,
-            asynchronous=asynchronous,
-            weights_dtype=weights_dtype,
-        )
+        with self.mesh.observed.span("save", os.fspath(directory)):
+            return self.saver.save(
+                directory,
+                user=user or {},
+                extra_files=extra_files or {},
+                own_files=own_files or {},
+                counters=self.steps.counters(),
+                optimizers=optimizers,
+                update_latest=update_latest,
+                asynchronous=asynchronous,
+                weights_dtype=weights_dtype,
+            )
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
         """Write weights and config for Hugging Face's `from_pretrained`; see `saving.pretrained.save_pretrained`."""
@@ -105,7 +106,7 @@ class EngineCheckpoints:
         """
         reader = self.load_weights(directory, strict=strict)
         if optimizers and self.optimizers and reader.has_manifest:
-            loading.load_optimizers(self._engine, reader)
+            self._load_optimizers(reader)
             self.steps.load_counters(reader.manifest.counters)
             self.load_random_state(reader)
         return reader
@@ -163,7 +164,8 @@ class EngineCheckpoints:
         """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
         self.saver.wait()
         reader = self._reader(source)
-        loading.load_weights(self._engine, reader, strict=strict)
+        with self.mesh.observed.span("load"):
+            loading.load_weights(self._engine, reader, strict=strict)
         return reader
 
     def _reader(self, source: str | os.PathLike[str] | StateReader) -> StateReader:
@@ -175,8 +177,11 @@ class EngineCheckpoints:
 
     def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
         """Load optimizer state, master weights and the loss scale only."""
-        reader = self._reader(source)
-        loading.load_optimizers(self._engine, reader)
+        self._load_optimizers(self._reader(source))
+
+    def _load_optimizers(self, reader: StateReader) -> None:
+        with self.mesh.observed.span("load"):
+            loading.load_optimizers(self._engine, reader)
 
     def save_on_signal(
         self, directory: str | os.PathLike[str], **options: Any

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,9 +17,12 @@ from zero_strategy.checkpoint import StateReader, TensorSpec
 from zero_strategy.checkpoint.state_reader import Wanted
 from zero_strategy.distributed.together import together
 from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.progress import is_shown, progress
 from zero_strategy.saving import references
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import EXTRA_STATE_FILE, state_dict_entries
+from zero_strategy.saving.tensor_pieces import wanted_in_whole
+from zero_strategy.sharding.dtensors import held_by
 from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
@@ -38,6 +43,8 @@ def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
 def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> None:
     """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
     piece_exchange.check_one_save(engine, reader)
+    with contextlib.suppress(OSError):  # what could not be written before is written anew
+        engine.offloaded.settle()
     _check_same(engine, reader)
     referenced = references.check(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
@@ -58,15 +65,15 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
             wanted.extend(_wanted_weights(engine, reader, bucket, sources))
         for name, buffer in entries.items():
             if name in sources and not isinstance(buffer, nn.Parameter):
-                shape = tuple(buffer.shape)
-                wanted.append(Wanted(sources[name], 0, buffer.numel(), then=_copier(buffer, shape)))
+                held = held_by(buffer)
+                wanted.append(Wanted(sources[name], 0, held.numel(), then=_copier(held, tuple(held.shape))))
 
     together(engine.mesh.team.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
         _release(engine)
         together(engine.mesh.team.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.team.control, lambda: reader.read_many(wanted))
+            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "weights"))
         load_extra_state(engine.module, reader)
         for bucket in engine.model.buckets:
             if not bucket.placement.shard_parameters:
@@ -109,13 +116,33 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
     with torch.no_grad():
         together(engine.mesh.team.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.team.control, lambda: reader.read_many(wanted))
+            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
         _release(engine)
     if engine.scaler is not None and own.get("loss_scaler"):
         engine.scaler.load_state_dict(own["loss_scaler"])
+
+
+def _read(engine: ZeroEngine, reader: StateReader, wanted: Sequence[Wanted], what: str) -> None:
+    """All of it, with a bar where somebody looks."""
+    if not is_shown(engine.mesh.team.rank):
+        reader.read_many(wanted)
+        return
+    sizes = [(item.stop - item.start) * reader.spec(item.name, item.kind).dtype.itemsize for item in wanted]
+    with progress(f"loading {what}", sum(sizes), engine.mesh.team.rank) as tell:
+        reader.read_many([replace(item, then=_then(item, size, tell)) for item, size in zip(wanted, sizes)])
+
+
+def _then(item: Wanted, nbytes: int, tell: Callable[[int], object] | None) -> Callable[[Tensor], None]:
+    def take(values: Tensor) -> None:
+        if item.then is not None:
+            item.then(values)
+        if tell is not None:
+            tell(nbytes)
+
+    return take
 
 
 def load_extra_state(module: nn.Module, reader: StateReader) -> None:
@@ -142,20 +169,26 @@ def _wanted_weights(
 ) -> Iterator[Wanted]:
     """What this rank reads into a bucket, straight into the shard where dtypes allow."""
     if bucket.has_master and not bucket.placement.shard_optimizer:
-        for name, segment in zip(bucket.names, bucket.layout.segments, strict=True):
+        for name, part, segment in zip(bucket.names, bucket.parts, bucket.layout.segments, strict=True):
             if name in sources:
-                yield Wanted(sources[name], 0, segment.numel, then=partial(bucket.write_master, segment.offset))
+                size = reader.spec(sources[name]).dtype.itemsize
+                write = _from(bucket.write_master, segment.offset)
+                yield from wanted_in_whole(part, sources[name], (0, segment.numel), itemsize=size, write=write)
     for piece in bucket.slice_pieces:
         name = bucket.names[piece.index]
+        target: Tensor | None = None
+        put: Callable[[int, Tensor], object] | None = None
         if name not in sources:
             continue
+        stored = reader.spec(sources[name]).dtype
         if bucket.has_master and bucket.placement.shard_optimizer:
-            yield Wanted(sources[name], piece.start, piece.stop, then=_master_and_weights(bucket, piece.offset))
-        elif bucket.shard_vector is None and reader.spec(sources[name]).dtype == bucket.dtype:
+            put = _from(partial(_master_and_weights, bucket), piece.offset)
+        elif bucket.shard_vector is None and stored == bucket.dtype:
             target = bucket.shard[piece.offset : piece.offset + piece.numel]
-            yield Wanted(sources[name], piece.start, piece.stop, out=target)
         else:
-            yield Wanted(sources[name], piece.start, piece.stop, then=partial(bucket.write_shard, piece.offset))
+            put = _from(bucket.write_shard, piece.offset)
+        part, bounds = bucket.parts[piece.index], (piece.start, piece.stop)
+        yield from wanted_in_whole(part, sources[name], bounds, itemsize=stored.itemsize, out=target, write=put)
 
 
 def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[Tensor], None]:
@@ -165,12 +198,14 @@ def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[T
     return copy
 
 
-def _master_and_weights(bucket: ParameterBucket, start: int) -> Callable[[Tensor], None]:
-    def copy(values: Tensor) -> None:
-        bucket.write_shard(start, values)
-        bucket.write_master(start, values)
+def _master_and_weights(bucket: ParameterBucket, start: int, values: Tensor) -> None:
+    bucket.write_shard(start, values)
+    bucket.write_master(start, values)
 
-    return copy
+
+def _from(write: Callable[[int, Tensor], object], first: int) -> Callable[[int, Tensor], object]:
+    """The same, counted from `first`."""
+    return lambda start, values: write(first + start, values)
 
 
 def _set_groups(
@@ -239,16 +274,22 @@ def _load_state(
         if name not in specs:
             continue
         _check_shape(name, tuple(specs[name].shape), tuple(parameter.shape))
+        want = partial(
+            wanted_in_whole,
+            bucket.parts[index],
+            name,
+            (cut.start, cut.stop),
+            (number, kind),
+            itemsize=specs[name].dtype.itemsize,
+        )
         if kind == "master":
-            wanted.append(
-                Wanted(name, cut.start, cut.stop, (number, kind), then=partial(bucket.write_master, cut.offset))
-            )
+            wanted.extend(want(write=_from(bucket.write_master, cut.offset)))
         elif (offloaded := sharded.offloaded_place(parameter, kind)) is not None:
-            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), then=offloaded.write))
+            wanted.extend(want(write=_from(offloaded.vector.write, offloaded.start)))
             values[kind] = offloaded
         else:
             state = torch.empty(cut.numel, dtype=specs[name].dtype, device=piece.device)
-            wanted.append(Wanted(name, cut.start, cut.stop, (number, kind), out=state))
+            wanted.extend(want(out=state))
             values[kind] = state.view(piece.shape)
     for key, value in reader.manifest.optimizers[number].scalars.get(name, {}).items():
         values[key] = value

@@ -22,6 +22,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_
 from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.memory.peaks import held_whole
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule, measured_costs, memory_left
 from zero_strategy.pipeline.choice import Choice
@@ -45,11 +47,13 @@ from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
 from zero_strategy.pipeline.inference import inference
 from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.optimizer_states import StageGroups, join_states, part_of_state
 from zero_strategy.pipeline.registry import build_table
 from zero_strategy.pipeline.replicas import TiedWeights
 from zero_strategy.pipeline.schedule import PipeSchedule
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.sharding.dtensors import is_dtensor
 from zero_strategy.sharding.model import device_of
 
 AUTO = "auto"
@@ -101,6 +105,8 @@ class PipelineEngine(ZeroEngine):
         self._prefix = _prefix_of(module, root)
         if resolved.config.deepspeed is not None:
             apply_section(module, resolved.config.deepspeed.pipeline)
+        if grid.slice_parallel_size > 1:
+            _check_divided(module)
         self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
         super().__init__(
             root,
@@ -109,6 +115,7 @@ class PipelineEngine(ZeroEngine):
             weights=weights,
             device=device,
             lanes=grid.dp_groups,
+            tensor_groups=grid.model_groups,
             order=_order_of(module, root, self._prefix),
         )
         alone = module.num_stages == 1
@@ -121,6 +128,7 @@ class PipelineEngine(ZeroEngine):
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
+        self._steps_agreed = False
         self._hooks = _Hooks(self)
         self.executor = Executor(
             module.chunk_functions(),
@@ -132,11 +140,12 @@ class PipelineEngine(ZeroEngine):
             device=self.model.device,
             autocast=autocast,
             timeout=resolved.config.timeout_seconds,
-            name=self.mesh.team.rendezvous.prefix + f".{grid.data_parallel_id}",
+            name=self.mesh.team.rendezvous.prefix + f".{grid.pipeline_id()}",
             record=bool(pipeline.timeline),
             guard=self.mesh.guard,
         )
         self._watch()
+        self.executor.observed = self.pipe.observed = self.observed
         self.publish_ties()
 
     def _watch(self) -> None:
@@ -206,22 +215,50 @@ class PipelineEngine(ZeroEngine):
         self._hooks.begin(count * self.pipeline.chunks, measures=measures)
         with ExitStack() as stack:
             stack.callback(setattr, self.executor, "record", self.executor.record)
-            self.executor.record |= measures
-            if self.stage == 3 and self.config.config.pipeline.gather == "per_step":
-                stack.enter_context(self.model.gathered(until_backward=True))
+            self.executor.record |= measures or self.observed.observer is not None
+            if held := self._held_whole():
+                stack.enter_context(self.model.gathered(held, until_backward=True))
+            stack.enter_context(self.observed.forward(count))
             found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None
+        self.observed.mark("timeline", found.events)
+        self._agree_on_optimizers()
         self._write_timeline(found)
         if measures:
             self._choose(count, found)
-        return self._mean_loss(found.loss)
+        loss = self._mean_loss(found.loss)
+        self.observed.mark("loss", loss)
+        return loss
+
+    def _agree_on_optimizers(self) -> None:
+        """Until there are optimizers: a stage without one would let the others wait in their steps."""
+        if self._steps_agreed:
+            return
+        everyone = [int(count) for count in self.pipe.exchange_small(torch.tensor([len(self.optimizers)]))]
+        if len(set(everyone)) > 1:
+            ranks = self.pipeline.mpu().pp_group
+            counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, everyone, strict=True))
+            raise ValueError(
+                f"the stages of a pipeline have different numbers of optimizers ({counts}), and all take part in a "
+                "step; where one has nothing to train, attach one without parameters: AdamW([{'params': []}])"
+            )
+        self._steps_agreed = everyone[0] > 0
+
+    def _held_whole(self) -> list[nn.Parameter]:
+        """The parameters that stay gathered during a step."""
+        if self.stage < 3:
+            return []
+        units = self.model.units
+        sizes = [sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in unit.buckets) for unit in units]
+        held = held_whole(sizes, self.config.config.pipeline)
+        return [parameter for number in held for bucket in units[number].buckets for parameter in bucket.parameters]
 
     def _choose(self, micro_batches: int, found: Run) -> None:
         """Take the schedule for all further steps, the same on all ranks."""
         grid, placement = self.pipeline.mpu(), self.pipeline.placement
         held = self._hooks.bytes.by_chunk
         left = memory_left(self.model.device, grid.world_size, sum(held.values()))
-        mine = grid.data_parallel_id, grid.stage_id, found.events, held, left
+        mine = grid.pipeline_id(), grid.stage_id, found.events, held, left
         everyone = sorted(self.mesh.team.control.gather_objects(mine), key=lambda one: one[:2])
         first = everyone[: grid.pipe_parallel_size]
         costs = measured_costs(placement, [one[2] for one in first], [one[3] for one in first])
@@ -251,7 +288,8 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
-        found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
+        with self.observed.span("evaluation"):
+            found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
         return found
@@ -265,7 +303,7 @@ class PipelineEngine(ZeroEngine):
     def _write_timeline(self, found: Run) -> None:
         """Append what the first pipeline's ranks did to the file that is configured."""
         path = self.config.config.pipeline.timeline
-        if not self.executor.record or not path or self.pipeline.mpu().data_parallel_id > 0:
+        if not self.executor.record or not path or self.pipeline.mpu().pipeline_id() > 0:
             return
         everyone = self.pipe.gather_objects(found.events)
         if self.pipeline.stage_id == 0:
@@ -294,7 +332,9 @@ class PipelineEngine(ZeroEngine):
         removed = {id(weight) for weight in self._ties.removed()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in removed]
+                stays = [id(p) not in removed for p in group["params"]]
+                for key in {"params", "param_names"} & group.keys():  # names: of optimizers that were made with them
+                    group[key] = list(compress(group[key], stays))
         super().attach(*optimizers)
 
     def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -334,15 +374,33 @@ class PipelineEngine(ZeroEngine):
         return {name: state for part in everyone for name, state in part.items()}
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Not for pipelines, where an optimizer has the parameters of one stage.
+        """See `ZeroEngine.optimizer_state_dict`: that of one optimizer over the whole model. Ranks pass their own.
 
         Raises:
-            ValueError: Always; names what there is.
+            ValueError: On all ranks, if stages have different numbers of param groups, or other orders in them than
+                their modules have.
         """
-        raise ValueError(
-            "optimizer_state_dict() numbers the parameters of one optimizer, and each stage of a pipeline has its own: "
-            "take full_optimizer_state(optimizer), by parameter names, or save() a checkpoint, which is of all stages"
-        )
+        mine = self._groups_of(optimizer), super().optimizer_state_dict(optimizer)
+        everyone = self.pipe.gather_objects(mine)
+        return join_states([one[0] for one in everyone], [one[1] for one in everyone], self._prefix)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """See `ZeroEngine.load_optimizer_state_dict`: each rank takes its stages' part. All ranks call it.
+
+        Raises:
+            ValueError: If its param groups do not fit.
+        """
+        own = self._groups_of(optimizer)
+        part = part_of_state(self.pipe.gather_objects(own), own, state_dict, self._prefix)
+        super().load_optimizer_state_dict(optimizer, part)
+
+    def _groups_of(self, optimizer: Optimizer) -> StageGroups:
+        """The names in an optimizer's groups, and their places in the layers."""
+        assert self.order is not None
+        names = {id(parameter): name for name, parameter in self.model.names()}
+        param_groups = self.sharded(optimizer).optimizer.param_groups
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in param_groups]
+        return StageGroups(groups, {name: self.order(name) for group in groups for name in group})
 
     def close(self) -> None:
         """See `ZeroEngine.close`. What the PipelineModule has made stays with it."""
@@ -423,6 +481,8 @@ def _resolved(module: PipelineModule, config: Any, compute_dtype: torch.dtype | 
             asked.pipeline.record("stages", module.num_stages, "derived: the PipelineModule")
         if asked.pipeline.chunks is None and module.chunks > 1:
             asked.pipeline.record("chunks", module.chunks, "derived: the PipelineModule")
+        if asked.mesh.tensor is None and module.mpu().slice_parallel_size > 1:
+            asked.mesh.record("tensor", module.mpu().slice_parallel_size, "derived: the PipelineModule's topology")
         resolved = resolve(asked, world_size())
         check_owned(resolved.config, dtype_fact(compute_dtype))
     _check_fits(resolved.config, module)
@@ -437,12 +497,28 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
                 f"pipeline.{key} is {getattr(pipeline, key)} [{config.origin_of(f'pipeline.{key}')}], but the "
                 f"PipelineModule was made with {there}; make both the same"
             )
+    if (config.mesh.tensor or 1) != module.mpu().slice_parallel_size:
+        raise ValueError(
+            f"mesh.tensor is {config.mesh.tensor} [{config.origin_of('mesh.tensor')}], but the PipelineModule's "
+            f"topology has {module.mpu().slice_parallel_size} rank(s) on its axis 'model'; make both the same"
+        )
     name = first_schedule(module.placement) if pipeline.schedule == AUTO else pipeline.schedule
     table = build_table(name, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
     if table.placement != module.placement:
         raise ValueError(
             f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
             f"PipelineModule was made with placement={module.placement.shape!r}; make it with the schedule's"
+        )
+
+
+def _check_divided(module: PipelineModule) -> None:
+    """A stage may have nothing to divide; where no stage has, its ranks would train copies as if they were parts."""
+    mine = any(map(is_dtensor, module.parameters()))
+    if not any(module.mpu().control().gather_objects(mine)):
+        raise ValueError(
+            f"the topology {module.topology()} divides layers among the ranks of its axis 'model', but no parameter is "
+            "divided: give PipelineModule parallelize=function(layer, name, mesh), which calls torch's "
+            "parallelize_module"
         )
 
 

@@ -153,6 +153,11 @@ def test_spellings_of_offloading() -> None:
     assert found(offload_param={"device": "auto", "nvme_path": "auto"}) == {}
     two = {"device": "nvme", "nvme_path": "/a"}, {"device": "nvme", "nvme_path": "/b"}
     assert found(offload_optimizer=two[0], offload_param=two[1])["offload.nvme_path"] == ["/a", "/b"]
+    assert found(offload_optimizer=two[0], offload_param=two[1])["offload.resident_bytes"] == 4 * 10**9
+    few = two[1] | {"max_in_cpu": 5}
+    assert found(offload_optimizer=two[0], offload_param=few)["offload.resident_bytes"] == 20
+    low = quietly({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_param": few}}).zero
+    assert low["offload.resident_bytes"].value == 10
     unused = {"device": "cpu", "nvme_path": "/a"}
     assert found(offload_optimizer=unused) == {"offload.optimizer": "cpu"}
 

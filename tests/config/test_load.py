@@ -202,7 +202,7 @@ def test_unresolvable_dictconfig():
         ({"mesh": {"stage": 2}}, "mesh.stage", "did you mean 'stage'?"),
         ({"mesh": {"prefetch_": 2}}, "mesh.prefetch_", "did you mean 'prefetch'?"),
         ({"banana": 2}, "banana", "the config has: stage, units, mesh"),
-        ({"mesh": {"banana": 2}}, "mesh.banana", "'mesh' has: replicate, shard"),
+        ({"mesh": {"banana": 2}}, "mesh.banana", "'mesh' has: replicate, shard, tensor"),
     ],
 )
 def test_unknown_key(values, key, meant):
@@ -302,7 +302,7 @@ def test_deepspeed_json(write):
         (
             {"mesh": None},
             TypeError,
-            "mesh is None (NoneType) [user: mapping]; expected a mapping with keys among replicate, shard",
+            "mesh is None (NoneType) [user: mapping]; expected a mapping with keys among replicate, shard, tensor",
         ),
     ],
 )

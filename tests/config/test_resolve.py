@@ -157,8 +157,8 @@ def test_steps_are_early_where_that_takes_disk_only(optimizer, parameters, early
 
 
 def test_what_is_set_is_not_derived():
-    mesh, offload = {"shard": 4, "replicate": 2}, {"gradients": "none", "early_step": "off"}
-    pipeline = {"chunks": 1, "micro_batches": 3}
+    mesh, offload = {"shard": 4, "replicate": 2, "tensor": 1}, {"gradients": "none", "early_step": "off"}
+    pipeline = {"chunks": 1, "micro_batches": 3, "gather_bytes": 5}
     config = load_config(
         stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload, pipeline=pipeline
     )

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     GuardConfig,
     LossScaleConfig,
     MeshConfig,
@@ -38,6 +39,7 @@ SECTIONS = {
     "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
     "guard": GuardConfig,
+    "diagnostics": DiagnosticsConfig,
 }
 
 DEFAULTS = {
@@ -47,6 +49,7 @@ DEFAULTS = {
     "units.min_numel": 8192,
     "mesh.replicate": 1,
     "mesh.shard": None,
+    "mesh.tensor": None,
     "precision.master_weights": True,
     "precision.gradient_dtype": "float32",
     "precision.reduce_dtype": "float32",
@@ -66,6 +69,7 @@ DEFAULTS = {
     "offload.activations": "none",
     "offload.nvme_path": [],
     "offload.staging_bytes": 256 << 20,
+    "offload.resident_bytes": 0,
     "offload.checksums": False,
     "offload.probe_seconds": 1.5,
     "offload.early_step": "off",
@@ -78,6 +82,7 @@ DEFAULTS = {
     "pipeline.micro_batches": None,
     "pipeline.partition": "parameters",
     "pipeline.gather": "per_micro_batch",
+    "pipeline.gather_bytes": None,
     "pipeline.timeline": "",
     "checkpoint.max_file_bytes": 5_000_000_000,
     "checkpoint.layout": "auto",
@@ -94,6 +99,14 @@ DEFAULTS = {
     "guard.mode": "default",
     "guard.wait_seconds": 3.0,
     "guard.silence_seconds": 5.0,
+    "diagnostics.run_dir": "",
+    "diagnostics.every_n_steps": 1,
+    "diagnostics.memory_every_n_steps": 10,
+    "diagnostics.trace_steps": 5,
+    "diagnostics.flops": True,
+    "diagnostics.peak_tflops": 0.0,
+    "diagnostics.measure_peak": False,
+    "diagnostics.log": True,
     "elementwise_optimizers": [],
     "fused_optimizers": True,
     "timeout_seconds": 1800.0,
@@ -108,6 +121,7 @@ BAD_VALUES = [
     ("units.min_numel", -1),
     ("mesh.replicate", 0),
     ("mesh.shard", 0),
+    ("mesh.tensor", 0),
     ("precision.gradient_dtype", "bfloat16"),
     ("precision.reduce_dtype", "fp32"),
     ("gradient_reduction", "per_epoch"),
@@ -135,6 +149,7 @@ BAD_VALUES = [
     ("pipeline.micro_batches", 0),
     ("pipeline.partition", " "),
     ("pipeline.gather", "never"),
+    ("pipeline.gather_bytes", -1),
     ("checkpoint.max_file_bytes", 0),
     ("elementwise_optimizers", ["Lion", ""]),
     ("timeout_seconds", 0.0),
@@ -252,7 +267,7 @@ def test_prefix_is_the_place_in_the_config(name):
 def test_omegaconf_structured_sees_the_settings_only(source):
     node = OmegaConf.structured(source)
     assert set(node) == {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(node.mesh) == {"replicate", "shard"}
+    assert set(node.mesh) == {"replicate", "shard", "tensor"}
     built = OmegaConf.to_object(node)
     assert isinstance(built, ZeroConfig)
     assert built == (ZeroConfig() if source is ZeroConfig else source)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 
 from tests.engine.nets import loss_of, net
 from tests.launcher import Launcher
@@ -175,14 +175,23 @@ def test_part_of_an_optimizer_state_is_not_handed_out(ranks: Launcher) -> None:
 # ------------------------------------------------------------------------------------------------------ modules
 
 
+def divided(placements: list[Placement]) -> nn.Module:
+    """A layer among all ranks, on a mesh of as many dimensions as there are placements."""
+    mesh = init_device_mesh("cpu", (*[1] * (len(placements) - 1), dist.get_world_size()))
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False))
+    return nn.Sequential(layer)
+
+
 def modules() -> dict[str, str]:
     found: dict[str, str] = {}
     lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
     found["lazy"] = message_of(lambda: engine_for(lazy))
-    parallel = nn.Linear(2, 2)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallel.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))
-    found["DTensor"] = message_of(lambda: engine_for(nn.Sequential(parallel)))
+    found["Partial"] = message_of(lambda: engine_for(divided([Partial()])))
+    found["2-D"] = message_of(lambda: engine_for(divided([Replicate(), Shard(0)])))
+    found["mesh.tensor"] = message_of(lambda: engine_for(net(), mesh={"tensor": 2}))
+    found["tensor 1"] = message_of(lambda: engine_for(divided([Shard(0)]), mesh={"tensor": 1}))
+    found["tensor 3"] = message_of(lambda: engine_for(divided([Shard(0)]), mesh={"tensor": 3}))
     turning = nn.Linear(2, 2, dtype=torch.complex64)
     found["complex"] = message_of(lambda: engine_for(turning))
     model = net()
@@ -203,7 +212,11 @@ def modules() -> dict[str, str]:
 def test_modules_and_meshes_that_cannot_be_sharded(ranks: Launcher) -> None:
     for found in ranks(2)(modules):
         assert "'1.weight'" in found["lazy"] and "run one forward" in found["lazy"]
-        assert "'0.weight'" in found["DTensor"] and "DTensor" in found["DTensor"]
+        assert "'0.weight' is a DTensor with placements (Partial(sum),)" in found["Partial"]
+        assert "'0.weight'" in found["2-D"] and "a mesh of one dimension" in found["2-D"]
+        assert "call parallelize_module" in found["mesh.tensor"] and "rank 0" in found["mesh.tensor"]
+        assert "among 2 tensor-parallel rank(s), but mesh.tensor is 1" in found["tensor 1"]
+        assert "mesh.tensor is 3" in found["tensor 3"] and "world size 2: 1, 2" in found["tensor 3"]
         assert "'weight' is complex" in found["complex"]
         assert "another engine" in found["second engine"] and "another engine" in found["part"]
         assert found["first goes on"] == "no error"

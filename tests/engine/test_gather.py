@@ -294,7 +294,7 @@ def on_rank_0_only(call: str, late: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "gathered", "save"])
 def test_a_call_on_one_rank_only_is_an_error_within_seconds(ranks: Launcher, call: str) -> None:
     (message, seconds), _ = ranks(2)(on_rank_0_only, call, False)
-    assert "rank(s) [1] did not come" in message and seconds < 5
+    assert "rank(s) [1] did not come" in message and seconds < 10
 
 
 def test_a_rank_that_comes_too_late_does_not_hang(ranks: Launcher) -> None:

@@ -53,7 +53,7 @@ if torch.distributed.is_initialized():
 def test_every_block_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "migrating.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     shutil.copy(ROOT / "tests" / "config" / "data" / "hf_zero2.json", tmp_path / "ds_config.json")
     ds = (tmp_path / "ds_config.json").read_text()
     assert '"scheduler"' in ds

@@ -165,7 +165,7 @@ def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 @contextlib.contextmanager
-def raises(kind: type[BaseException], *parts: str) -> Iterator[None]:
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *parts: str) -> Iterator[None]:
     """Like pytest.raises, for ranks: the message must hold all `parts`."""
     try:
         yield
@@ -173,4 +173,4 @@ def raises(kind: type[BaseException], *parts: str) -> Iterator[None]:
         missing = [part for part in parts if part not in str(caught)]
         assert not missing, f"{missing} not in: {caught}"
     else:
-        raise AssertionError(f"no {kind.__name__} was raised")
+        raise AssertionError(f"no {kind} was raised")

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.memory.files import every_backend, need, nothing_left
+from zero_strategy.memory.allowance import Allowance
 from zero_strategy.memory.backends import IO_VARIABLE, Backend
 from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.memory.chunked import ChunkStore, OffloadedVector, VectorSpec, visit
 from zero_strategy.memory.cuts import Cuts, head_numel
 from zero_strategy.memory.host import HostTier
-from zero_strategy.memory.nvme import NvmeTier
+from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
 from zero_strategy.memory.record_checksums import CorruptRecordError
 from zero_strategy.memory.state_file import TornRecordError
 from zero_strategy.memory.tier import Tier
@@ -95,18 +96,25 @@ def test_memory_is_that_of_the_slots(tmp_path: Path) -> None:
     tier.close()
 
 
+class Counting(NvmeTier):
+    """Notes what is read and written."""
+
+    def __init__(self, folder: Path, moved: list[str]) -> None:
+        super().__init__([str(folder)])
+        self.moved = moved
+
+    def read(self, record: str, memory: Tensor) -> NvmeTransfer:
+        self.moved.append(f"read {record}")
+        return super().read(record, memory)
+
+    def write(self, record: str, memory: Tensor) -> NvmeTransfer:
+        self.moved.append(f"write {record}")
+        return super().write(record, memory)
+
+
 def test_what_nobody_needs_is_not_read_and_what_did_not_change_is_not_written(tmp_path: Path) -> None:
-    class Counting(NvmeTier):
-        def read(self, record: str, memory: Tensor):  # type: ignore[no-untyped-def]
-            moved.append(f"read {record}")
-            return super().read(record, memory)
-
-        def write(self, record: str, memory: Tensor):  # type: ignore[no-untyped-def]
-            moved.append(f"write {record}")
-            return super().write(record, memory)
-
     moved: list[str] = []
-    tier = Counting([str(tmp_path)])
+    tier = Counting(tmp_path, moved)
     made = vectors(tier, numel=2000)
     made["a"].write(0, torch.ones(2000))
     made["a"].store.flush()
@@ -157,6 +165,67 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
         return int(real(fd, memory, at))
 
     monkeypatch.setattr(os, name, call)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_what_was_read_ahead_is_not_read_again_unless_it_changed(tmp_path: Path, count: int) -> None:
+    moved: list[str] = []
+    tier, slots = Counting(tmp_path, moved), ChunkSlots(count)
+    made = vectors(tier)
+    a, b, expected = made["a"], made["b"], torch.zeros(5000)
+
+    def check(chunk: Chunk, held: dict[str, Tensor]) -> None:
+        assert torch.equal(held["a"], expected[chunk.start : chunk.stop])
+        assert held["b"].eq(expected[0] * 2 + 2).all()
+        held["a"].add_(1)
+
+    keys = {"unchanged": frozenset("b")}
+    for step in range(6):
+        slots.read_ahead(chunks_of(made, **keys) if step != 2 else chunks_of(made, **keys)[1:])
+        b.add_all(torch.full((5000,), float(expected[0] * 2 + 2)), first=True)  # as gradients do after that
+        if step == 3:
+            a.write(2500, torch.full((100,), 70.0))
+            expected[2500:2600] = 70.0
+        if step == 4:
+            a.store.settle()
+        a.store.flush()
+        slots.check_ahead(chunks_of(made, **keys))
+        slots.run(chunks_of(made, **keys), check, wait=False)
+        expected += 1
+        reads = [record for record in moved if record.startswith("read a/")]
+        again = {2: min(count, 4), 3: min(count, 5)}.get(step, 0) + (step == 3)
+        assert step == 0 or len(reads) == 5 + again, (step, reads)
+        moved.clear()
+    slots.read_ahead(chunks_of(made))
+    slots.forget_ahead()
+    slots.settle()
+    assert torch.equal(values_of(made)[0], expected)
+    tier.close()
+
+
+def test_what_stays_in_memory_is_not_in_files(tmp_path: Path) -> None:
+    moved: list[str] = []
+    tier, allowance = Counting(tmp_path, moved), Allowance(10_000)
+    store = ChunkStore(tier, 1024, allowance=allowance)
+    made = store.add({name: VectorSpec(4000, torch.float32) for name in ("a", "b")})
+    assert (made["a"].staying, made["b"].staying, allowance.left) == (2, 0, 10_000 - 8192)
+    assert made["a"].nbytes == 4 * (4000 - 2048) and sum(made["a"].records_in(store.memory).values()) == 8192
+    for value in (3.0, 4.0):
+        made["a"].add_all(torch.full((4000,), value), first=True)
+        store.settle()
+        found = torch.empty(4000)
+        made["a"].read_all(found)
+        assert found.eq(value).all() and made["a"].read(2000, 2100).eq(value).all()
+        made["a"].blank()
+    assert {name.split()[1] for name in moved} == {"a/2", "a/3"}
+    store.remove(made.values())
+    assert allowance.left == 10_000
+    allowance.left = 1 << 42
+    store = ChunkStore(tier, 1 << 40, allowance=allowance)
+    with pytest.raises(OSError, match="bytes"):
+        store.add({"c": VectorSpec(1 << 44, torch.uint8)})
+    assert allowance.left == 1 << 42 and "c" not in store.vectors
+    tier.close()
 
 
 def add_one(_: Chunk, held: dict[str, Tensor]) -> None:

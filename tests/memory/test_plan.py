@@ -267,7 +267,10 @@ TIERS = [
     {"optimizer": "nvme", "gradients": "none"},
     {"optimizer": "nvme", "optimizer_ratio": 0.6, "parameters": "nvme"},
     {"optimizer": "nvme", "optimizer_ratio": 0.6, "gradients": "cpu"},
-    {"optimizer": "nvme", "early_step": "off"},
+    {"optimizer": "nvme", "early_step": "off", "resident_bytes": 60_000},
+    {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 30_000, "early_step": "on"},
+    {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 90_000, "optimizer_ratio": 0.6},
+    {"optimizer": "cpu", "parameters": "nvme", "resident_bytes": 20_000},
     {"optimizer": "cpu", "optimizer_ratio": 0.3, "early_step": "on"},
     {"optimizer": "nvme", "parameters": "cpu", "early_step": "on"},
 ]
@@ -283,4 +286,6 @@ def test_what_is_offloaded_is_planned(ranks: Launcher, tmp_path: Path, world: in
         for tiers in TIERS
         if (stage == 3 or "parameters" not in tiers) and (stage > 1 or "gradients" not in tiers)
     ]
+    own = {"offload": common | {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 40_000}}
+    cases += [Case(3, torch.bfloat16, name, own) for name in ("amsgrad", "nadam")]
     check(ranks(world, timeout=180)(compared, cases), cases)

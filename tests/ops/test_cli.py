@@ -18,7 +18,7 @@ from zero_strategy.ops import libraries
 
 def test_doctor_tells_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     need_native()
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--no-train"]) == 0
     said = capsys.readouterr().out
     assert "packages: torch 2." in said and "cpu compiler:" in said
     assert str(libraries.ensure("cpu").path) in said
@@ -28,7 +28,7 @@ def test_doctor_tells_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_says_why_an_op_is_not_native(tmp_path: Path) -> None:
     environment = {**os.environ, "ZERO_STRATEGY_NATIVE": "0", "ZERO_STRATEGY_CACHE": str(tmp_path)}
-    done = run_warm_script("-m", "zero_strategy.cli", "doctor", cwd=tmp_path, env=environment)
+    done = run_warm_script("-m", "zero_strategy.cli", "doctor", "--no-train", cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "cpu library: not loaded: ZERO_STRATEGY_NATIVE=0" in done.stdout
     assert "file I/O: python, since ZERO_STRATEGY_NATIVE=0" in done.stdout
@@ -36,7 +36,7 @@ def test_doctor_says_why_an_op_is_not_native(tmp_path: Path) -> None:
 
 
 def test_a_reader_may_leave_early() -> None:
-    command = [sys.executable, "-m", "zero_strategy.cli", "doctor"]
+    command = [sys.executable, "-m", "zero_strategy.cli", "doctor", "--no-train"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         process.stdout.close()

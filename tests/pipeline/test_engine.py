@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.launcher import Launcher
+from zero_strategy.config import load_config, resolve
+from zero_strategy.memory.peaks import held_whole
 from zero_strategy.pipeline.auto import choose, measured_costs
 from zero_strategy.pipeline.choice import LayerCost
 from zero_strategy.pipeline.module import PipelineModule
@@ -418,3 +420,61 @@ def test_elements_sent_are_those_of_the_stages_of_zero(ranks: Launcher, schedule
         for found in ranks(4)(sent, case):
             ((numel, kinds),) = found
             assert kinds == {"reduce_scatter": reductions * numel // 2, "all_gather": numel // 2}, case
+
+
+def gathered(case: Case, budgets: list[int | None]) -> list[tuple[int, list[int], dict[str, Tensor]]]:
+    """With so many bytes for parameters during a step: elements sent to gather, the units' bytes, the weights."""
+    found = []
+    for budget in budgets:
+        module, config = module_of(case), config_of(case)
+        config["pipeline"]["gather_bytes"] = budget
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+        engine = PipelineEngine(module, config)
+        engine.attach(optimizer)
+        for step in range(3):
+            engine.counters.reset()
+            engine.forward_backward(batches(step, case.micro_batches, module.mpu().data_parallel_id))
+            optimizer.step()
+            optimizer.zero_grad()
+        elements = engine.counters.elements["all_gather"]
+        sizes = [sum(4 * bucket.layout.numel for bucket in unit.buckets) for unit in engine.model.units]
+        found.append((elements, sizes, engine.full_state_dict()))
+    return found
+
+
+def test_gathers_by_a_budget_of_bytes(ranks: Launcher) -> None:
+    """One copy of a unit's elements is sent less for each micro-batch that need not gather it."""
+    case = Case(2, 2, 3, micro_batches=4, tied=False)
+    first = ranks(4)(gathered, case, [None, 0, 1 << 40])
+    half = sum(first[0][0][1]) // 2
+    for rank, ((each, sizes, weights), (none, *_), (once, *_)) in enumerate(first):
+        assert each == none and once == sum(sizes) // 4 // 2, rank
+        assert weights.keys() == first[0][0][2].keys()
+    for rank, ((some, sizes, weights),) in enumerate(ranks(4)(gathered, case, [half])):
+        (each, _, expected), _, (once, *_) = first[rank]
+        held = held_whole(sizes, load_config({"pipeline": {"gather_bytes": half}}).pipeline)
+        saved = sum(sizes[number] for number in held) // 4 // 2
+        assert 0 < len(held) < len(sizes) - 1 and once < some < each
+        assert some <= each - saved, rank  # once instead of 4 times, at least
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_which_units_are_held() -> None:
+    for settings, held in [
+        ({"gather_bytes": 10}, [0, 2]),
+        ({"gather": "per_step"}, [0, 1, 2, 3]),
+        ({"gather": "per_step", "gather_bytes": 0}, []),
+        ({}, []),
+    ]:
+        assert held_whole([4, 7, 6, 1], resolve(load_config({"pipeline": settings}), 1).config.pipeline) == held
+
+
+def test_a_plan_counts_what_is_held() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    each, peaks = 4 * 64 * 64, []
+    for settings in ({}, {"gather_bytes": 0}, {"gather_bytes": 3 * each}, {"gather": "per_step"}):
+        config = load_config({"stage": 3, "units": {"patterns": ["?"]}, "prefetch": 0, "pipeline": settings})
+        plan = config.plan(model, world_size=2, device="cpu").ledger(0)
+        peaks.append(plan.peaks().only(category="gather buffers").total.taken)
+    assert peaks == [each, each, 4 * each, 6 * each]  # what is held, and one more in use

@@ -96,3 +96,12 @@ def _part(file: Path, offset: int, nbytes: int) -> bytearray:
         os.close(fd)
     del content[done:]
     return content
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the directory that a file will be in, and those above it, unless they are there.
+
+    Raises:
+        OSError: If that cannot be, as where a file is in its place.
+    """
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)

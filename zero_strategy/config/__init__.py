@@ -14,6 +14,7 @@ from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     GuardConfig,
     LossScaleConfig,
     MeshConfig,
@@ -29,6 +30,7 @@ from .sources import Layer, preset
 __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
+    "DiagnosticsConfig",
     "DeepSpeedSettings",
     "Fact",
     "GuardConfig",

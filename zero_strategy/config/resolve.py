@@ -108,21 +108,33 @@ def batch_fact(ranks: int, micro_batch: int, accumulation: int) -> Fact:
 
 def _resolve_mesh(config: ZeroConfig, world_size: int) -> None:
     mesh, stages = config.mesh, config.pipeline.stages
+    if mesh.tensor is None:
+        mesh.record("tensor", 1, "derived: layers are not divided")
+    tensor = mesh.tensor or 1
     if world_size % stages:
         raise ValueError(
             f"pipeline.stages is {stages} [{config.origin_of('pipeline.stages')}]; accepted: a divisor of the world "
             f"size {world_size}: {_divisors(world_size)}"
         )
     world, world_size = world_size, world_size // stages
-    size = "world size"
+    size, divided = "world size", f"world size {world}"
     if stages > 1:
-        size = f"number of data-parallel ranks (world size {world} / pipeline.stages {stages})"
+        divided += f" / pipeline.stages {stages}"
+        size = f"number of data-parallel ranks ({divided})"
+    if world_size % tensor:
+        raise ValueError(
+            f"mesh.tensor is {tensor} [{config.origin_of('mesh.tensor')}]; accepted: a divisor of the {size} "
+            f"{world_size}: {_divisors(world_size)}"
+        )
+    if tensor > 1:
+        world_size //= tensor
+        divided += f" / tensor {tensor}"
+        size = f"number of data-parallel ranks ({divided})"
     given = f"mesh.replicate is {mesh.replicate} [{config.origin_of('mesh.replicate')}]"
     if world_size % mesh.replicate:
         raise ValueError(f"{given}; accepted: a divisor of the {size} {world_size}: {_divisors(world_size)}")
     shard = world_size // mesh.replicate
     if mesh.shard is None:
-        divided = f"world size {world}" + (f" / pipeline.stages {stages}" if stages > 1 else "")
         mesh.record("shard", shard, f"derived: {divided} / replicate {mesh.replicate}")
     elif mesh.shard != shard:
         both = f"mesh.shard is {mesh.shard} [{config.origin_of('mesh.shard')}] and {given}"
@@ -150,6 +162,10 @@ def _resolve_gradients(config: ZeroConfig) -> None:
         )
 
 
+_ALL = 1 << 62
+"""Bytes: more than there are."""
+
+
 def _resolve_pipeline(config: ZeroConfig) -> None:
     pipeline = config.pipeline
     if pipeline.chunks is None:
@@ -157,6 +173,8 @@ def _resolve_pipeline(config: ZeroConfig) -> None:
         pipeline.record("chunks", 2 if several else 1, f"derived: pipeline.schedule {pipeline.schedule}")
     if pipeline.micro_batches is None:
         pipeline.record("micro_batches", pipeline.stages, "derived: pipeline.stages, the fewest that keep all at work")
+    if pipeline.gather_bytes is None:
+        pipeline.record("gather_bytes", 0 if pipeline.gather == "per_micro_batch" else _ALL, "derived: pipeline.gather")
 
 
 def _resolve_early_step(config: ZeroConfig) -> None:

@@ -43,7 +43,10 @@ class UnitsConfig(Section):
 
 @dataclass
 class MeshConfig(Section):
-    """How ranks are laid out: ``replicate`` x ``shard`` = world size; several replicas: hybrid sharding."""
+    """How ranks are laid out: ``replicate`` x ``shard`` x ``tensor`` (x pipeline stages) = world size.
+
+    Several replicas: hybrid sharding.
+    """
 
     prefix: ClassVar[str] = "mesh."
 
@@ -51,7 +54,11 @@ class MeshConfig(Section):
     """Number of replicas of the sharded state (dp_replicate axis), such as the number of nodes."""
 
     shard: int | None = field(default=None, metadata=at_least(1))
-    """Ranks that the state is divided among (dp_shard axis). None: derived, world size / replicate."""
+    """Ranks that the state is divided among (dp_shard axis). None: derived, world size / replicate / tensor."""
+
+    tensor: int | None = field(default=None, metadata=at_least(1))
+    """Ranks that divide each layer (tensor parallelism by torch's ``parallelize_module``). None: derived from the
+    model's DTensors where it is known, else 1."""
 
 
 @dataclass
@@ -197,6 +204,10 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
     read and written at once."""
 
+    resident_bytes: int = field(default=0, metadata=at_least(0))
+    """Bytes of host memory of each rank in which parameters, then reduced gradients, stay whose tier is ``nvme``; what
+    does not fit is in files, and optimizer state always is. What stays is neither read nor written in a step."""
+
     early_step: str = field(default="off", metadata=one_of("auto", "on", "off"))
     """Whether the step of buckets whose gradients are reduced is carried out while the rest of backward runs; it is
     dropped where the step turns out otherwise, such as clipped. It takes a second place for all state off the device,
@@ -298,6 +309,10 @@ class PipelineConfig(Section):
     """Stage 3: how often a unit's parameters are gathered. ``per_step`` sends less and holds a stage's parameters
     whole during a step."""
 
+    gather_bytes: int | None = field(default=None, metadata=at_least(0))
+    """Stage 3: bytes of whole parameters that a rank may hold during a step. Units that fit, in their order, are
+    gathered once per step, the others for each micro-batch. None: derived, ``gather`` says it of all units."""
+
     timeline: str = ""
     """File into which rank 0 writes when which rank did what in each step, for ``zero-strategy schedule show
     --timeline``. Empty: none."""
@@ -330,6 +345,38 @@ class GuardConfig(Section):
     silence_seconds: float = field(default=5.0, metadata=between(0, math.inf))
     """Seconds that a rank may be stopped, or not come back after an exception, before the others give it up. A rank
     that computes is waited for until ``timeout_seconds``."""
+
+
+@dataclass
+class DiagnosticsConfig(Section):
+    """What is written down of a run: where the time and the memory of its steps go."""
+
+    prefix: ClassVar[str] = "diagnostics."
+
+    run_dir: str = ""
+    """Directory for what every rank records, which ``zero-strategy report`` and ``trace`` read. Empty: nothing is
+    recorded, and nothing is measured."""
+
+    every_n_steps: int = field(default=1, metadata=at_least(1))
+    """Optimizer steps of which one is recorded. On a GPU a recorded step ends with a wait for the device."""
+
+    memory_every_n_steps: int = field(default=10, metadata=at_least(0))
+    """Recorded steps of which one has memory by category. 0: none has."""
+
+    trace_steps: int = field(default=5, metadata=at_least(0))
+    """Recorded steps, from the first, of which every interval is kept for ``zero-strategy trace``."""
+
+    flops: bool = True
+    """Count the floating-point operations of a forward and backward, once for each shape of batch."""
+
+    peak_tflops: float = field(default=0.0, metadata=at_least(0))
+    """What a device can do, for MFU, in 10^12 operations per second. 0: what a table says of the device."""
+
+    measure_peak: bool = False
+    """Time matrix products where no table knows the device."""
+
+    log: bool = True
+    """Hand the figures of recorded steps to the framework's loggers, under names that begin with ``zero/``."""
 
 
 @dataclass
@@ -375,6 +422,9 @@ class ZeroConfig(Section):
 
     guard: GuardConfig = field(default_factory=GuardConfig)
     """How ranks notice that one of them has failed, is gone, or does something else."""
+
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
+    """What is written down of a run."""
 
     elementwise_optimizers: list[str] = field(default_factory=list, metadata=non_empty())
     """Class names of optimizers outside torch.optim that you assert to treat every element on its own, so

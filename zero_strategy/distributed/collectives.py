@@ -9,11 +9,11 @@ NCCL brings its own; its order of summation is NCCL's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,11 @@ from torch import Tensor
 
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.pending import ObservedWork, PendingWork, transport
 from zero_strategy.distributed.shared_memory import LEAST_BYTES, SharedMemoryExchange, decode_card, encode_card
 from zero_strategy.distributed.tracks import Subject, Track, TransportError, Watched
 from zero_strategy.distributed.watched_waits import Group
+from zero_strategy.observing import Observed, Span, Transfer
 
 if TYPE_CHECKING:
     from zero_strategy.distributed.guard import Guard
@@ -32,50 +34,6 @@ _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None
 _native_reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-
-
-class PendingWork:
-    """A collective under way. `wait()` may be called any number of times; the first call finishes it."""
-
-    def __init__(self, works: Sequence[Any], watched: Watched | None = None) -> None:
-        self._works, self._watched = list(works), watched
-
-    def wait(self) -> None:
-        """Block until the result is in place (on a GPU: until the current stream will see it).
-
-        Raises:
-            DesyncError: If it never will be, where a guard watches.
-        """
-        works, self._works = self._works, []
-        if self._watched is None or not works:
-            _finish(works)
-        else:
-            with self._watched:
-                _finish(works)
-
-
-def _finish(works: Sequence[Any]) -> None:
-    for work in works:
-        if isinstance(work, Future):
-            work.result()
-        else:
-            _wait_for(work)
-
-
-def _wait_for(work: Any) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise TransportError(str(error)) from error
-
-
-@contextmanager
-def _transport() -> Iterator[None]:
-    """Inside, every RuntimeError is one of a connection."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(str(error)) from error
 
 
 _UNWATCHED = nullcontext()
@@ -91,10 +49,12 @@ class Communicator:
     Attributes:
         track: By which a guard watches.
         closed: After `close`.
+        observed: Who is told what it does; a mesh has one for all of its communicators.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, counters: CommunicationCounters) -> None:
         self.group, self.counters = group, counters
+        self.observed = Observed()
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self._worker = BackgroundWorker()
@@ -159,7 +119,7 @@ class Communicator:
             of: What is gathered, for the guard's reports.
         """
         if self.size == 1 or flat.numel() == 0:
-            return PendingWork([] if first is None else [self._worker.submit(first)])
+            return self._pending("fetch", [] if first is None else [self._worker.submit(first)])
         slices = list(flat.chunk(self.size))
         own = slices[self.rank]
         self.counters.add("all_gather", own.numel() * (self.size - 1), own.element_size())
@@ -167,10 +127,10 @@ class Communicator:
         if flat.device.type != "cpu":
             if first is not None:
                 first()
-            return self._native(watched, partial(_native_all_gather, flat, own))
+            return self._native("all_gather", own, watched, partial(_native_all_gather, flat, own))
         read = [] if first is None else [self._worker.submit(first)]
-        done = self._submit(watched, partial(self._exchange, [own] * self.size, slices))
-        return PendingWork([*read, done], watched)
+        exchange = self._told("all_gather", own, partial(self._exchange, [own] * self.size, slices))
+        return self._pending("all_gather", [*read, self._submit(watched, exchange)], watched)
 
     def reduce_scatter(self, flat: Tensor, of: Subject = "") -> PendingWork:
         """Sum `flat` over the ranks; the rank's own slice of `flat` holds its part of the sum afterwards.
@@ -184,8 +144,30 @@ class Communicator:
         self.counters.add("reduce_scatter", own.numel() * (self.size - 1), own.element_size())
         watched = self._begin("reduce_scatter", of, flat)
         if flat.device.type != "cpu":
-            return self._native(watched, partial(_native_reduce_scatter, own, flat))
-        return PendingWork([self._submit(watched, partial(self._sum_in_rank_order, slices))], watched)
+            return self._native("reduce_scatter", own, watched, partial(_native_reduce_scatter, own, flat))
+        add_up = self._told("reduce_scatter", own, partial(self._sum_in_rank_order, slices))
+        return self._pending("reduce_scatter", [self._submit(watched, add_up)], watched)
+
+    def _pending(self, kind: Span, works: Sequence[Any], watched: Watched | None = None) -> PendingWork:
+        """Works of which the last is of this kind; one before it brings the own slice."""
+        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :], watched)
+
+    def _told(self, kind: Transfer, own: Tensor, job: Callable[[], None]) -> Callable[[], None]:
+        """A job for the worker; whoever observes hears when it begins and ends."""
+        if self.observed.observer is None:
+            return job
+
+        def told() -> None:
+            ended = self.observed.transfer(kind, self._sent_bytes(own))
+            job()
+            if ended is not None:
+                ended()
+
+        return told
+
+    def _sent_bytes(self, own: Tensor) -> int:
+        """Of an exchange in which every other rank gets as much as `own` has."""
+        return own.numel() * own.element_size() * (self.size - 1)
 
     def _begin(self, kind: str, of: Subject, tensor: Tensor | None = None) -> Watched | None:
         if self.track is None:
@@ -206,12 +188,19 @@ class Communicator:
             return self._worker.submit(partial(self._compared, watched, job))
         return self._worker.submit(job)
 
-    def _native(self, watched: Watched | None, start: Callable[..., Any]) -> PendingWork:
+    def _native(
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        own: Tensor,
+        watched: Watched | None,
+        start: Callable[..., Any],
+    ) -> PendingWork:
         self._compare(watched)
         work = start(group=self.group, async_op=True)
         if watched is not None:
             watched.track.under_way(watched, work)
-        return PendingWork([work], watched)
+        ended = self.observed.transfer(kind, self._sent_bytes(own))
+        return self._pending(kind, [work if ended is None else ObservedWork(work, ended)], watched)
 
     def _compared(self, watched: Watched, job: Callable[[], None]) -> None:
         self._compare(watched)
@@ -264,7 +253,8 @@ class Communicator:
             return
         if self.rank == source:
             self.counters.add("broadcast", tensor.numel() * (self.size - 1), tensor.element_size())
-        with self._begin_here("broadcast", of, tensor) as watched, _transport():
+        sent, span = self._sent_bytes(tensor) if self.rank == source else 0, self.observed.span
+        with self._begin_here("broadcast", of, tensor) as watched, transport(), span("broadcast", nbytes=sent):
             self._compare(watched)
             # As bytes: gloo knows neither bool nor int16, float8 and complex.
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
@@ -275,21 +265,38 @@ class Communicator:
             return [value]
         self.counters.add("control", value.numel() * (self.size - 1), value.element_size())
         values = [value if rank == self.rank else torch.empty_like(value) for rank in range(self.size)]
-        with self._begin_here("exchange", of, value) as watched:
+        span = self.observed.span("control", nbytes=self._sent_bytes(value))
+        with self._begin_here("exchange", of, value) as watched, span:
             self._compare(watched)
             if self.size <= 8:
                 self._exchange([value] * self.size, values)
             else:
-                with _transport():
+                with transport():
                     dist.all_gather(values, value.clone(), group=self.group)
         return values
+
+    def all_to_all(self, outgoing: list[Tensor], of: Subject = "") -> list[Tensor]:
+        """What every rank has sent to this one, in rank order; outgoing[r] goes to rank r.
+
+        On the CPU, contiguous; all tensors of all ranks have one shape and dtype.
+        """
+        if self.size == 1:
+            return outgoing
+        own = outgoing[self.rank]
+        self.counters.add("control", own.numel() * (self.size - 1), own.element_size())
+        incoming = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        sent = [tensor.view(torch.uint8) for tensor in outgoing]  # gloo does not know all dtypes
+        with self._begin_here("all_to_all", of, own) as watched:
+            self._compare(watched)
+            self._exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
+        return incoming
 
     def gather_objects(self, value: Any, of: Subject = "") -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._begin_here("gather_objects", of) as watched, _transport():
+        with self._begin_here("gather_objects", of) as watched, transport(), self.observed.span("control"):
             self._compare(watched)
             dist.all_gather_object(values, value, group=self.group)
         return values

@@ -4,7 +4,8 @@ Rank r sits at (r // shard, r % shard): neighbours, which usually share a node, 
 on other nodes replicate (hybrid sharding). Parameter gathers, gradient reductions and control messages each have a
 group of their own, so that an early gather never waits behind a reduction.
 
-Where the world trains one model in parts (pipeline stages), every part has a mesh of its own, over its *lane* of ranks;
+Where the world trains one model in parts (pipeline stages, tensor-parallel parts of layers), every part has a mesh of
+its own, over its *lane* of ranks;
 what concerns all of the model (checkpoints, above all) is for the *team*, the ranks of all lanes.
 """
 
@@ -26,6 +27,7 @@ from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import own_card
 from zero_strategy.distributed.rendezvous import StoreRendezvous
 from zero_strategy.distributed.save_board import own_store
+from zero_strategy.observing import Observed
 
 _CLOSING_SECONDS = 5.0
 
@@ -65,9 +67,11 @@ class Mesh:
         shard_control: The ranks of the shard axis, on the host, for norms.
         rendezvous: Bounded meeting of all data-parallel ranks.
         team: The ranks of all lanes; the data-parallel ranks where there is one lane.
+        tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
         counters: What this rank sent.
         guard: Watches all of these; None: nobody does.
         further: Communicators of others, which are closed with these.
+        observed: Who is told what all of these communicators do.
     """
 
     gather: Communicator
@@ -77,10 +81,17 @@ class Mesh:
     shard_control: Communicator
     rendezvous: StoreRendezvous
     team: Team
+    tensor: Communicator
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
     guard: Guard | None = None
     further: list[Communicator] = field(default_factory=list)
     closed: bool = False
+    observed: Observed = field(default_factory=Observed)
+
+    def __post_init__(self) -> None:
+        groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.team.control)
+        for communicator in groups:
+            communicator.observed = self.observed
 
     @property
     def world_size(self) -> int:
@@ -113,6 +124,7 @@ class Mesh:
         name: str,
         lanes: Sequence[Sequence[int]] | None = None,
         guard: GuardConfig | None = None,
+        tensor_groups: Sequence[Sequence[int]] | None = None,
     ) -> Mesh:
         """Make the groups; a collective over the default process group.
 
@@ -125,6 +137,7 @@ class Mesh:
             lanes: The ranks of every mesh, this rank's among them; the same on all ranks, every rank in one.
                 Default: one lane of all ranks.
             guard: How collectives are watched; None: not at all.
+            tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
 
         Raises:
             ValueError: If replicate x shard is not the size of a lane, or a rank is in no lane or in two.
@@ -135,7 +148,7 @@ class Mesh:
         _check_lanes(lanes, world, replicate, shard)
         if world == 1:
             alone, meeting = Communicator(None, counters), StoreRendezvous(0, 1, 0.0, name)
-            return cls(alone, alone, alone, alone, alone, meeting, Team(alone, meeting), counters)
+            return cls(alone, alone, alone, alone, alone, meeting, Team(alone, meeting), alone, counters)
         limit = timedelta(seconds=timeout)
 
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
@@ -149,6 +162,9 @@ class Mesh:
             shard_control = control if replicate == 1 else Communicator(None, counters)
         else:
             shard_control = group_of(rows, backend="gloo")
+        divided = Communicator(None, counters)
+        if tensor_groups is not None and len(tensor_groups[0]) > 1:
+            divided = group_of([list(ranks) for ranks in tensor_groups], backend="gloo")
         meeting = StoreRendezvous(dist.get_rank(), world, rendezvous_seconds, name)
         lane = next(number for number, ranks in enumerate(lanes) if dist.get_rank() in ranks)
         rank = list(lanes[lane]).index(dist.get_rank())
@@ -161,6 +177,7 @@ class Mesh:
             shard_control=shard_control,
             rendezvous=meeting if len(lanes) == 1 else own,
             team=Team(everyone, meeting),
+            tensor=divided,
             counters=counters,
         )
         if guard is not None and guard.mode != "off":
@@ -182,7 +199,8 @@ class Mesh:
                 seconds = min(meeting.timeout, _CLOSING_SECONDS)
                 StoreRendezvous(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").meet("close()")
         communicators = (
-            self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.team.control, *self.further
+            self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.team.control, self.tensor,
+            *self.further,
         )  # fmt: skip
         groups = {one.group: None for one in communicators if one.group is not None}
         for communicator in communicators:
@@ -210,6 +228,7 @@ class Mesh:
         for communicator, what, lists in (
             (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
             (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
+            (self.tensor, "tensor", rows),
         ):  # fmt: skip
             twin = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
             communicator.guarded(guard, what, twin)

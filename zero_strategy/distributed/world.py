@@ -24,3 +24,8 @@ def world_size() -> int:
 def world_rank() -> int:
     """This process in the default process group, 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def has_group() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_initialized()

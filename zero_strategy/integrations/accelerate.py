@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 
 from zero_strategy.config import LATER_KEYS, Fact, check_owned, load_config
@@ -25,9 +26,13 @@ from zero_strategy.integrations.accelerate_launch import (
 )
 from zero_strategy.integrations.accelerate_saving import SavingAccelerator
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler, loss_scale_rule
+from zero_strategy.integrations.tensor_mesh import refuse_tensor
+from zero_strategy.integrations.verifying import verify_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from zero_strategy.diagnostics.verify_report import VerifyReport
 
 __all__ = ["ZeroAccelerator"]
 
@@ -76,9 +81,30 @@ class ZeroAccelerator(SavingAccelerator):
         adopted._set_up(zero_config, facts)
         return adopted
 
+    def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
+        """Prove on a model of yours that these settings train it as one plain process does. All processes call it.
+
+        Args:
+            factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
+            **keywords: As for `diagnostics.verify.verify`; accumulation and bf16 autocast are this accelerator's.
+
+        Returns:
+            What was compared, and the first tensor that differs.
+
+        Raises:
+            ValueError: In fp16, which verify does not train in.
+        """
+        keywords.setdefault("accumulation", self.gradient_accumulation_steps)
+        if self.mixed_precision != "no":
+            keywords.setdefault("autocast", {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision))
+        if self.num_processes == 1:
+            keywords.setdefault("ranks", 1)
+        return verify_settings(self.zero_config, factory, keywords)
+
     def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
         self.zero_config = load_config(configured(zero_config))
+        refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
         self._engines = {}
         self._for_training = {}
         self._unattached = []

@@ -117,9 +117,17 @@ class ShardingAccelerator(PipelineAccelerator):
             lambda state: self._engine_of_optimizer(optimizer).load_optimizer_state_dict(optimizer, state),
             self.scaler,
             self._together,
+            lambda: self._log_step(optimizer),
         )
         self._optimizers.append(prepared)
         return prepared
+
+    def _log_step(self, optimizer: Optimizer) -> None:
+        """What was recorded of a step goes to the trackers, if there are any."""
+        if self.zero_config.diagnostics.log and self.trackers:
+            engine = self._engine_of_optimizer(optimizer)
+            if metrics := engine.step_metrics():
+                self.log(metrics, step=engine.steps.taken)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As Accelerate's: a step of it is one per process, which is told once."""

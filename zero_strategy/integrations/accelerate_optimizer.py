@@ -23,6 +23,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
         load_whole: Divides such a state among the ranks.
         scaler: Of the losses, in fp16.
         together: Makes what is around a call that ranks without a batch follow, from its name, this and its arguments.
+        stepped: Called after every step.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class ZeroOptimizer(AcceleratedOptimizer):
         load_whole: Callable[[dict[str, Any]], None],
         scaler: AgreedGradScaler | None,
         together: Callable[..., AbstractContextManager[None]],
+        stepped: Callable[[], None],
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._whole_state, self._load_whole = whole_state, load_whole
-        self._agreed, self._together = scaler, together
+        self._agreed, self._together, self._stepped = scaler, together, stepped
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step where gradients are synchronised; in fp16 all ranks skip it, or none (`step_was_skipped`).
@@ -46,6 +48,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients:
             with self._together("optimizer.step with a closure" if closure else "optimizer.step", self):
                 self.take_step(closure)
+            self._stepped()
 
     def take_step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step, whether gradients are synchronised or not."""

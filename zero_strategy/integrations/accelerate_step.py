@@ -15,7 +15,13 @@ from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_t
 
 
 class SteppingAccelerator(ShardingAccelerator):
-    """What works on gradients asks the engine that has them."""
+    """What works on gradients asks the engine that has them.
+
+    Attributes:
+        loss_weight: That losses are multiplied by before `backward` gets them, by somebody who accumulates by himself.
+    """
+
+    loss_weight: float = 1.0
 
     def backward(self, loss: Tensor, **keywords: Any) -> None:
         """As Accelerate's.
@@ -24,7 +30,7 @@ class SteppingAccelerator(ShardingAccelerator):
             RuntimeError: If the loss uses released parameters outside of their module's forward (stage 3), naming them.
         """
         for engine in self._engines.values():
-            engine.check_loss(loss)
+            engine.check_loss(loss, self.loss_weight)
         super().backward(loss, **keywords)
 
     @contextmanager

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     Fact,
     GuardConfig,
     LossScaleConfig,
@@ -37,10 +38,14 @@ from zero_strategy.integrations.fabric_checkpoint import FabricCheckpoints, unwr
 from zero_strategy.integrations.fabric_precision import FabricPrecision, ScaledFabricPrecision
 from zero_strategy.integrations.precision import PLANS, precision_of
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
+from zero_strategy.integrations.tensor_mesh import TensorMesh
+from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.sharding import Init
 
 if TYPE_CHECKING:
     from typing import Any as _Base
+
+    from zero_strategy.diagnostics.verify_report import VerifyReport
 else:
     _Base = object
 
@@ -55,7 +60,7 @@ class ShardedForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        with self.engine.forward_scope():
+        with self.engine.forward_scope((args, kwargs)):
             return self.module(*args, **kwargs)
 
 
@@ -68,7 +73,7 @@ class BackwardSync:
         return engine.no_sync() if enabled and engine is not None else nullcontext()
 
 
-class FabricStrategy(FabricCheckpoints, _Base):
+class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
     """What `ZeroStrategy` of either Fabric namespace does.
 
     Attributes:
@@ -96,6 +101,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         guard: GuardConfig | dict[str, Any] | str | None = None,
+        diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
@@ -127,6 +133,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
             guard: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
+            diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
@@ -157,6 +164,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
             pipeline=pipeline,
             checkpoint=checkpoint,
             guard=guard,
+            diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
@@ -197,6 +205,18 @@ class FabricStrategy(FabricCheckpoints, _Base):
         """A table of every setting in effect: key, value, where it was set; Fabric's, too, once it has this."""
         return self._resolve().explain() if self.num_processes else self.config.explain()
 
+    def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
+        """Prove on a model of yours that these settings train it as one plain process does.
+
+        Args:
+            factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
+            **keywords: `ranks`, `steps`, `accumulation`, `clip_norm` and the rest: see `diagnostics.verify.verify`.
+
+        Returns:
+            What was compared, and the first tensor that differs.
+        """
+        return verify_settings(self.config, factory, keywords)
+
     def __repr__(self) -> str:
         # Lightning shows this where it is handed a strategy of another namespace.
         name = f"{type(self).__module__}.{type(self).__name__}"
@@ -216,6 +236,7 @@ class FabricStrategy(FabricCheckpoints, _Base):
         check_device(self.root_device, "Fabric")
         super().setup_environment()
         check_world_size(self.num_nodes, self.num_processes, "Fabric")
+        self.make_tensor_mesh()
         self.precision.device_type = self.root_device.type
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -285,6 +306,13 @@ class FabricStrategy(FabricCheckpoints, _Base):
             f"{type(optimizer).__name__} holds parameters of {len(owners)} modules ({', '.join(names)}): give each "
             "module an optimizer of its own, or set up one module that holds them"
         )
+
+    def step_metrics(self) -> dict[str, float]:
+        """For `fabric.log_dict`: where time and memory of the last recorded step went; see `ZeroEngine.step_metrics`.
+
+        Of the first module that has any.
+        """
+        return next((metrics for engine in self.engines if (metrics := engine.step_metrics())), {})
 
     # ---- gradients ----
 

@@ -7,12 +7,13 @@ from typing import Any
 from zero_strategy.config import Fact, batch_fact
 
 
-def trainer_facts(trainer: Any, world_size: int) -> dict[str, Fact]:
+def trainer_facts(trainer: Any, world_size: int, tensor: int = 1) -> dict[str, Fact]:
     """The Trainer's settings that decide how steps are taken.
 
     Args:
         trainer: A Trainer of either namespace.
         world_size: Number of ranks.
+        tensor: Those of them that see the same data.
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
     facts = {
@@ -29,7 +30,8 @@ def trainer_facts(trainer: Any, world_size: int) -> dict[str, Fact]:
     micro_batch = _micro_batch(trainer)
     if micro_batch is not None:
         facts["micro_batch_per_rank"] = Fact(micro_batch, "train_dataloader.batch_size")
-        facts["samples_per_step"] = batch_fact(world_size, micro_batch, trainer.accumulate_grad_batches)
+        copies = max(1, world_size // tensor)
+        facts["samples_per_step"] = batch_fact(copies, micro_batch, trainer.accumulate_grad_batches)
     return facts
 
 

@@ -25,6 +25,7 @@ from zero_strategy.config import (
     LATER_KEYS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    DiagnosticsConfig,
     Fact,
     GuardConfig,
     LossScaleConfig,
@@ -46,18 +47,22 @@ from zero_strategy.integrations.failure import FailureAgreement, end_children_at
 from zero_strategy.integrations.precision import precision_of
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
+from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import TrainerPreemption
+from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.sharding import Init
 
 if TYPE_CHECKING:
     from typing import Any as _Base
+
+    from zero_strategy.diagnostics.verify_report import VerifyReport
 else:
     _Base = object
 
 
-class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
+class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
     """What `ZeroStrategy` of either Trainer namespace does.
 
     Attributes:
@@ -85,6 +90,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         guard: GuardConfig | dict[str, Any] | str | None = None,
+        diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
@@ -106,7 +112,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             config: A `ZeroConfig`, a mapping, or the path of a YAML file.
             stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
             units: What is sharded, gathered and released together.
-            mesh: How the ranks are laid out, for hybrid sharding.
+            mesh: How the ranks are laid out, for hybrid sharding and tensor parallelism.
             precision: Dtypes of master weights and gradients. (That of the computation is the Trainer's `precision`.)
             gradient_reduction: `per_step` or `per_micro_batch`.
             prefetch: Units that are gathered ahead under stage 3.
@@ -117,6 +123,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
             guard: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
+            diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
@@ -149,6 +156,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
             pipeline=pipeline,
             checkpoint=checkpoint,
             guard=guard,
+            diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
@@ -199,6 +207,18 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         """A table of every setting in effect: key, value, where it was set; the Trainer's, too, once it has this."""
         return self._resolve().explain() if self.num_processes else self.config.explain()
 
+    def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
+        """Prove on a model of yours that these settings train it as one plain process does.
+
+        Args:
+            factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
+            **keywords: `ranks`, `steps`, `accumulation`, `clip_norm` and the rest: see `diagnostics.verify.verify`.
+
+        Returns:
+            What was compared, and the first tensor that differs.
+        """
+        return verify_settings(self.config, factory, keywords)
+
     def __repr__(self) -> str:
         # Lightning shows this where it is handed a strategy of another namespace.
         name = f"{type(self).__module__}.{type(self).__name__}"
@@ -212,7 +232,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
         module = self._lightning_module
         trainer = None if module is None else module._trainer
-        return {} if trainer is None else trainer_facts(trainer, world_size)
+        return {} if trainer is None else trainer_facts(trainer, world_size, self.config.mesh.tensor or 1)
 
     # ---- set-up ----
 
@@ -223,6 +243,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
         check_world_size(self.num_nodes, self.num_processes, "Trainer")
         self.precision_plugin.device_type = self.root_device.type
         assert self.lightning_module is not None
+        self.make_tensor_mesh()
+        self.lightning_module._device_mesh = self._device_mesh  # what its `device_mesh` shows to `configure_model`
         trainer = self.lightning_module.trainer
         if trainer.state.fn == "fit":
             refuse_averaging(trainer.callbacks, self.config.stage)
@@ -289,8 +311,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `training_step`, its root parameters whole."""
         assert self.lightning_module is not None and self.engine is not None
-        module = self.lightning_module
-        with self.precision_plugin.train_step_context(), self.engine.forward_scope(), schedulers_left_alone(module):
+        module, scope = self.lightning_module, self.engine.forward_scope((args, kwargs))
+        with self.precision_plugin.train_step_context(), scope, schedulers_left_alone(module):
             return module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -387,10 +409,21 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, _Base):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Look for released parameters in the loss; gradients are reduced by hooks."""
         assert self.engine is not None
-        self.engine.check_loss(closure_loss)
+        assert self.lightning_module is not None
+        self.engine.check_loss(closure_loss, 1 / self.lightning_module.trainer.accumulate_grad_batches)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; what was recorded of the step goes to the Trainer's loggers, beside what the module logs."""
+        result = super().optimizer_step(*args, **kwargs)
+        assert self.engine is not None and self.lightning_module is not None
+        if self.config.diagnostics.log and (metrics := self.engine.step_metrics()):
+            trainer: Any = self.lightning_module.trainer
+            for logger in trainer.loggers if trainer.is_global_zero else ():
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        return result
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """The optimizer's whole state, made when it is looked into; all ranks must then look."""

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve
 from zero_strategy.distributed import Communicator
+from zero_strategy.distributed.together import together
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.on_demand import untouched, whole
 from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner, SameNumber
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
+from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.registry import build_table
@@ -57,6 +59,7 @@ class TrainerPipeline(_Base):
         chunks: int | None = None,
         partition: str | None = None,
         gather: str | None = None,
+        gather_bytes: int | None = None,
         timeline: str | None = None,
         **settings: Any,
     ) -> None:
@@ -72,6 +75,7 @@ class TrainerPipeline(_Base):
             chunks: Parts of the model that each rank holds.
             partition: What stages have equal shares of.
             gather: Stage 3: how often parameters are gathered.
+            gather_bytes: Stage 3: bytes of whole parameters that a rank may hold during a step.
             timeline: File into which rank 0 writes what ranks did when.
             settings: All that `ZeroStrategy` takes.
         """
@@ -86,6 +90,7 @@ class TrainerPipeline(_Base):
             "chunks": chunks,
             "partition": partition,
             "gather": gather,
+            "gather_bytes": gather_bytes,
             "timeline": timeline,
         }
         given = {name: value for name, value in own.items() if value is not None}
@@ -95,6 +100,7 @@ class TrainerPipeline(_Base):
         if stages is None and chunks is not None and STAGES_VARIABLE in os.environ:
             settings["pipeline"]["stages"] = _stages_of_environment()
         super().__init__(config, **settings)
+        refuse_tensor(self.config, type(self).__name__, "zero_strategy.initialize or a PipelineEngine in a script")
         if self.config.origin_of("stage") == "default":
             self.config.record("stage", 1, "default of PipelineStrategy")
 
@@ -177,6 +183,28 @@ class TrainerPipeline(_Base):
         runner = self._runner
         runner.forward_context = self.precision_plugin.forward_context
         runner.forget()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As `ZeroStrategy`; what fails on one stage, such as an optimizer without parameters, fails on all.
+
+        Raises:
+            ValueError: What torch raised, or that another rank failed; says what to do about an empty stage.
+        """
+        pipeline = self._engine.pipeline
+
+        def make() -> None:
+            try:
+                super(TrainerPipeline, self).setup_optimizers(trainer)
+            except ValueError as error:
+                if any(parameter.requires_grad for parameter in pipeline.parameters()):
+                    raise
+                raise ValueError(
+                    f"configure_optimizers() failed on stage {', '.join(map(str, pipeline.stages))}, which has nothing "
+                    f"to train ({error}); pass param groups, of which torch allows empty ones, such as "
+                    "AdamW([{'params': self.parameters()}]), or divide the layers otherwise (partition, bounds)"
+                ) from error
+
+        together(self._engine.mesh.team.control, make)
 
     def _configure_pipeline(self, module: Any) -> None:
         """Make `module.pipeline`.
@@ -305,23 +333,6 @@ class TrainerPipeline(_Base):
         # Ranks of one pipeline have the same state of data loaders.
         return super()._own_files(rest) if self._engine.pipeline.stage_id == 0 else {}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        """See `TrainerCheckpoints.save_checkpoint`.
-
-        Raises:
-            ValueError: If optimizer states would have to be one file: a rank has those of its stages.
-        """
-        states = checkpoint.get("optimizer_states") or []
-        if states and (self._whole_files or not all(map(untouched, [checkpoint["state_dict"], *states]))):
-            raise ValueError(
-                f"{os.fspath(filepath)}: a pipeline's optimizer state is written by all stages into a directory; leave "
-                "the CheckpointIO plugin and changes of the state dicts in hooks out, or save with "
-                "save_weights_only=True"
-            )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into the live shards."""
         weights = checkpoint["state_dict"]
@@ -329,20 +340,6 @@ class TrainerPipeline(_Base):
             super().load_model_state_dict(checkpoint, strict)
             return
         self._load_whole(whole(weights), strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states into the live shards.
-
-        Raises:
-            ValueError: If they are those of a file, whose parameters have numbers and no names.
-        """
-        if not all(map(untouched, checkpoint["optimizer_states"])):
-            raise ValueError(
-                "the checkpoint's optimizer state numbers the parameters of the whole model, and a stage of a pipeline "
-                "has some of them; resume from a checkpoint directory, or begin anew with the weights: "
-                "trainer.validate(module, ckpt_path=FILE), then trainer.fit(module)"
-            )
-        super().load_optimizer_state_dict(checkpoint)
 
     def _load_whole(self, weights: Mapping[str, Any], strict: bool) -> None:
         """Take this rank's layers out of a state dict of all."""

@@ -109,6 +109,19 @@ class ZeroTrainerMixin:
         if whole:  # else it may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the Trainer's, which divides losses by the micro-batches of a step."""
+        parts = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
+        self.accelerator.loss_weight = 1 / parts
+        return super().training_step(*arguments, **keywords)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
+        """As the Trainer's; what it logs of training comes with what was recorded of the last step."""
+        engine = self.zero_engine
+        if engine is not None and "loss" in logs and self.accelerator.zero_config.diagnostics.log:
+            logs = {**logs, **engine.step_metrics()}
+        super().log(logs, *arguments, **keywords)  # type: ignore[misc]
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
         """As the Trainer's; `True` passes over a checkpoint that a run was killed in while it wrote it."""
         if resume_from_checkpoint is True:

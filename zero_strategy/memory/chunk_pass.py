@@ -7,6 +7,9 @@
 Memory is that of the slots, whatever the number of chunks; a chunk that is resident is worked on where it lies. A pass
 that fails leaves chunks of two states, which are marked torn: their tier refuses them until they are written anew.
 
+The first chunks of a pass to come may be read before it (`read_ahead`), as many as there are slots. Whether they still
+are what was read is told by the versions of their vectors.
+
 What is written *aside* goes to a second place of each chunk, and nobody sees it before it is adopted: a pass that
 fails, or whose outcome is not wanted, leaves all as it was.
 """
@@ -14,7 +17,7 @@ fails, or whose outcome is not wanted, leaves all as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +51,25 @@ class Chunk:
     aside: bool = False
 
 
+@dataclass
+class _ReadAhead:
+    """A chunk that is being read before its pass.
+
+    Attributes:
+        chunk: The chunk.
+        pending: Its reads.
+        known: By key: which record of which version of the vector is read.
+    """
+
+    chunk: Chunk
+    pending: list[PendingIO]
+    known: dict[str, tuple[OffloadedVector, str, int]]
+
+    def serves(self, chunk: Chunk) -> bool:
+        """Whether this is what a pass over `chunk` would read now, but for keys that it leaves unchanged."""
+        return chunk.number == self.chunk.number and not chunk.aside and self.known == _what_to_read(chunk)
+
+
 class ChunkSlots:
     """Memory for the chunks that a pass has under way. One pass at a time.
 
@@ -60,6 +82,7 @@ class ChunkSlots:
         self._slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self._ahead = count // 2
         self._writes: dict[int, tuple[Chunk, list[PendingIO]]] = {}
+        self._early: list[_ReadAhead] = []
 
     @property
     def nbytes(self) -> int:
@@ -77,25 +100,61 @@ class ChunkSlots:
             for key, vector in vectors.items():
                 self._room(vector, slot, key)
 
+    def read_ahead(self, chunks: Sequence[Chunk]) -> None:
+        """Begin to read the first of these chunks, what a pass leaves unchanged apart: it may change before the pass.
+
+        Raises:
+            OSError: If the tier fails, or has failed to write what was in the slots; TornRecordError.
+        """
+        self.forget_ahead()
+        try:
+            for slot, chunk in enumerate(chunks[: len(self._slots)]):
+                self._settle_slot(slot)
+                begun = _ReadAhead(chunk, [], _what_to_read(chunk))
+                self._early.append(begun)
+                self._read(chunk, slot, begun.pending, chunk.vectors.keys() - chunk.unchanged)
+        except BaseException:
+            self.forget_ahead()
+            raise
+
+    def check_ahead(self, chunks: Sequence[Chunk]) -> None:
+        """Forget what was read ahead that is not what a pass over these chunks would read now."""
+        for index, (early, chunk) in enumerate(zip(self._early, chunks, strict=False)):
+            if not early.serves(chunk):
+                self.forget_ahead(index)
+                return
+        self.forget_ahead(len(chunks))
+
+    def forget_ahead(self, first: int = 0) -> None:
+        """Wait for the reads of chunks from this one on, and forget them."""
+        self._early, dropped = self._early[:first], self._early[first:]
+        with contextlib.suppress(Exception):  # nobody wants them
+            _wait([pending for each in dropped for pending in each.pending])
+
     def run(
         self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], object], *, wait: bool = True
     ) -> None:
         """Works on each chunk.
 
         Args:
-            chunks: In this order.
+            chunks: In this order; those that were read ahead first (`check_ahead`).
             work: Takes a chunk and its part of every vector, in memory, and changes it in place.
             wait: Return when all is written; else `settle` does, or the next pass.
 
         Raises:
             OSError: If the tier fails; what `work` raises.
         """
-        count, reads, begun = len(self._slots), dict[int, list[PendingIO]](), False
+        early, self._early = self._early, []
+        count, reads, begun = len(self._slots), {index: each.pending for index, each in enumerate(early)}, False
         try:
             for index, chunk in enumerate(chunks):
-                for ahead in range(index + len(reads), min(index + self._ahead + 1, len(chunks))):
-                    self._settle_slot(ahead % count)
-                    self._read(chunks[ahead], ahead % count, reads.setdefault(ahead, []))
+                last = min(index + self._ahead, len(chunks) - 1)
+                for ahead in range(index + self._ahead if index else 0, last + 1):
+                    there = ahead < len(early)
+                    if not there:
+                        self._settle_slot(ahead % count)
+                    keys = chunks[ahead].unchanged if there else chunks[ahead].vectors.keys()
+                    self._read(chunks[ahead], ahead % count, reads.setdefault(ahead, []), keys)
                 _wait(reads.pop(index))
                 begun = True
                 work(chunk, self._held(chunk, index % count))
@@ -150,10 +209,10 @@ class ChunkSlots:
             self._slots[slot][key] = known = vector.tier.staging(wanted)
         return known
 
-    def _read(self, chunk: Chunk, slot: int, pending: list[PendingIO]) -> None:
+    def _read(self, chunk: Chunk, slot: int, pending: list[PendingIO], keys: Collection[str]) -> None:
         """Begins to read; what is under way is in `pending`, also where the next read raises."""
         for key, vector in chunk.vectors.items():
-            if vector.resident(chunk.number) is not None:
+            if key not in keys or vector.is_resident(chunk.number):
                 continue
             memory = self._memory(chunk, slot, key)
             if key in chunk.unread:
@@ -167,7 +226,7 @@ class ChunkSlots:
         pending: list[PendingIO] = []
         self._writes[slot] = chunk, pending
         for key, vector in chunk.vectors.items():
-            if key in chunk.unchanged or vector.resident(chunk.number) is not None:
+            if key in chunk.unchanged or vector.is_resident(chunk.number):
                 continue
             record = vector.aside(chunk.number) if chunk.aside else vector.record(chunk.number)
             pending.append(vector.tier.write(record, self._memory(chunk, slot, key)))
@@ -178,7 +237,7 @@ class ChunkSlots:
         """The chunk's part of every vector, in memory."""
         found = {}
         for key, vector in chunk.vectors.items():
-            resident = vector.resident(chunk.number)
+            resident = vector.resident(chunk.number, filled=key not in chunk.unread)
             if resident is None:
                 found[key] = self._memory(chunk, slot, key).view(vector.dtype)
             elif chunk.aside and key not in chunk.unchanged:
@@ -188,6 +247,15 @@ class ChunkSlots:
         return found
 
 
+def _what_to_read(chunk: Chunk) -> dict[str, tuple[OffloadedVector, str, int]]:
+    """By key, those apart that a pass leaves unchanged: the vector, the record and the version that it would read."""
+    return {
+        key: (vector, vector.record(chunk.number), vector.version)
+        for key, vector in chunk.vectors.items()
+        if key not in chunk.unchanged
+    }
+
+
 def _mark_torn(chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         if chunk.aside:  # what is there is of no use, and what counts is as it was
@@ -195,7 +263,7 @@ def _mark_torn(chunks: Sequence[Chunk]) -> None:
         for key, vector in chunk.vectors.items():
             record = vector.record(chunk.number)
             if key not in chunk.unchanged and record in vector.records():
-                vector.tier.mark_torn([record], "a pass over it stopped half-way")
+                vector.tier_of(chunk.number).mark_torn([record], "a pass over it stopped half-way")
 
 
 def _wait(pending: Sequence[PendingIO]) -> None:

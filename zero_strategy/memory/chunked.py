@@ -14,16 +14,19 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zero_strategy.memory.allowance import Allowance
 from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.memory.cuts import Cuts, head_numel
+from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.tier import Tier
+from zero_strategy.observing import Observed
 
 TRANSFER_SLOTS = 3
 """Chunks that are in memory while a whole vector is read or added to."""
@@ -64,6 +67,7 @@ class OffloadedVector:
         cuts: Of its chunks.
         kept: The head, where it is kept on the device.
         twice: Chunks of the rest have a second place, for values to come.
+        staying: How many of the first chunks in the tier stay in host memory instead.
         version: Grows with every change of its values.
     """
 
@@ -71,7 +75,7 @@ class OffloadedVector:
         self.store, self.name, self.numel, self.dtype, self.fill = store, name, spec.numel, spec.dtype, spec.fill
         self.cuts = store.cuts(spec.numel)
         self.kept: Tensor | None = None
-        self.twice, self._headless, self.version = spec.twice, spec.headless, 0
+        self.twice, self._headless, self.version, self.staying = spec.twice, spec.headless, 0, 0
         if spec.device is not None and self.cuts.head:
             self.kept = torch.empty(self.cuts.head, dtype=spec.dtype, device=spec.device)
         self.written = [False] * len(self.chunks)
@@ -82,19 +86,37 @@ class OffloadedVector:
         """Where it lives."""
         return self.store.tier
 
-    def resident(self, number: int) -> Tensor | None:
-        """A chunk where it lies in memory (a kept head: the device's); None if it has to be read and written."""
+    def tier_of(self, number: int) -> Tier:
+        """Where the records of a chunk are."""
+        return self.store.memory if number < self._first + self.staying else self.store.tier
+
+    @property
+    def _first(self) -> int:
+        """The first chunk that is not kept on the device."""
+        return 0 if self.kept is None and not self._headless else self.cuts.heads
+
+    def resident(self, number: int, *, filled: bool = True) -> Tensor | None:
+        """A chunk where it lies in memory (a kept head: the device's); None if it has to be read and written.
+
+        Without `filled`, one that was never written holds anything.
+        """
         if self.kept is not None and number < self.cuts.heads:
             chunk = self.kept[slice(*self.chunks[number])]
         else:
-            memory = self.tier.resident(self.record(number))
+            memory = self.tier_of(number).resident(self.record(number))
             if memory is None:
                 return None
             chunk = memory.view(self.dtype)
         if not self.written[number]:
-            chunk.fill_(self.fill)
+            if filled:
+                chunk.fill_(self.fill)
             self.written[number] = True
         return chunk
+
+    def is_resident(self, number: int) -> bool:
+        """Whether a chunk lies in memory."""
+        on_device = self.kept is not None and number < self.cuts.heads
+        return on_device or self.tier_of(number).resident(self.record(number)) is not None
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -103,35 +125,55 @@ class OffloadedVector:
 
     @property
     def in_tier(self) -> tuple[int, int]:
-        """First and one-past-last element that the tier holds."""
+        """First and one-past-last element that is not on the device."""
         return (0 if self.kept is None and not self._headless else self.cuts.head), self.numel
+
+    @property
+    def staying_stop(self) -> int:
+        """One past the last element that stays in host memory; the first of `in_tier` if none does."""
+        return self.chunks[self._first + self.staying - 1][1] if self.staying else self.in_tier[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its elements in the tier, second places left out."""
-        start, stop = self.in_tier
-        return (stop - start) * self.dtype.itemsize
+        return (self.numel - self.staying_stop) * self.dtype.itemsize
 
     @property
     def nbytes_aside(self) -> int:
-        """Bytes of second places."""
-        return (self.numel - self.cuts.head) * self.dtype.itemsize if self.twice else 0
+        """Bytes of second places in the tier."""
+        return (self.numel - max(self.cuts.head, self.staying_stop)) * self.dtype.itemsize if self.twice else 0
 
     def records(self) -> dict[str, int]:
-        """What it needs in the tier: bytes by record."""
-        first = 0 if self.kept is None and not self._headless else self.cuts.heads
-        sizes = [(stop - start) * self.dtype.itemsize for start, stop in self.chunks]
-        found = {self.record(number): sizes[number] for number in range(first, len(sizes))}
-        if self.twice:
-            found |= {self.aside(number): sizes[number] for number in range(self.cuts.heads, len(sizes))}
-        return found
+        """What it needs off the device: bytes by record."""
+        return {record: size for found in self._records() for record, size in found.items()}
+
+    def records_in(self, tier: Tier) -> dict[str, int]:
+        """What it needs in one tier: bytes by record."""
+        first = self._first
+        return {
+            record: size
+            for number, found in enumerate(self._records(), first)
+            if self.tier_of(number) is tier
+            for record, size in found.items()
+        }
+
+    def costs(self) -> list[int]:
+        """What each chunk would take in host memory, in bytes, from the first on that is not on the device."""
+        return [sum(found.values()) for found in self._records()]
+
+    def _records(self) -> Iterator[dict[str, int]]:
+        """By chunk, from the first on that is not on the device: bytes by record."""
+        for number in range(self._first, len(self.chunks)):
+            start, stop = self.chunks[number]
+            size = (stop - start) * self.dtype.itemsize
+            yield {self.record(number): size} | ({self.aside(number): size} if number >= self.cuts.heads else {})
 
     def record(self, number: int) -> str:
         """The record of a chunk."""
         return self._place(number, self._second[number])
 
     def aside(self, number: int) -> str:
-        """The record of a chunk's values to come; of a vector without second places: the only one."""
+        """The record of a chunk's values to come; where there are no second places: the only one."""
         return self._place(number, self._second[number] ^ self.twice)
 
     def _place(self, number: int, second: bool) -> str:
@@ -139,7 +181,7 @@ class OffloadedVector:
 
     def resident_aside(self, number: int, *, copied: bool) -> Tensor:
         """The memory of a resident chunk's values to come; with `copied` it begins with the present ones."""
-        memory = self.tier.resident(self.aside(number))
+        memory = self.tier_of(number).resident(self.aside(number))
         assert memory is not None and number >= self.cuts.heads
         values = memory.view(self.dtype)
         if copied and self.twice:
@@ -167,13 +209,14 @@ class OffloadedVector:
     def read_all(self, out: Tensor) -> None:
         """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
         away = []
-        for number, (begin, end) in enumerate(self.chunks):
-            if (chunk := self.resident(number)) is None:
-                away.append(number)
-            else:
-                out[begin:end].copy_(chunk)
-        if away:
-            self._read_away(away, out)
+        with self.store.observed.span("copy", self.name, out.numel() * out.element_size()):
+            for number, (begin, end) in enumerate(self.chunks):
+                if (chunk := self.resident(number)) is None:
+                    away.append(number)
+                else:
+                    out[begin:end].copy_(chunk)
+            if away:
+                self._read_away(away, out)
 
     def _read_away(self, numbers: list[int], out: Tensor) -> None:
         """The chunks of these numbers, which have to be read."""
@@ -221,7 +264,7 @@ class OffloadedVector:
         self.version += 1
         with self.store.lock:
             self.store.flush()
-        with self.store.transferring:
+        with self.store.transferring, self.store.observed.span("copy", self.name, self.numel * self.dtype.itemsize):
             self.store.transfers.run(chunks, add, wait=False)
 
     def change(self, start: int, stop: int, how: Callable[[Tensor], object]) -> None:
@@ -317,18 +360,33 @@ class ChunkStore:
         chunk_numel: Elements per chunk.
         cached_chunks: How many chunks reads and writes of ranges keep in memory.
         ratio: The part of every vector that is not its head.
+        allowance: Host memory for the first chunks of vectors; None: there is none.
 
     Attributes:
+        memory: Where those chunks are.
         lock: Held while a cached chunk is used; threads of a reader write into vectors.
+        passes: Memory of passes that others make, which may have something under way.
         transfers: Memory through which whole vectors pass.
         transferring: Held while they do: a gather reads in a thread of its own.
+        observed: Who is told of copies.
     """
 
-    def __init__(self, tier: Tier, chunk_numel: int, cached_chunks: int = 4, ratio: float = 1.0) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        chunk_numel: int,
+        cached_chunks: int = 4,
+        ratio: float = 1.0,
+        allowance: Allowance | None = None,
+        pinned: bool = False,
+    ) -> None:
         assert chunk_numel > 0 and cached_chunks > 0
+        self._allowance, self.memory = allowance or Allowance(0), HostTier(pinned)
         self.tier, self.chunk_numel, self.ratio, self.lock = tier, chunk_numel, ratio, threading.RLock()
         self.vectors: dict[str, OffloadedVector] = {}
+        self.passes: list[ChunkSlots] = []
         self.transfers, self.transferring = ChunkSlots(TRANSFER_SLOTS), threading.Lock()
+        self.observed = Observed()
         self._limit, self._numbers = cached_chunks, itertools.count()
         self._cache: OrderedDict[tuple[str, int], tuple[Tensor, list[bool]]] = OrderedDict()
 
@@ -344,7 +402,16 @@ class ChunkStore:
         """
         assert not wanted.keys() & self.vectors.keys()
         made = {name: OffloadedVector(self, name, spec) for name, spec in wanted.items()}
-        self.tier.reserve({record: size for vector in made.values() for record, size in vector.records().items()})
+        for vector in made.values():
+            vector.staying = self._allowance.take(vector.costs())
+        try:
+            for tier in (self.tier, self.memory):
+                sizes = {name: size for each in made.values() for name, size in each.records_in(tier).items()}
+                if sizes:
+                    tier.reserve(sizes)
+        except BaseException:
+            self._leave(made.values())
+            raise
         self.vectors.update(made)
         return made
 
@@ -365,7 +432,13 @@ class ChunkStore:
                 del self.vectors[vector.name]
                 for number in range(len(vector.written)):
                     self._cache.pop((vector.name, number), None)
-                self.tier.release(vector.records())
+                for tier in (self.tier, self.memory):
+                    tier.release(vector.records_in(tier))
+                self._leave([vector])
+
+    def _leave(self, vectors: Iterable[OffloadedVector]) -> None:
+        for vector in vectors:
+            self._allowance.give_back(vector.costs()[: vector.staying])
 
     def cached(self, vector: OffloadedVector, number: int, *, change: bool = False) -> Tensor:
         """A chunk in memory, read if it has to be; the caller holds the lock."""
@@ -418,6 +491,18 @@ class ChunkStore:
         with self.transferring:
             self.transfers.settle()
 
+    def settle(self) -> None:
+        """Wait for what passes have left under way; no pass goes on meanwhile.
+
+        Raises:
+            OSError: If something could not be written; what that was is refused from then on.
+        """
+        for slots in self.passes:
+            slots.forget_ahead()
+            slots.settle()
+        with self.transferring:
+            self.transfers.settle()
+
     def forget(self, vector: OffloadedVector) -> None:
         """Keep no chunk of a vector in memory, and do not write it."""
         with self.transferring, contextlib.suppress(OSError):  # what could not be written is not wanted
@@ -430,4 +515,5 @@ class ChunkStore:
         """Give up all vectors."""
         with self.lock:
             self._cache.clear()
+            self.memory.close()
             self.tier.close()  # of several stores of one tier the last finds nothing to do

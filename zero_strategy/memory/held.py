@@ -99,10 +99,14 @@ def _in_a_tier(
     def asked(low: int, high: int) -> int:
         return sum(piece.numel for piece in bucket.layout.pieces(start + low, start + high)) * vector.dtype.itemsize
 
-    yield Entry(category, tier, owner, asked(*vector.in_tier), round_up(vector.nbytes, BLOCK))
-    if vector.twice:
-        taken = round_up(vector.nbytes_aside, BLOCK)
-        yield Entry("early step", tier, owner, asked(vector.cuts.head, vector.numel), taken)
+    split = vector.staying_stop
+    places: list[tuple[Tier, int, int]] = [("host", vector.in_tier[0], split), (tier, split, vector.numel)]
+    for where, low, high in places:
+        yield Entry(category, where, owner, asked(low, high), round_up((high - low) * vector.dtype.itemsize, BLOCK))
+        low = max(low, vector.cuts.head)
+        if vector.twice and low < high:
+            taken = round_up((high - low) * vector.dtype.itemsize, BLOCK)
+            yield Entry("early step", where, owner, asked(low, high), taken)
     if vector.kept is not None:
         taken = allocated(vector.kept.nbytes, vector.kept.device.type)
         yield Entry(category, "device", owner, asked(0, vector.in_tier[0]), taken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, op
 from zero_strategy.memory.file_queue import FileQueue, Kind
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.state_file import StateFile, Transfer, outcome_of
+from zero_strategy.observing import Observed
 
 
 class NvmeTier:
@@ -29,6 +30,9 @@ class NvmeTier:
         block_bytes: Most bytes of one read or write of a drive; see `probe`.
         depth: How many are under way at once, per directory.
         checksums: Keep a checksum of every record in memory, and compare it on reading.
+
+    Attributes:
+        observed: Who is told of transfers.
     """
 
     name = "nvme"
@@ -48,6 +52,7 @@ class NvmeTier:
         self._files: dict[str, StateFile] = {}
         self._staging: list[HostMemory] = []
         self._lock = threading.RLock()
+        self.observed = Observed()
         self._finalizer = weakref.finalize(self, _close, self._queue, self._files, os.getpid())
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
@@ -85,7 +90,8 @@ class NvmeTier:
                 before = file.meeting(kind, record, 0, memory.numel())
                 if not before:
                     begin = file.read if kind == "read" else file.write
-                    return NvmeTransfer(begin(record, memory), self._lock)
+                    ended = self.observed.transfer("disk_read" if kind == "read" else "disk_write", memory.numel())
+                    return NvmeTransfer(begin(record, memory), self._lock, self.observed, ended)
             for transfer in before:  # its error is its owner's to tell
                 outcome_of(transfer, self._lock)
 
@@ -124,14 +130,20 @@ class NvmeTier:
 
 
 class NvmeTransfer:
-    """A read or a write under way."""
+    """A read or a write under way; `ended` is called when it is known to be over."""
 
-    def __init__(self, transfer: Transfer, lock: threading.RLock) -> None:
-        self._transfer, self._lock = transfer, lock
+    def __init__(
+        self, transfer: Transfer, lock: threading.RLock, observed: Observed, ended: Callable[[], None] | None
+    ) -> None:
+        self._transfer, self._lock, self._observed, self._ended = transfer, lock, observed, ended
 
     def wait(self) -> None:
         """Return when all bytes have moved; see `Transfer.wait`."""
-        self._transfer.wait(self._lock)
+        with self._observed.span("disk"):
+            self._transfer.wait(self._lock)
+        if self._ended is not None:
+            self._ended()
+            self._ended = None
 
 
 def _close(queue: FileQueue, files: dict[str, StateFile], process: int) -> None:

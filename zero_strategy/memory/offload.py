@@ -24,6 +24,7 @@ class Offload:
         parameters: Of the owned slices of parameters, under stage 3.
         gradients: Of reduced gradients; None: the optimizer's, where gradients are reduced per micro-batch.
         staging_bytes: Host memory through which state in files passes.
+        resident_bytes: Host memory in which parameters and gradients stay that would be in files.
         early_step: Whether there are second places, for steps that begin during backward: "auto", "on", "off".
     """
 
@@ -33,6 +34,7 @@ class Offload:
     gradients: str | None = None
     staging_bytes: int = OffloadConfig().staging_bytes
     early_step: str = "off"
+    resident_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters", "gradients"):
@@ -61,7 +63,15 @@ class Offload:
         """What a config says."""
         explicit = None if config.is_derived("gradients") else config.gradients
         early = "auto" if config.is_derived("early_step") else config.early_step
-        return cls(config.optimizer, config.parameters, config.optimizer_ratio, explicit, config.staging_bytes, early)
+        return cls(
+            config.optimizer,
+            config.parameters,
+            config.optimizer_ratio,
+            explicit,
+            config.staging_bytes,
+            early,
+            config.resident_bytes,
+        )
 
     def check_stage(self, stage: int) -> None:
         """Raise if parameters are offloaded below stage 3, where every rank computes with whole ones.
@@ -104,6 +114,8 @@ class Offload:
             parts.insert(1, f"ratio {self.ratio:g}")
         if self.gradients is not None:
             parts.append(f"gradients {self.gradients}")
+        if self.resident_bytes and self.in_files:
+            parts.append(f"resident bytes {self.resident_bytes}")
         if self.early_step != "off":
             parts.append(f"early step {self.early_step}")
         return ", ".join(parts) or "none"

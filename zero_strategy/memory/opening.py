@@ -9,6 +9,7 @@ import torch
 from zero_strategy.config import OffloadConfig
 from zero_strategy.distributed import Mesh
 from zero_strategy.distributed.together import together
+from zero_strategy.memory.allowance import Allowance
 from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
 from zero_strategy.memory.chunked import TRANSFER_SLOTS, ChunkStore
 from zero_strategy.memory.drive_speed import DriveSpeed, probe
@@ -53,14 +54,15 @@ class OffloadStores:
     def __init__(self, offload: OffloadConfig, device: torch.device, mesh: Mesh) -> None:
         self._offload, self._device, self._mesh = offload, device, mesh
         self._tiers: dict[str, Tier] = {}
-        self._made: dict[str, ChunkStore] = {}
+        self._made: dict[tuple[str, bool], ChunkStore] = {}
+        self._allowance = Allowance(offload.resident_bytes)
         self.drive: DriveSpeed | None = None
         if "nvme" in (offload.optimizer, offload.parameters, offload.gradients) and offload.probe_seconds:
             self.drive = self._probe()
         self.optimizer = self._store(offload.optimizer)
-        self.parameters = self._store(offload.parameters)
+        self.parameters = self._store(offload.parameters, may_stay=True)
         # Of their own, as a gather reads parameters in another thread while gradients are written.
-        self.gradients = self._new_store(offload.gradients or "none")
+        self.gradients = self._new_store(offload.gradients or "none", may_stay=True)
 
     def _probe(self) -> DriveSpeed:
         """One rank measures for all, for together they would measure each other."""
@@ -72,18 +74,27 @@ class OffloadStores:
             _logger.info("offload.nvme_path %s", found)
         return found
 
-    def _store(self, tier: str) -> ChunkStore | None:
-        if tier not in self._made and (store := self._new_store(tier)) is not None:
-            self._made[tier] = store
-        return self._made.get(tier)
+    def _store(self, tier: str, *, may_stay: bool = False) -> ChunkStore | None:
+        key = tier, may_stay and self._stays(tier)
+        if key not in self._made and (store := self._new_store(tier, may_stay=may_stay)) is not None:
+            self._made[key] = store
+        return self._made.get(key)
 
-    def _new_store(self, tier: str) -> ChunkStore | None:
+    def _stays(self, tier: str) -> bool:
+        """Whether what is to be in this tier may stay in host memory."""
+        return tier == "nvme" and self._offload.resident_bytes > 0
+
+    def _new_store(self, tier: str, *, may_stay: bool) -> ChunkStore | None:
         if tier == "none":
             return None
         if tier not in self._tiers:
             self._tiers[tier] = self._open(tier)
         size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
-        return ChunkStore(self._tiers[tier], size, ratio=ratio)
+        allowance = self._allowance if may_stay and self._stays(tier) else None
+        pinned = self._device.type == "cuda"
+        store = ChunkStore(self._tiers[tier], size, ratio=ratio, allowance=allowance, pinned=pinned)
+        store.observed = self._mesh.observed
+        return store
 
     @property
     def stores(self) -> list[ChunkStore]:
@@ -103,14 +114,16 @@ class OffloadStores:
             block, depth = self.drive.chosen.block_bytes, self.drive.chosen.depth
         label, paths = self._mesh.rendezvous.prefix, self._offload.nvme_path
         checksums = self._offload.checksums
-        return NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth, checksums=checksums)
+        made = NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth, checksums=checksums)
+        made.observed = self._mesh.observed
+        return made
 
     def tell_step(self) -> None:
         """Log what a step will read and write, and how long that takes at least."""
-        store = self._made.get("nvme")
-        if self.drive is None or store is None or self._mesh.rank:
+        stores = [store for (tier, _), store in self._made.items() if tier == "nvme"]
+        if self.drive is None or not stores or self._mesh.rank:
             return
-        nbytes = sum(vector.nbytes for vector in store.vectors.values())
+        nbytes = sum(vector.nbytes for store in stores for vector in store.vectors.values())
         ranks = self._mesh.world_size
         _logger.info(
             "an optimizer step reads and writes %.2f GB of offloaded state per rank: %.2f s at least if %d rank(s) "
@@ -123,6 +136,21 @@ class OffloadStores:
     def in_files(self) -> bool:
         """Whether anything is kept in files."""
         return "nvme" in self._tiers
+
+    def settle(self) -> None:
+        """Wait for what steps and reductions have left under way; all of it, also where some fails.
+
+        Raises:
+            OSError: The first error of writing; what could not be written is refused from then on.
+        """
+        error: OSError | None = None
+        for store in self.stores:
+            try:
+                store.settle()
+            except OSError as caught:
+                error = error or caught
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Give all of it up."""

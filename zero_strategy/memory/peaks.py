@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from zero_strategy.config import ZeroConfig
+from zero_strategy.config import PipelineConfig, ZeroConfig
 from zero_strategy.memory.bucket_facts import BucketFacts, Units
 from zero_strategy.memory.ledger import Entry, Owner, allocated
 from zero_strategy.sharding.placement import PLACEMENTS
@@ -42,9 +42,31 @@ def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
         return sum(allocated(bucket.layout.numel * bucket.dtype.itemsize, device_type) for bucket in buckets)
 
     width = 1 + config.prefetch if config.release_after_forward else len(units)
-    window = max(windows(units[1:], width), key=lambda found: sum(map(taken, found)), default=[])
-    together = [bucket for unit in (units[0], *window) for bucket in unit]
+    stay = held_whole([taken(unit) for unit in units], config.pipeline)
+    others = [unit for number, unit in enumerate(units) if number and number not in stay]
+    window = max(windows(others, width), key=lambda found: sum(map(taken, found)), default=[])
+    held = [units[number] for number in sorted({0, *stay})]
+    together = [bucket for unit in (*held, *window) for bucket in unit]
     return Entry("gather buffers", "device", Owner("units"), asked(together), taken(together), peak=True)
+
+
+def held_whole(sizes: Sequence[int], pipeline: PipelineConfig) -> list[int]:
+    """Which units a rank of a pipeline holds whole during a step, instead of gathering them for each micro-batch.
+
+    Args:
+        sizes: Bytes of each unit when it is whole, the root's first.
+        pipeline: Of a resolved config.
+
+    Returns:
+        Their numbers; all that fit, in order.
+    """
+    assert pipeline.gather_bytes is not None, "resolve() derives pipeline.gather_bytes"
+    left, found = pipeline.gather_bytes, list[int]()
+    for number, size in enumerate(sizes):
+        if size <= left:
+            found.append(number)
+            left -= size
+    return found
 
 
 def _in_flight(units: Units, config: ZeroConfig, device_type: str) -> Iterator[Entry]:

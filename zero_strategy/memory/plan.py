@@ -28,6 +28,8 @@ from zero_strategy.memory.opening import SLOTS
 from zero_strategy.memory.optimizer_states import OptimizerState, optimizer_state, state_of
 from zero_strategy.memory.peaks import peaks_of
 from zero_strategy.memory.shapes import BufferShape, ModelShape
+from zero_strategy.memory.staying import Staying, staying, stop_of
+from zero_strategy.sharding.dtensors import tensor_ranks
 from zero_strategy.sharding.layout import Piece, round_up
 
 DeviceType = Literal["cpu", "cuda"]
@@ -113,10 +115,10 @@ class MemoryPlan:
 
     def _ledger(self, units: Units, rank: int) -> Ledger:
         ledger = Ledger(device_type=self.device_type)
-        shard = self.resolved.shard
+        shard, stays = self.resolved.shard, staying(units, self.resolved, self.offload)
         for unit in units:
             for bucket in unit:
-                for entry in _BucketEntries(self, bucket, rank % shard).entries():
+                for entry in _BucketEntries(self, bucket, rank % shard, stays[id(bucket)]).entries():
                     ledger.add(entry)
         for name, buffer in self.model.buffers.items():
             nbytes = self._buffer_bytes(buffer)
@@ -183,6 +185,7 @@ class MemoryPlan:
         early = self.offload.early
         gradients_in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
         placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
+        stays = staying(units, self.resolved, self.offload)
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
             start, stop = bucket.owned(placement, rank % self.resolved.shard)
             moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
@@ -196,12 +199,13 @@ class MemoryPlan:
             if early and in_files and self.offload.parameters == "none":
                 keys["next weights"] = bucket.dtype.itemsize
             pieces = bucket.pieces(start, stop)
-            cuts = self.offload.cuts(stop - start)
+            cuts, here = self.offload.cuts(stop - start), stays[id(bucket)]
+            first = {"weights": here.weights, "gradient": cuts.heads + here.gradients}
             for index, (begin, end) in enumerate(cuts.chunks):
                 if any(piece.offset < end and piece.offset + piece.numel > begin for piece in pieces):
                     for key, itemsize in keys.items():
                         place = (number % SLOTS, key)
-                        if index >= cuts.heads or key == "weights":
+                        if index >= first.get(key, cuts.heads):
                             slots[place] = max(slots.get(place, 0), cuts.size * itemsize)
                     number += 1
         if early:  # how chunks are divided into passes is a matter of time: all slots have all keys
@@ -216,14 +220,15 @@ class MemoryPlan:
         weights, gradients = dict[int, int](), dict[int, int]()
         placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
         in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
+        stays = staying(units, self.resolved, self.offload)
         for bucket in (bucket for unit in units for bucket in unit):
-            cuts = self.offload.cuts(bucket.layout.slice_numel)
+            cuts, here = self.offload.cuts(bucket.layout.slice_numel), stays[id(bucket)]
             if self.offload.parameters == "nvme":
-                _fill_slots(weights, range(len(cuts.chunks)), cuts.size * bucket.dtype.itemsize)
+                _fill_slots(weights, range(len(cuts.chunks) - here.weights), cuts.size * bucket.dtype.itemsize)
             if in_files and bucket.trainable:
                 start, stop = bucket.owned(placement, shard_rank)
                 cuts = self.offload.cuts(stop - start)
-                used = range(cuts.heads, len(cuts.chunks))
+                used = range(cuts.heads + here.gradients, len(cuts.chunks))
                 _fill_slots(gradients, used, cuts.size * bucket.gradient_dtype.itemsize)
         return sum(weights.values()) + sum(gradients.values())
 
@@ -259,8 +264,8 @@ def _fill_slots(slots: dict[int, int], turns: Iterable[int], nbytes: int) -> Non
 class _BucketEntries:
     """What one rank holds of one bucket from step to step."""
 
-    def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int) -> None:
-        self.plan, self.bucket = plan, bucket
+    def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
+        self.plan, self.bucket, self.stays = plan, bucket, stays
         self.placement = placement_of(plan.resolved)
         self.slice = bucket.layout.slice_bounds(shard_rank)
         self.owned = bucket.owned(self.placement, shard_rank)
@@ -272,7 +277,8 @@ class _BucketEntries:
         yield self._entry("handles", "device", count * bucket.dtype.itemsize)
         sliced = self.placement.shard_parameters
         where = self.slice if sliced else (0, bucket.layout.numel)
-        yield self._buffer("parameters", _TIERS[offload.parameters], where, bucket.dtype.itemsize)
+        tier = _TIERS[offload.parameters]
+        yield from self._partly_staying("parameters", tier, where, self._weights_stop, bucket.dtype.itemsize)
         if not bucket.trainable:
             return
         reduction = self.plan.resolved.gradient_reduction
@@ -316,7 +322,7 @@ class _BucketEntries:
         for itemsize in [moment] * state.moments + [4] * bucket.master:
             yield self._buffer("early step", tier, rest, itemsize)
         weights = tier if offload.parameters == "none" else _TIERS[offload.parameters]
-        yield self._buffer("early step", weights, rest, bucket.dtype.itemsize)
+        yield from self._partly_staying("early step", weights, rest, self._weights_stop, bucket.dtype.itemsize)
 
     def _state_buffers(self, category: Category, tier: Tier, itemsize: int) -> Iterator[Entry]:
         """A vector of state: in its tier, and a head on the device."""
@@ -324,10 +330,31 @@ class _BucketEntries:
         if tier == "device":
             yield self._buffer(category, tier, self.owned, itemsize)
             return
-        split = start + self.plan.offload.cuts(stop - start).head
-        yield self._buffer(category, tier, (split, stop), itemsize)
+        cuts = self.plan.offload.cuts(stop - start)
+        split = start + cuts.head
+        count = cuts.heads + self.stays.gradients if category == "gradients" else 0
+        yield from self._partly_staying(category, tier, (split, stop), start + stop_of(cuts, count), itemsize)
         if split > start:
             yield self._buffer(category, "device", (start, split), itemsize)
+
+    @property
+    def _weights_stop(self) -> int:
+        """One past the last element of the slice that stays in host memory; 0 if none does."""
+        start, stop = self.slice
+        if not self.stays.weights:
+            return 0
+        return start + stop_of(self.plan.offload.cuts(stop - start), self.stays.weights)
+
+    def _partly_staying(
+        self, category: Category, tier: Tier, where: tuple[int, int], split: int, itemsize: int
+    ) -> Iterator[Entry]:
+        """A buffer in a tier, but for what stays in host memory: all that is before element `split`."""
+        start, stop = where
+        split = min(max(split, start), stop)
+        if split > start:
+            yield self._buffer(category, "host", (start, split), itemsize)
+        if split < stop or start == stop:
+            yield self._buffer(category, tier, (split, stop), itemsize)
 
     def _buffer(self, category: Category, tier: Tier, where: tuple[int, int], itemsize: int) -> Entry:
         """A flat buffer for the elements [start, stop) of the bucket."""
@@ -368,6 +395,12 @@ def plan_model(
     """Plan a run. See `ZeroConfig.plan`."""
     resolved = config if isinstance(config, ResolvedConfig) else resolve(config, world_size)
     settings = resolved.config
+    if (settings.mesh.tensor or 1) > 1 or (isinstance(model, nn.Module) and tensor_ranks(model) is not None):
+        raise ValueError(
+            f"mesh.tensor is {settings.mesh.tensor}, or the model has DTensors: a plan knows no layers that are "
+            "divided by tensor parallelism. Plan a model of layers as one rank has them (of 8 ranks, an eighth of the "
+            "heads and of the hidden units), for world_size / mesh.tensor ranks"
+        )
     shape = model if isinstance(model, ModelShape) else ModelShape.of(model, settings.units)
     if isinstance(optimizer, Optimizer):
         optimizer = state_of(optimizer)

@@ -10,10 +10,18 @@ from zero_strategy.optim.fused import (
     FusedSGD,
 )
 from zero_strategy.optim.loss_scale import LossScaler
-from zero_strategy.optim.norm import GradientNorm, clip_tensors_by_global_norm, get_global_norm_of_tensors
+from zero_strategy.optim.model_parallel_norm import (
+    clip_grad_norm_,
+    clip_tensors_by_global_norm,
+    get_global_norm_of_tensors,
+    get_grad_norm,
+)
+from zero_strategy.optim.no_optimizer import DummyOptim
+from zero_strategy.optim.norm import GradientNorm
 from zero_strategy.optim.sharded import ShardedOptimizer
 
 __all__ = [
+    "DummyOptim",
     "FusedAdagrad",
     "FusedAdam",
     "FusedAdamW",
@@ -24,6 +32,8 @@ __all__ = [
     "GradientNorm",
     "LossScaler",
     "ShardedOptimizer",
+    "clip_grad_norm_",
     "clip_tensors_by_global_norm",
     "get_global_norm_of_tensors",
+    "get_grad_norm",
 ]

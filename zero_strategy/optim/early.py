@@ -357,7 +357,7 @@ def _versions(gradients: GradientBucket, chunks: Sequence[Work]) -> list[tuple[o
     if bucket.shard_vector is None:
         found.append((bucket.owned_values, bucket.owned_values._version))
     if not bucket.placement.shard_parameters:
-        found += [(parameter, parameter._version) for parameter in bucket.parameters]
+        found += [(tensor, tensor._version) for tensor in (*bucket.parameters, *bucket.tensors)]
     return found
 
 

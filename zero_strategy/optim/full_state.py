@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.sharding.assemble import assemble_segment
+from zero_strategy.sharding.dtensors import local_values, whole_of
 from zero_strategy.sharding.model import ShardedModel
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.registry import sharded_model_of
@@ -39,7 +40,8 @@ def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tupl
             for index, keys in merged.items():
                 if key in keys:
                     segment = bucket.layout.segments[index]
-                    whole[index][key] = flat[segment.offset : segment.stop].view(segment.shape).cpu().clone()
+                    mine = flat[segment.offset : segment.stop].view(segment.shape)
+                    whole[index][key] = whole_of(bucket.parameters[index], mine).to("cpu", copy=True)
         for index, keys in merged.items():
             whole[index].update({key: value for key, (dtype, value) in keys.items() if not dtype})
             order = list(keys)
@@ -120,10 +122,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """
     model, bucket, index = _find(param)
     _check_shape(param, value)
+    mine = local_values(bucket.parts[index], param, value)
     piece = bucket.piece_of.get(index)
     if piece is None:
         return
-    part = value.reshape(-1)[piece.start : piece.stop]
+    part = mine.reshape(-1)[piece.start : piece.stop]
     _holder(model, param).write_state_of(param, optim_state_key, part)
 
 
@@ -143,7 +146,8 @@ def _holder(model: ShardedModel, param: nn.Parameter) -> ShardedOptimizer:
 
 
 def _whole(bucket: ParameterBucket, index: int, value: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return assemble_segment(bucket, index, value, dtype).view(bucket.layout.segments[index].shape)
+    mine = assemble_segment(bucket, index, value, dtype).view(bucket.layout.segments[index].shape)
+    return whole_of(bucket.parameters[index], mine)
 
 
 def _check_shape(param: nn.Parameter, value: Tensor) -> None:

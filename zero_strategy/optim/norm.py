@@ -7,11 +7,10 @@ to the last bit of a float64, which the float32 coefficient does not see). Non-f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_strategy import ops
@@ -43,8 +42,31 @@ class GradientNorm:
         return min(1.0, max_norm / (self.value + 1e-6)) if not math.isnan(self.value) else math.nan
 
 
+@dataclass(frozen=True)
+class GradientStats:
+    """What the pass over the gradients that a norm takes found on this rank, part by part.
+
+    Attributes:
+        names: The parameter of each part.
+        norm_type: p.
+        sums: Of |x| ** p (inf: the largest |x|) over each part, float64.
+        nonfinite: How many x of each part are not finite.
+        norm: Of all ranks together.
+    """
+
+    names: list[str]
+    norm_type: float
+    sums: Tensor
+    nonfinite: Tensor
+    norm: GradientNorm
+
+
 def global_norm(
-    shards: Iterable[Shard], norm_type: float, groups: Iterable[Communicator], scales: Sequence[float] | None = None
+    shards: Iterable[Shard],
+    norm_type: float,
+    groups: Iterable[Communicator],
+    scales: Sequence[float] | None = None,
+    look: Callable[[Tensor, Tensor], None] | None = None,
 ) -> GradientNorm:
     """The norm of all ranks' `shards` together.
 
@@ -53,6 +75,7 @@ def global_norm(
         scales: What each part is to be multiplied by first; default: 1.
         norm_type: Any positive p, or inf.
         groups: Communicators over which the parts are spread (the shard axis, and model-parallel groups).
+        look: Takes the sums of this rank's parts, and how many values of each are not finite.
 
     Raises:
         ValueError: If `norm_type` is not positive.
@@ -61,9 +84,9 @@ def global_norm(
     shards, groups = list(shards), list(groups)
     factors = [1.0] * len(shards) if scales is None else scales
     if math.isinf(norm_type):
-        largest, finite = _totals(shards, norm_type, groups, factors)
+        largest, finite = _totals(shards, norm_type, groups, factors, look)
         return GradientNorm(largest, finite)
-    total, finite = _totals(shards, norm_type, groups, factors)
+    total, finite = _totals(shards, norm_type, groups, factors, look)
     if not finite:
         return GradientNorm(total, False)
     if math.isfinite(total):
@@ -89,16 +112,22 @@ def check_norm_type(norm_type: float) -> None:
 
 
 def _totals(
-    shards: Sequence[Shard], norm_type: float, groups: Sequence[Communicator], factors: Sequence[float]
+    shards: Sequence[Shard],
+    norm_type: float,
+    groups: Sequence[Communicator],
+    factors: Sequence[float],
+    look: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[float, bool]:
     """Sum of |x| ** norm_type (inf: the largest |x|) over all ranks, and whether every x is finite."""
     is_max = math.isinf(norm_type)
-    sums, nonfinite = _all_power_sums(shards, norm_type)
+    sums, counts = _all_power_sums(shards, norm_type)
     scales = torch.tensor(factors, dtype=torch.float64).abs()
-    nonfinite += int((~torch.isfinite(scales)).sum())
+    counts = counts + ~torch.isfinite(scales)
     sums = sums * (scales if is_max else scales**norm_type)
+    if look is not None:
+        look(sums, counts)
     total = sums.max() if is_max and len(sums) else sums.sum()
-    found = torch.stack([total, torch.tensor(float(nonfinite), dtype=torch.float64)])
+    found = torch.stack([total, counts.sum().double()])
     for group in groups:
         values = torch.stack(group.exchange_small(found, "the gradient norm"))
         summed = values.sum(dim=0)
@@ -106,9 +135,9 @@ def _totals(
     return float(found[0]), float(found[1]) == 0
 
 
-def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, int]:
+def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, Tensor]:
     """`_power_sums` of tensors and of what is in tiers."""
-    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), 0
+    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), torch.zeros(len(shards), dtype=torch.int64)
     here = {index: shard for index, shard in enumerate(shards) if isinstance(shard, Tensor)}
     away = dict[int, OffloadedPart]()
     for index, shard in enumerate(shards):
@@ -116,17 +145,16 @@ def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, 
             continue
         if shard.powers is not None and shard.powers[0] == norm_type:
             sums[index] = shard.powers[1]
-            nonfinite += shard.powers[2]
+            nonfinite[index] = shard.powers[2]
         else:
             away[index] = shard
     is_max = math.isinf(norm_type)
 
     def add(indices: Sequence[int], values: Sequence[Tensor]) -> None:
-        nonlocal nonfinite
-        found, count = _power_sums(values, norm_type)
-        for index, value in zip(indices, found, strict=True):
+        found, counts = _power_sums(values, norm_type)
+        for index, value, count in zip(indices, found, counts, strict=True):
             sums[index] = torch.maximum(sums[index], value) if is_max else sums[index] + value
-        nonfinite += count
+            nonfinite[index] += count
 
     if here:
         add(list(here), list(here.values()))
@@ -135,60 +163,23 @@ def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, 
     return sums, nonfinite
 
 
-def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, int]:
-    """Sum of |x| ** norm_type (inf: largest |x|) of every tensor, float64 on the CPU; how many x are not finite."""
-    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), 0
+def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
+    """Sum of |x| ** norm_type (inf: largest |x|) of every tensor, and how many x are not finite, on the CPU."""
+    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), torch.zeros(len(shards), dtype=torch.int64)
     by_device: dict[torch.device, list[int]] = {}
+    others: dict[torch.device, list[int]] = {}  # that the op does not take
     for index, shard in enumerate(shards):
         if shard.dtype in FLOATS and shard.is_contiguous():
             by_device.setdefault(shard.device, []).append(index)
         elif shard.numel():
-            norm = torch.linalg.vector_norm(shard.detach(), norm_type, dtype=torch.float64)
-            sums[index] = norm if math.isinf(norm_type) else norm**norm_type
-            nonfinite += int((~torch.isfinite(shard.detach())).sum())
+            others.setdefault(shard.device, []).append(index)
+    for indices in others.values():
+        values = [shards[index].detach() for index in indices]
+        norms = torch.stack([torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values])
+        sums[indices] = (norms if math.isinf(norm_type) else norms**norm_type).cpu()
+        nonfinite[indices] = torch.stack([(~torch.isfinite(value)).sum() for value in values]).cpu()
     for indices in by_device.values():
         found, counts = ops.grad_stats([shards[index].detach() for index in indices], norm_type)
         sums[indices] = found.cpu()
-        nonfinite += int(counts.sum())
+        nonfinite[indices] = counts.cpu().to(torch.int64)
     return sums, nonfinite
-
-
-def get_global_norm_of_tensors(
-    tensors: Iterable[Tensor], norm_type: float = 2.0, group: dist.ProcessGroup | None = None
-) -> float:
-    """Norm of tensors of which every rank of `group` holds its own part; -1 never stands for an overflow.
-
-    Args:
-        tensors: This rank's tensors, any shape and floating dtype.
-        norm_type: Any positive p, or inf.
-        group: The ranks to sum over, or None for this rank alone.
-    """
-    from zero_strategy.distributed import CommunicationCounters
-
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    groups = [] if group is None else [Communicator(group, CommunicationCounters())]
-    return global_norm(flat, norm_type, groups).value
-
-
-def clip_tensors_by_global_norm(
-    tensors: Iterable[Tensor],
-    max_norm: float = 1.0,
-    norm_type: float = 2.0,
-    group: dist.ProcessGroup | None = None,
-    eps: float = 1e-6,
-) -> float:
-    """Scale tensors in place so that their norm over `group` is at most `max_norm`; returns the norm before.
-
-    Raises:
-        ValueError: If `max_norm` is negative.
-    """
-    if max_norm < 0:
-        raise ValueError(f"max_norm must not be negative, not {max_norm}")
-    tensors = list(tensors)
-    value = get_global_norm_of_tensors(tensors, norm_type, group)
-    coefficient = max_norm / (value + eps)
-    if coefficient < 1.0:
-        with torch.no_grad():
-            for tensor in tensors:
-                tensor.mul_(coefficient)
-    return value

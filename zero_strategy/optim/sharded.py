@@ -24,12 +24,15 @@ from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import GradientNorm, Shard, check_norm_type, global_norm
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
+from zero_strategy.optim.own_steps import rule_for_parts
 from zero_strategy.optim.streamed import Update
 from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for
+from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.model import ShardedModel
 from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.tensor_part import TensorPart
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
 """Per-parameter 0-d states of torch's optimizers."""
@@ -104,7 +107,7 @@ class ShardedOptimizer:
         place = self.model.place(parameter)
         assert place is not None
         bucket, index = place
-        found = bucket.piece_of.get(index)
+        found, shape = bucket.piece_of.get(index), bucket.layout.segments[index].shape
         if found is None:
             return None
         if bucket.master_vector is not None or bucket.shard_vector is not None:
@@ -112,13 +115,13 @@ class ShardedOptimizer:
                 # Values are elsewhere: an object of the right shape, to which the state belongs.
                 nothing = torch.full((1,), float("nan"), dtype=bucket.master_dtype)
                 stand_in = self._nothing.setdefault(bucket.master_dtype, nothing).expand(found.numel)
-                if not bucket.placement.shard_optimizer and parameter.dim():
-                    stand_in = stand_in.view(parameter.shape) if found.numel else torch.empty(parameter.shape)
+                if not bucket.placement.shard_optimizer and shape:
+                    stand_in = stand_in.view(shape) if found.numel else torch.empty(shape)
                 self._pieces[id(parameter)] = known = (nn.Parameter(stand_in), found)
             return known[0]
         view = bucket.master[found.offset : found.offset + found.numel]
-        if not bucket.placement.shard_optimizer and parameter.dim():  # whole: show its real shape
-            view = view.view(parameter.shape)
+        if not bucket.placement.shard_optimizer and shape:  # all of this rank's part: show its shape
+            view = view.view(shape)
         if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
             self._pieces[id(parameter)] = known = (nn.Parameter(view), found)
         return known[0]
@@ -143,18 +146,24 @@ class ShardedOptimizer:
 
     def _keep_pieces(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Keep this rank's part of a parameter's whole state; low precision becomes the piece's fp32."""
-        piece = self.piece(parameter)
+        piece, place = self.piece(parameter), self.model.place(parameter)
+        assert place is not None
+        mine = {
+            key: local_values(place[0].parts[place[1]], parameter, value.detach())
+            for key, value in values.items()
+            if is_elementwise_state(key, value, parameter.shape)
+        }
         if piece is None:
             return
         _, cut = self._pieces[id(parameter)]
         assert cut is not None
         kept: dict[str, Any] = {}
         for key, value in values.items():
-            if is_elementwise_state(key, value, parameter.shape):
-                part = value.detach().reshape(-1)[cut.start : cut.stop]
-                if (place := self.offloaded_place(parameter, key)) is not None:
-                    place.write(part)
-                    kept[key] = place
+            if key in mine:
+                part = mine[key].reshape(-1)[cut.start : cut.stop]
+                if (offloaded := self.offloaded_place(parameter, key)) is not None:
+                    offloaded.write(part)
+                    kept[key] = offloaded
                     continue
                 dtype = piece.dtype if value.dtype == parameter.dtype else value.dtype
                 kept[key] = torch.empty(part.shape, dtype=dtype, device=piece.device).copy_(part).view(piece.shape)
@@ -177,7 +186,7 @@ class ShardedOptimizer:
     def _rule(optimizer: Optimizer, model: ShardedModel) -> UpdateRule | None:
         """What takes the steps in place of the optimizer's own code."""
         if model.optimizer_store is not None:
-            return rule_for(optimizer, any_implementation=True)  # torch's take all of a parameter at once
+            return rule_for_parts(optimizer, model.config.elementwise_optimizers)
         return rule_for(optimizer) if model.config.fused_optimizers or isinstance(optimizer, FusedOptimizer) else None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -269,7 +278,15 @@ class ShardedOptimizer:
         table[chosen] = sums
         if self.model.placement.shard_optimizer:
             table = torch.stack(self.model.mesh.shard_control.exchange_small(table)).sum(dim=0)
+        divided = [row for row, parameter in enumerate(self.parameters()) if self._part(parameter).dim is not None]
+        if divided:  # the same on all tensor-parallel ranks
+            table[divided] = torch.stack(self.model.mesh.tensor.exchange_small(table[divided])).sum(dim=0)
         return table[chosen]
+
+    def _part(self, parameter: nn.Parameter) -> TensorPart:
+        place = self.model.place(parameter)
+        assert place is not None
+        return place[0].parts[place[1]]
 
     def _swap_back(self) -> None:
         assert self._whole is not None
@@ -303,17 +320,19 @@ class ShardedOptimizer:
 
     def norm_shards(
         self, norm_type: float, only: Container[int] | None = None
-    ) -> tuple[list[Shard], list[float]]:
-        """Every element of the gradients once over the shard axis: values, and what each is to be multiplied by."""
+    ) -> tuple[list[Shard], list[float], list[str]]:
+        """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
         check_norm_type(norm_type)  # before anybody expects it of gradients to come
         for parameter in self.parameters():
             place = self.model.place(parameter)
             assert place is not None
             self.model.gradient_of(place[0]).round_scales()
             self.model.gradient_of(place[0]).expect_norm(norm_type)
-        shards, factors = [], []
+        shards, factors, names = [], [], []
         for gradients, index, values, factor in self._gradients(only):
             bucket = gradients.bucket
+            if not bucket.parts[index].counts:
+                continue  # the first tensor-parallel rank has the same
             if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
                 pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(self.model.mesh.shard_rank))
                 cuts = [piece for piece in pieces if piece.index == index]
@@ -321,12 +340,13 @@ class ShardedOptimizer:
                 values = values[start:stop] if isinstance(values, Tensor) else values.narrow(start, stop)
             shards.append(values)
             factors.append(factor)
-        return shards, factors
+            names.append(bucket.names[index])
+        return shards, factors, names
 
     def norm(self, norm_type: float = 2.0) -> GradientNorm:
         """Norm of this optimizer's gradients over all ranks. A collective."""
         self.model.reducer.settle()
-        shards, factors = self.norm_shards(norm_type)
+        shards, factors, _ = self.norm_shards(norm_type)
         return global_norm(shards, norm_type, [*self.model.norm_groups], factors)
 
     @torch.no_grad()

@@ -5,12 +5,16 @@ parameters. Chunks in host memory are updated where they lie, and those whose st
 (`offload.optimizer_ratio`), there. Every update rule that works element by element gives the same bits as with all of
 its state on the device.
 
+What changes goes on being written when a step returns, beside the next forward. While the next backward runs, the first
+chunks of the next step are read, as many as there are slots; neither depends on what gradients are multiplied by.
+
 A part of a step may be carried out aside, before it is asked for (`early.py`): new values then wait in second places,
 those of weights on the device in a vector of their own, and the step adopts them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +100,9 @@ class StreamedStep:
 
     def __init__(self, store: ChunkStore, copies: bool = False) -> None:
         self._store, self._copies, self._slots = store, copies, ChunkSlots(SLOTS)
+        self._last: list[Chunk] = []
+        self._failure: OSError | None = None
+        store.passes.append(self._slots)
 
     @property
     def staging_bytes(self) -> int:
@@ -126,10 +133,14 @@ class StreamedStep:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
             refused until a checkpoint is loaded.
         """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         chunks = self.chunks(updates, vectors)
         self._prepare(chunks, vectors)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
+        self._slots.check_ahead([chunk for chunk in chunks if chunk.vectors])
         for chunk in chunks:
             for key, vector in chunk.vectors.items():
                 vector.version += key not in chunk.unchanged
@@ -145,14 +156,38 @@ class StreamedStep:
                 self._update(rule, chunk, held, scale, steps)
 
         try:
-            self._slots.run([chunk for chunk in waiting if chunk.vectors], work)
+            self._slots.run([chunk for chunk in waiting if chunk.vectors], work, wait=early is not None)
         except BaseException:
             _tear([chunk for chunk in chunks if chunk.aside])
             raise
+        self._last = [_bare(chunk) for chunk in chunks if chunk.vectors] if early is None else []
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
             update.state.update(steps[id(update.parameter)])
+
+    def read_ahead(self) -> None:
+        """Begin to read what the next step begins with, if it is like the last one; what fails, that step raises."""
+        try:
+            for store in {vector.store for chunk in self._last for vector in chunk.vectors.values()}:
+                store.write_changes()
+            self._slots.read_ahead(self._last)
+        except OSError as error:
+            self._failure = error
+        except RuntimeError:  # a torn record, which the step will meet, too
+            self._last = []
+
+    def forget(self) -> None:
+        """Return when nothing of steps is read or written any more; errors are nobody's."""
+        self._last, self._failure = [], None
+        self._slots.forget_ahead()
+        with contextlib.suppress(OSError):
+            self._slots.settle()
+
+    def close(self) -> None:
+        """Take no more steps."""
+        self.forget()
+        self._store.passes.remove(self._slots)
 
     @torch.no_grad()
     def run_aside(
@@ -190,7 +225,7 @@ class StreamedStep:
                 held[NEXT] = known[NEXT]
             for key, vector in held.items():
                 known_width = widest[key].dtype.itemsize if key in widest else 0
-                if vector.resident(chunk.number) is None and vector.dtype.itemsize > known_width:
+                if not vector.is_resident(chunk.number) and vector.dtype.itemsize > known_width:
                     widest[key] = vector
         self._slots.prepare(widest, len(chunks))
 
@@ -270,6 +305,11 @@ class StreamedStep:
             steps[id(update.parameter)] = numbers
 
 
+def _bare(chunk: Work) -> Chunk:
+    """The chunk alone, which keeps no gradient alive."""
+    return Chunk(chunk.number, chunk.start, chunk.stop, chunk.vectors, chunk.unread, chunk.unchanged)
+
+
 def can_go_aside(chunk: Work) -> bool:
     """Whether all that its update changes has a second place, and there are present values to begin with."""
     if WEIGHTS not in chunk.vectors and NEXT not in chunk.vectors:
@@ -301,7 +341,7 @@ def _tear(chunks: Sequence[Work]) -> None:
     for chunk in chunks:
         for key, vector in chunk.vectors.items():
             if key not in (GRADIENT, NEXT):
-                vector.tier.mark_torn([vector.record(chunk.number)], "a step stopped half-way")
+                vector.tier_of(chunk.number).mark_torn([vector.record(chunk.number)], "a step stopped half-way")
 
 
 def _overlap(update: Update, chunk: Work) -> tuple[int, int]:

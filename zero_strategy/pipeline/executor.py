@@ -21,6 +21,7 @@ from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.watched_waits import RankFailedError
 from zero_strategy.distributed.world import world_rank, world_size
+from zero_strategy.observing import Observed
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.chunk import Chunk, Parcel
 from zero_strategy.pipeline.errors import PipelineError, error_of, failure_of
@@ -90,6 +91,7 @@ class Executor:
         record: Likewise.
         loss_fn: Likewise.
         keep_outputs: Likewise; whether runs without backwards keep the last stage's outputs.
+        observed: Who is told of waits for other stages.
     """
 
     keep_outputs = True
@@ -120,6 +122,7 @@ class Executor:
             raise ValueError(f"{len(chunks)} stages for a rank that has {placement.chunks} chunks")
         self.rank, self.placement, self.loss_fn = world.index(own), placement, loss_fn
         self.batch_fn, self.record = batch_fn, record
+        self.observed = Observed()
         self._hooks, self._device = hooks or ExecutorHooks(), torch.device(device)
         self._autocast, self._own = autocast, own
         stages = [placement.stage_of(self.rank, chunk) for chunk in range(placement.chunks)]
@@ -208,14 +211,16 @@ class Executor:
                     self._record(result, order.instruction.__name__, started, None, 0)
         if not met:
             self._meet(result, micro_batches)
-        self._neighbours.end()
+        with self.observed.span("bubble"):
+            self._neighbours.end()
         return result
 
     def _meet(self, result: Run, micro_batches: int) -> bool:
         """All ranks have computed; what engines do then are collectives that know nothing of failures."""
         self._doing = "at the end of the batch"
         losses = None if self._losses is None else self._losses / micro_batches
-        result.loss = self._neighbours.share_loss(losses, micro_batches)
+        with self.observed.span("bubble"):
+            result.loss = self._neighbours.share_loss(losses, micro_batches)
         return True
 
     def _exchange(self, order: Order, feed: Feed) -> None:
@@ -237,7 +242,8 @@ class Executor:
         computation = Computation(kind, micro_batch, order.chunk, chunk.stage, order.last)
         self._doing = f"{_WORDS[kind]} of micro-batch {micro_batch} in stage {chunk.stage}"
         started = time.perf_counter()
-        needed = self._needed(kind, chunk, micro_batch, orders.training, feed)
+        with self.observed.span("bubble"):
+            needed = self._needed(kind, chunk, micro_batch, orders.training, feed)
         self._record(result, "wait", started, micro_batch, order.chunk)
         self._hooks.before(computation)
         started = time.perf_counter()
@@ -264,7 +270,9 @@ class Executor:
                 found = self._neighbours.gradients(stage, micro_batch)
             return put_together(found.tensors, found.structure)
         if stage == 0:
-            return feed.take(micro_batch, 0, stage)
+            inputs = feed.take(micro_batch, 0, stage)
+            self.observed.mark("batch", inputs)
+            return inputs
         parcel = self._activations.pop((stage - 1, micro_batch), None)
         if parcel is None:
             parcel = self._neighbours.activation(stage, micro_batch)

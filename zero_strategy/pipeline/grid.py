@@ -5,13 +5,17 @@ Attributes and methods are those of DeepSpeed's `PipelineParallelGrid`, an `mpu`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.groups import ProcessGroup, group_size, has_process_group, own_group
+from zero_strategy.distributed.tensor_parallel import mesh_of_group
 from zero_strategy.distributed.world import world_rank, world_size
 from zero_strategy.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class PipelineParallelGrid:
@@ -72,6 +76,7 @@ class PipelineParallelGrid:
         self.dp_proc_group = own_group(self.dp_groups) if makes else None
         self.slice_proc_group = own_group(self.model_groups) if makes else None
         everyone = own_group([range(ranks)], backend="gloo") if makes else None
+        self._tensor_mesh: DeviceMesh | None = None
         self._control = Communicator(everyone, CommunicationCounters())
         whole = makes and self.model_parallel_size > 1
         self.ds_model_proc_group = own_group(copies) if whole else self.pp_proc_group
@@ -198,6 +203,16 @@ class PipelineParallelGrid:
     def get_slice_parallel_world_size(self) -> int:
         """Number of slices."""
         return self.slice_parallel_size
+
+    def pipeline_id(self) -> int:
+        """Which pipeline this rank is in: copies have several each where layers are divided."""
+        return self.get_data_parallel_id() * self.slice_parallel_size + self.get_slice_parallel_rank()
+
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The ranks that have slices of the same layers, for `parallelize_module`; None without process groups."""
+        if self._tensor_mesh is None and self.slice_proc_group is not None:
+            self._tensor_mesh = mesh_of_group(self.slice_proc_group, self.slice_group)
+        return self._tensor_mesh
 
     def get_slice_parallel_group(self) -> ProcessGroup | None:
         """The ranks that have slices of the same layers."""

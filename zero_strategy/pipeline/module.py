@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,12 +21,16 @@ from zero_strategy.pipeline.building import BuiltLayer, NamedLayer, build_layers
 from zero_strategy.pipeline.grid import PipelineParallelGrid
 from zero_strategy.pipeline.layer_files import layer_path, layer_paths, layers_with_files, load_layers, save_layers
 from zero_strategy.pipeline.layer_weights import LayerProfile
+from zero_strategy.pipeline.parallel_layers import Parallelize, parallelize_layers
 from zero_strategy.pipeline.partition import uniform_bounds
 from zero_strategy.pipeline.placement import Placement, Shape
 from zero_strategy.pipeline.seeding import LayerSeeds, draw_seed
 from zero_strategy.pipeline.stages import divide
 from zero_strategy.pipeline.ties import Tie, own_ties, plan_ties
 from zero_strategy.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class PipelineModule(WholeBatches, nn.Module):
@@ -69,6 +73,9 @@ class PipelineModule(WholeBatches, nn.Module):
         profile: Of each layer, for "profile".
         profile_sample: An input of the first layer, for "profile": the first rank measures all layers with it.
         stage_bytes: For "profile": most bytes of a stage.
+        parallelize: Divides a layer in place among the ranks of the topology's axis "model", by torch's
+            `parallelize_module`: called with each of this rank's modules when it is built, its name in the whole model,
+            and their device mesh.
 
     Attributes:
         num_stages, chunks, placement: As above.
@@ -106,6 +113,7 @@ class PipelineModule(WholeBatches, nn.Module):
         profile: Sequence[LayerProfile] | None = None,
         profile_sample: Any = None,
         stage_bytes: int | None = None,
+        parallelize: Parallelize | None = None,
     ) -> None:
         super().__init__()
         named = name_layers(layers)
@@ -118,7 +126,7 @@ class PipelineModule(WholeBatches, nn.Module):
 
         self.loss_fn, self.dynamic_shape, self.checkpoint_parallel_write_pipeline = loss_fn, dynamic_shape, False
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
-        self._together = rank is None
+        self._together, self._parallelize = rank is None, parallelize
         self._seeds = self._make_seeds()
         self.parts = divide(
             named,
@@ -156,6 +164,8 @@ class PipelineModule(WholeBatches, nn.Module):
         control = self._grid.control()
         _check_same_model(control, self.describe())
         self._built = together(control, lambda: self._build_own([named[layer] for layer in self.local_layers], named))
+        if self._parallelize is not None and (mesh := self.tensor_mesh()) is not None:
+            parallelize_layers(self._built, self._parallelize, mesh)
         lengths = [stop - start for start, stop in bounds]
         starts = [sum(lengths[:chunk]) for chunk in range(self.chunks)]
         self._chunks = [self._built[start : start + length] for start, length in zip(starts, lengths)]
@@ -269,6 +279,10 @@ class PipelineModule(WholeBatches, nn.Module):
     def mpu(self) -> PipelineParallelGrid:
         """This rank's place, and its process groups."""
         return self._grid
+
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The device mesh of the ranks that divide this rank's layers; None without process groups."""
+        return self._grid.tensor_mesh()
 
     def num_pipeline_stages(self) -> int:
         """Ranks of a pipeline."""

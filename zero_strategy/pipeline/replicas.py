@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.pipeline.ties import Tie
+from zero_strategy.sharding.dtensors import held_by, like, local_gradient
 
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 
@@ -32,7 +33,8 @@ class Replica:
         name: In checkpoints.
         local_name: The first one here.
         tensor: What stands in the parameter's place: a leaf that takes gradients as it did.
-        total: Sum of its gradients since the last exchange, float32 or its own wider dtype; None: there was none.
+        total: Sum of its gradients since the last exchange (of a `DTensor`, of this rank's part), float32 or its own
+            wider dtype; None: there was none.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Replica:
     def collect(self, tensor: Tensor) -> None:
         """After a backward added to it: take its gradient over."""
         assert tensor.grad is not None
-        gradient, self.tensor.grad = tensor.grad, None
+        gradient, self.tensor.grad = local_gradient(self.tensor, tensor.grad), None
         if self.total is None:
             self.total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         else:
@@ -110,7 +112,7 @@ class TiedWeights:
                 summed = _sum(weight, total, reduce)
                 if tie.is_owner:
                     assert isinstance(weight, nn.Parameter)
-                    yield weight, summed
+                    yield weight, like(weight, summed)
             for replica in mine:
                 replica.total = None
 
@@ -152,13 +154,14 @@ class TiedWeights:
             owned = self._owned[number]
             with gathered(owned):
                 for weight in owned:
-                    tie.reduce.broadcast(weight.detach().contiguous(), _source(tie))
+                    tie.reduce.broadcast(held_by(weight).detach().contiguous(), _source(tie))
             self._versions[number] = _versions(owned)
         else:
             for replica in self.replicas[number]:
-                values = torch.empty_like(replica.tensor, memory_format=torch.contiguous_format)
+                held = held_by(replica.tensor)
+                values = torch.empty_like(held, memory_format=torch.contiguous_format)
                 tie.reduce.broadcast(values, _source(tie))
-                replica.tensor.copy_(values)
+                held.copy_(values)
 
     def forget_gradients(self) -> None:
         """Drop what replicas have collected."""
@@ -172,9 +175,11 @@ def _replace(
 ) -> Replica:
     """Put a plain tensor in the place of a parameter, wherever the module has it."""
     wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
-    tensor = torch.empty(weight.shape, dtype=wanted, device=device)
+    held = held_by(weight)
+    values = torch.empty(held.shape, dtype=wanted, device=device)
     if not weight.is_meta:
-        tensor.copy_(weight.detach())
+        values.copy_(held.detach())
+    tensor = like(weight, values)
     replica = Replica(name, local_name, tensor)
     if tensor.is_floating_point():  # what is frozen now may be trained later
         tensor.requires_grad_().register_post_accumulate_grad_hook(replica.collect)
@@ -199,8 +204,9 @@ def _versions(weights: Sequence[nn.Parameter]) -> list[int]:
 def _sum(weight: Tensor, total: Tensor | None, group: Communicator) -> Tensor:
     """The sum of the holders' gradients, in rank order; the owner's own are not in it."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    flat = torch.zeros(-(-weight.numel() // group.size) * group.size, dtype=dtype, device=weight.device)
+    held = held_by(weight)
+    flat = torch.zeros(-(-held.numel() // group.size) * group.size, dtype=dtype, device=weight.device)
     if total is not None:
-        flat[: weight.numel()] = total.reshape(-1)
+        flat[: held.numel()] = total.reshape(-1)
     group.all_reduce(flat)
-    return flat[: weight.numel()].view(weight.shape)
+    return flat[: held.numel()].view(held.shape)

@@ -22,6 +22,7 @@ from zero_strategy.distributed.groups import own_group
 from zero_strategy.pipeline.building import TIED, NamedLayer
 from zero_strategy.pipeline.grid import PipelineParallelGrid
 from zero_strategy.pipeline.specs import ModelLayer, TiedLayerSpec
+from zero_strategy.sharding.dtensors import held_by, like, local_gradient
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,10 @@ class Tie:
         if self.reduce is not None:
             for weight in self.weights.values():
                 if _has_values(weight):
-                    values = weight.detach().contiguous()
+                    held = held_by(weight).detach()
+                    values = held.contiguous()
                     self.reduce.broadcast(values, sorted(self.ranks).index(self.owner_rank))
-                    weight.detach().copy_(values)
+                    held.copy_(values)
 
     def reduce_gradients(self) -> None:
         """Add the holders' gradients up, in rank order; each has the sum then. A collective over the holders.
@@ -209,15 +211,16 @@ def _has_values(weight: nn.Parameter) -> bool:
 
 
 def _sum_gradient(weight: nn.Parameter, group: Communicator) -> None:
-    flat = torch.zeros(-(-weight.numel() // group.size) * group.size, dtype=_dtype(weight), device=weight.device)
-    if weight.grad is not None:
-        flat[: weight.numel()] = weight.grad.reshape(-1)
+    held, grad = held_by(weight), weight.grad
+    flat = torch.zeros(-(-held.numel() // group.size) * group.size, dtype=_dtype(weight), device=weight.device)
+    if grad is not None:
+        flat[: held.numel()] = local_gradient(weight, grad).reshape(-1)
     group.all_reduce(flat)
-    total: Tensor = flat[: weight.numel()].view_as(weight)
-    if weight.grad is None:
-        weight.grad = total.clone()
+    total: Tensor = flat[: held.numel()].view(held.shape)
+    if grad is None:
+        weight.grad = like(weight, total.clone())
     else:
-        weight.grad.copy_(total)
+        held_by(grad).copy_(total)
 
 
 def _dtype(weight: nn.Parameter) -> torch.dtype:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_strategy.sharding.dtensors import is_dtensor
+
 Structure = list[Any]
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -71,6 +73,11 @@ def describe(structure: Structure) -> str:
 
 def _apart(value: Any, tensors: list[Tensor], numbers: dict[int, int], place: str) -> Structure:
     if isinstance(value, Tensor):
+        if is_dtensor(value):
+            raise TypeError(
+                f"outputs{place} is a DTensor, which cannot be sent to another stage: let the last layer of a stage "
+                "return plain tensors (use_local_output=True of torch's parallel styles, or to_local())"
+            )
         if (number := numbers.get(id(value))) is None:
             number = numbers[id(value)] = len(tensors)
             tensors.append(value)

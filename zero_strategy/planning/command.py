@@ -105,6 +105,9 @@ def _add_offload(offload: Any) -> None:
     offload.add_argument("--optimizer-ratio", type=float, metavar="0.5", help="part of it that leaves the device")
     offload.add_argument("--offload-gradients", choices=tiers, help="reduced gradients; default: as the optimizer")
     offload.add_argument("--offload-parameters", choices=tiers, help="owned slices of parameters (stage 3)")
+    offload.add_argument(
+        "--resident", type=parse_size, metavar="4GB", help="of parameters and gradients in files, kept in host memory"
+    )
     offload.add_argument("--early-step", choices=("auto", "on", "off"), help="steps begin while backward goes on")
 
 

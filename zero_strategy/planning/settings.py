@@ -46,6 +46,7 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
         "ratio": options.optimizer_ratio,
         "gradients": options.offload_gradients,
         "parameters": options.offload_parameters,
+        "resident_bytes": options.resident,
         "early_step": options.early_step,
     }
     offload = replace(Offload.of(config.offload), **{key: value for key, value in given.items() if value is not None})

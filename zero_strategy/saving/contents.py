@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from zero_strategy.checkpoint import FileKind, LatePiece, Piece
 from zero_strategy.memory.chunked import OffloadedPart
 from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.saving.tensor_pieces import pieces_in_whole
 from zero_strategy.sharding import layout
+from zero_strategy.sharding.dtensors import held_by
 from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
@@ -150,18 +152,22 @@ def pieces_of(
     tables: Sequence[OptimizerTable],
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[FileKind, Piece | LatePiece]]:
-    """All that this rank writes: views of live memory, weights converted to `dtype`, and what is to be read first."""
+    """All that this rank writes: views of live memory, weights converted to `dtype`, and what is to be read first.
+
+    A collective of the tensor-parallel ranks if there are several.
+    """
     if engine.mesh.replicate.rank:  # the first replica writes for all
         return
     wanted = {name for name, _ in order}
     for bucket in engine.model.buckets:
-        for piece in bucket.slice_pieces:
+        for piece in _slice_pieces(bucket):
             if bucket.names[piece.index] in wanted:
-                yield "model", _weights_piece(bucket, piece, dtype)
-    if engine.mesh.rank == 0:
+                for found in _weights_pieces(engine, bucket, piece, dtype):
+                    yield "model", found
+    if engine.mesh.rank == 0 and engine.mesh.tensor.rank == 0:
         for name, tensor in order:
             if not isinstance(tensor, nn.Parameter):
-                flat = tensor.detach().contiguous().reshape(-1)
+                flat = held_by(tensor).detach().contiguous().reshape(-1)
                 yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, dtype)))
     for number, (states, table) in enumerate(zip(saved, tables, strict=True)):
         for kind, dtypes in table.kinds.items():
@@ -169,21 +175,35 @@ def pieces_of(
                 yield (str(number), kind), state
 
 
-def _weights_piece(bucket: ParameterBucket, piece: layout.Piece, dtype: torch.dtype | None) -> Piece | LatePiece:
+def _slice_pieces(bucket: ParameterBucket) -> Iterator[layout.Piece]:
+    """The parts of parameters in this rank's slice; of those whose rows are divided an empty one where none is there.
+
+    Other ranks may have some of theirs, and exchange rows.
+    """
+    found = {piece.index: piece for piece in bucket.slice_pieces}
+    for index, part in enumerate(bucket.parts):
+        if index in found:
+            yield found[index]
+        elif not part.is_one_range:
+            yield layout.Piece(index, 0, 0, 0)
+
+
+def _weights_pieces(
+    engine: ZeroEngine, bucket: ParameterBucket, piece: layout.Piece, dtype: torch.dtype | None
+) -> Iterator[Piece | LatePiece]:
     """A weight's slice as it is saved: from its master copy where that is finer and wanted."""
     stored = stored_dtype(bucket.dtype, dtype)
-    start, stop = piece.offset, piece.offset + piece.numel
     finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
-    lead = bucket.slice.start - bucket.owned.start
+    lead, at = bucket.slice.start - bucket.owned.start, piece.offset - piece.start
 
-    def load() -> Tensor:
+    def read(start: int, stop: int) -> Tensor:
+        start, stop = at + start, at + stop
         values = bucket.read_master(lead + start, lead + stop) if finer else bucket.read_shard(start, stop)
         return values.to(stored)
 
-    name = bucket.names[piece.index]
-    if (bucket.master_vector if finer else bucket.shard_vector) is None:
-        return Piece(name, piece.start, load())
-    return LatePiece(name, piece.start, piece.numel, stored, load)
+    late = (bucket.master_vector if finer else bucket.shard_vector) is not None
+    bounds, name = (piece.start, piece.stop), bucket.names[piece.index]
+    return pieces_in_whole(bucket.parts[piece.index], engine.mesh.tensor, name, bounds, stored, read, late=late)
 
 
 def _state_pieces(
@@ -191,23 +211,30 @@ def _state_pieces(
 ) -> Iterator[Piece | LatePiece]:
     for bucket in engine.model.buckets:
         lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
-        for piece in bucket.slice_pieces:
-            name = bucket.names[piece.index]
+        for piece in _slice_pieces(bucket):
+            name, part = bucket.names[piece.index], bucket.parts[piece.index]
             if name not in dtypes:
                 continue
-            vector, start = bucket.master_vector, lead + piece.offset
-            if kind != "master":
-                value = states[name][1][kind]
-                if not isinstance(value, OffloadedPart):
-                    flat = value.reshape(-1)
-                    yield Piece(name, piece.start, (flat[piece.start : piece.stop] if whole else flat).contiguous())
-                    continue
-                vector, start = value.vector, value.start + (piece.start if whole else 0)
-            if vector is None:
-                yield Piece(name, piece.start, bucket.read_master(start, start + piece.numel))
+            if kind == "master":
+                late = bucket.master_vector is not None
+                read = partial(_read_master, bucket, lead + piece.offset - piece.start)
             else:
-                load = partial(vector.read, start, start + piece.numel)
-                yield LatePiece(name, piece.start, piece.numel, vector.dtype, load)
+                late = engine.model.optimizer_store is not None
+                value = states[name][1][kind] if name in states else torch.empty(0, dtype=dtypes[name])
+                read = partial(_read_state, value, 0 if whole else -piece.start)
+            bounds = piece.start, piece.stop
+            yield from pieces_in_whole(part, engine.mesh.tensor, name, bounds, dtypes[name], read, late=late)
+
+
+def _read_master(bucket: ParameterBucket, lead: int, start: int, stop: int) -> Tensor:
+    return bucket.read_master(lead + start, lead + stop)
+
+
+def _read_state(value: Any, lead: int, start: int, stop: int) -> Tensor:
+    if isinstance(value, OffloadedPart):
+        return value.vector.read(value.start + lead + start, value.start + lead + stop)
+    flat: Tensor = value.reshape(-1)
+    return flat[lead + start : lead + stop].contiguous()
 
 
 def groups_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> list[dict[str, Any]]:

@@ -55,10 +55,12 @@ def own_digests(engine: ZeroEngine, names: Collection[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for bucket in engine.model.buckets:
         for piece in bucket.slice_pieces:
-            name = bucket.names[piece.index]
-            if name in names:
+            name, part = bucket.names[piece.index], bucket.parts[piece.index]
+            if name in names and part.counts:
                 values = bucket.read_shard(piece.offset, piece.offset + piece.numel)
-                found[name] = digest(values, piece.start)
+                spans = part.spans(piece.start, piece.stop)
+                parts = (digest(values[s.local - piece.start :][: s.stop - s.start], s.start) for s in spans)
+                found[name] = sum(parts) & _MASK
     return found
 
 

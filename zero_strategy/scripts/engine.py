@@ -162,7 +162,7 @@ class ScriptEngine:
             raise ValueError(f"backward() takes a loss of one element, not {_described(loss)}")
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
-        self.zero.check_loss(loss)
+        self.zero.check_loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
         averages = allreduce_gradients and not self._held_back and self.is_gradient_accumulation_boundary()
         with nullcontext() if averages else self.zero.no_sync():
             self.zero.scale_loss(loss).backward(retain_graph=retain_graph)

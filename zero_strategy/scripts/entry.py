@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from zero_strategy.config import ResolvedConfig, load_config, resolve
+from zero_strategy.config import ResolvedConfig, ZeroConfig, load_config, resolve
 from zero_strategy.config.batch import ACCUMULATION
 from zero_strategy.deferred import is_deferred
 from zero_strategy.distributed import world_size
@@ -25,6 +25,7 @@ from zero_strategy.scripts.named import make_optimizer, make_scheduler
 from zero_strategy.scripts.ownership import OptimizerGuard, check_scheduler_of
 from zero_strategy.scripts.pipeline import ScriptPipelineEngine
 from zero_strategy.scripts.settings import ScriptSettings, settings_of
+from zero_strategy.sharding.dtensors import tensor_ranks
 
 
 def initialize(
@@ -53,7 +54,8 @@ def initialize(
         training_data: A dataset with a length. None: no loader is made.
         lr_scheduler: An object with `step()` and state dicts, or a callable that makes one of the optimizer. None: the
             config's `scheduler`; without one there, none.
-        mpu: A model-parallel unit; its model-parallel world size must be 1. A pipeline has its own.
+        mpu: A model-parallel unit; its model-parallel world size must be 1, or that of the device mesh on which
+            `parallelize_module` has divided the model. A pipeline has its own.
         dist_init_required: None: start the process group if there is none. True: the same. False: leave it alone.
         collate_fn: Makes a batch of a list of samples.
         config: See `settings_of`: ours or DeepSpeed's keys, or a path.
@@ -85,7 +87,7 @@ def initialize(
     _check_sources(settings, optimizer, lr_scheduler)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        _move(model, device)
     zero = _zero_engine(model, settings, device)
     used = _optimizer(settings, model, optimizer, model_parameters)
     guard = None if used is None else OptimizerGuard(used)
@@ -111,9 +113,28 @@ def initialize(
 
 def _zero_engine(model: nn.Module, settings: ScriptSettings, device: torch.device) -> ZeroEngine:
     if isinstance(model, PipelineModule):
-        config = _of_pipeline(settings, model)
-        return PipelineEngine(model, config, compute_dtype=settings.compute_dtype, device=device)
-    return ZeroEngine(model, resolve(settings.zero, world_size()), compute_dtype=settings.compute_dtype, device=device)
+        resolved = _of_pipeline(settings, model)
+        return PipelineEngine(model, resolved, compute_dtype=settings.compute_dtype, device=device)
+    config = load_config(settings.zero)  # a copy
+    _take_tensor_ranks(config, _tensor_ranks(model), "the device mesh of the model's DTensors")
+    return ZeroEngine(model, resolve(config, world_size()), compute_dtype=settings.compute_dtype, device=device)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to its device; one that is there stays untouched, for torch would make its DTensors anew."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def _tensor_ranks(model: nn.Module) -> int:
+    """Among how many ranks `parallelize_module` has divided a model."""
+    return len(tensor_ranks(model) or [0])
+
+
+def _take_tensor_ranks(config: ZeroConfig, ways: int, source: str) -> None:
+    if config.mesh.tensor is None:
+        config.mesh.record("tensor", ways, f"derived: {source}")
 
 
 def _of_pipeline(settings: ScriptSettings, model: PipelineModule) -> ResolvedConfig:
@@ -130,6 +151,7 @@ def _of_pipeline(settings: ScriptSettings, model: PipelineModule) -> ResolvedCon
             f"{ACCUMULATION} {steps}, which are one number in a script; leave one of them out"
         )
     pipeline.record("micro_batches", steps, ACCUMULATION)
+    _take_tensor_ranks(config, model.mpu().slice_parallel_size, "the PipelineModule's topology")
     return resolve(config, world_size())
 
 
@@ -157,31 +179,34 @@ def _data_parallel_ranks(model: nn.Module, mpu: Any) -> int:
         TypeError, ValueError: If the `mpu` says something else.
     """
     if not isinstance(model, PipelineModule):
+        ways = _tensor_ranks(model)
         if mpu is not None:
-            _check_mpu(mpu)
-        return world_size()
+            _check_mpu(mpu, ways)
+        return max(1, world_size() // ways)
     if mpu not in (None, model.mpu()):
         raise ValueError("a PipelineModule says itself where ranks are: leave mpu out, and give the module a topology")
     return model.mpu().data_parallel_size
 
 
-def _check_mpu(mpu: Any) -> None:
+def _check_mpu(mpu: Any, ways: int) -> None:
     # The second is what Megatron has called it since it has had pipelines as well.
     names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
     name = next((name for name in names if hasattr(mpu, name)), None)
     if name is None:
         raise TypeError(f"mpu must have {names[0]}() or {names[1]}(), and {type(mpu).__name__} has neither")
     size = getattr(mpu, name)()
-    if size != 1:
+    if size != ways:
         raise ValueError(
-            f"mpu.{name}() is {size}: tensor parallelism is not done here; use one model-parallel rank and shard "
-            "parameters with stage 3"
+            f"mpu.{name}() is {size}, and the model's parameters are divided among {ways} rank(s): tensor parallelism "
+            "is that of torch's parallelize_module here, which makes them DTensors; else use one model-parallel rank "
+            "and shard parameters with stage 3"
         )
-    replicas = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else world_size()
-    if replicas != world_size():
+    copies = max(1, world_size() // ways)
+    replicas = mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else copies
+    if replicas != copies:
         raise ValueError(
-            f"mpu.get_data_parallel_world_size() is {replicas}, and there are {world_size()} ranks: all of them are "
-            "data-parallel here, unless the model is a PipelineModule"
+            f"mpu.get_data_parallel_world_size() is {replicas}, and there are {world_size()} ranks, of which {ways} "
+            "divide each layer: all others are data-parallel here, unless the model is a PipelineModule"
         )
 
 

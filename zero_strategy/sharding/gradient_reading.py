@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.sharding.assemble import assemble_segment
+from zero_strategy.sharding.dtensors import whole_of
 
 if TYPE_CHECKING:
     from zero_strategy.sharding.gradients import GradientBucket
@@ -37,7 +38,7 @@ def reader_of(gradients: GradientBucket, index: int) -> Callable[[], Tensor]:
 def read_gradient(gradients: GradientBucket, index: int) -> Tensor:
     """The gradient that `p.grad` stands for, in the parameter's dtype and shape, in memory of its own.
 
-    A collective where the parameter holds a reduced gradient and gradients are sharded.
+    A collective where the parameter holds a reduced gradient and gradients are sharded, or is a tensor-parallel one.
 
     Raises:
         RuntimeError: If it was removed since, or a backward is running.
@@ -62,4 +63,4 @@ def read_gradient(gradients: GradientBucket, index: int) -> Tensor:
         total = assemble_segment(bucket, index, gradients.reduced_part(index), gradients.dtype)
     if local is not None:
         total.add_(local.reshape(-1))
-    return total.to(bucket.dtype).view(segment.shape)
+    return whole_of(bucket.parameters[index], total.to(bucket.dtype).view(segment.shape))

@@ -27,6 +27,7 @@ from zero_strategy.distributed import PendingWork
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
 from zero_strategy.ops.arguments import FLOATS
 from zero_strategy.sharding.buffer_reuse import BufferReuse
+from zero_strategy.sharding.dtensors import held_by, like, local_gradient, local_values
 from zero_strategy.sharding.gradient_reading import reader_of
 from zero_strategy.sharding.handles import GradientHandle, unwritable
 from zero_strategy.sharding.layout import Piece
@@ -122,6 +123,7 @@ class GradientBucket:
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add this rank's `gradient` of parameter `index` to the local sum."""
         self.version += 1
+        gradient = local_gradient(self.bucket.parameters[index], gradient)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         # A parameter that fires after its bucket has left takes the next one; `local` may hold reduced ones by now.
@@ -141,9 +143,11 @@ class GradientBucket:
     def _buffer(self) -> Tensor:
         """A buffer for whole gradients, of which all is written before it is sent."""
         numel, device = self.bucket.layout.numel, self.bucket.device
-        buffer = None if self.reuse is None else self.reuse.take(numel, self.dtype, device)
-        if buffer is None:
+        if self.reuse is None:
             return torch.zeros(numel, dtype=self.dtype, device=device)
+        buffer = self.reuse.take(numel, self.dtype, device)
+        if buffer is None:
+            buffer = torch.empty(numel, dtype=self.dtype, device=device)
         end = 0
         for segment in self.bucket.layout.segments:  # what lies between parameters
             buffer[end : segment.offset].zero_()
@@ -300,23 +304,21 @@ class GradientBucket:
                 segment = self.bucket.layout.segments[index]
                 handle = self._handles.get(index)
                 place = whole.data_ptr() + segment.offset * whole.element_size()
-                if handle is None or isinstance(handle, GradientHandle) or handle.data_ptr() != place:
-                    self._handles[index] = whole[segment.offset : segment.stop].view(segment.shape)
+                if handle is None or isinstance(handle, GradientHandle) or held_by(handle).data_ptr() != place:
+                    view = whole[segment.offset : segment.stop].view(segment.shape)
+                    self._handles[index] = like(self.bucket.parameters[index], view)
                 return self._handles[index]
         if index not in self._handles or index not in self._versions:
-            shape = self.bucket.layout.segments[index].shape
+            shape = self.bucket.parts[index].shape
             # A tensor of its own per parameter, so that its version counter tells who was written to.
             poison = torch.full((1,), float("nan"), dtype=self.bucket.dtype, device=self.bucket.device)
-            plain = poison[0].expand(shape) if self._numel(index) else poison[:0].view(shape)
+            plain = poison[0].expand(shape) if math.prod(shape) else poison[:0].view(shape)
             self._poisons[index] = plain
             self._handles[index] = GradientHandle.of(
                 plain, self.bucket.names[index], self.bucket.placement.stage, reader_of(self, index)
             )
             self._versions[index] = plain._version
         return self._handles[index]
-
-    def _numel(self, index: int) -> int:
-        return self.bucket.layout.segments[index].numel
 
     @torch.no_grad()
     def sync_handles(self) -> None:
@@ -374,6 +376,7 @@ class GradientBucket:
         """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
         if isinstance(gradient, GradientHandle):
             self._refuse(index)
+        mine = local_values(self.bucket.parts[index], self.bucket.parameters[index], gradient.detach())
         self.version += 1
         self._drop(index)
         owned = self.bucket.owned
@@ -396,7 +399,7 @@ class GradientBucket:
             self._empty = False
         piece = self.bucket.piece_of.get(index)
         if piece is not None:
-            values = gradient.detach().reshape(-1)[piece.start : piece.stop]
+            values = mine.reshape(-1)[piece.start : piece.stop]
             if isinstance(target, OffloadedVector):
                 self._forget_powers()
                 target.write(piece.offset, values)
@@ -418,17 +421,19 @@ class GradientBucket:
         if gradient is None:
             return None
         if gradient is not self._handles.get(index):
-            return True if isinstance(gradient, GradientHandle) else gradient.detach().cpu()
+            if isinstance(gradient, GradientHandle):
+                return True
+            return local_values(self.bucket.parts[index], self.bucket.parameters[index], gradient.detach()).cpu()
         if index in self._versions:
             return self._poisons[index]._version == self._versions[index]
-        return bool(gradient.any())  # the gradient itself: zeros are zeros, whoever wrote them
+        return bool(held_by(gradient).any())  # the gradient itself: zeros are zeros, whoever wrote them
 
     @torch.no_grad()
     def follow_shown(self, shown: Sequence[bool | Tensor | None]) -> None:
         """Do to each `p.grad` what another rank's `shown()` says."""
         for parameter, how in zip(self.bucket.parameters, shown, strict=True):
             if isinstance(how, Tensor):
-                parameter.grad = how.to(device=parameter.device, dtype=parameter.dtype)
+                parameter.grad = like(parameter, how.to(device=parameter.device, dtype=parameter.dtype))
             elif how is None:
                 parameter.grad = None
             elif not how and parameter.grad is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
+from zero_strategy.sharding.dtensors import held_by, is_dtensor, like, part_of, recast
 from zero_strategy.sharding.units import UnitSpec
 
 
@@ -43,10 +46,10 @@ def materialize_unit(spec: UnitSpec, device: torch.device, *, initialise: bool =
                 "values: ZeroEngine(module, config, weights=CHECKPOINT)"
             )
         for parameter in mine.values():
-            real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, real)
+            values = torch.empty_like(held_by(parameter), device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(like(parameter, values), parameter.requires_grad))
         if initialise:
-            _initialise(module, [parameter for key, parameter in direct.items() if key not in mine])
+            _initialise(module, mine.keys())
 
 
 @torch.no_grad()
@@ -54,7 +57,10 @@ def move_unit(spec: UnitSpec, device: torch.device) -> None:
     """Bring a unit's parameters that have values to `device`, keeping their objects; the whole model may not fit."""
     for _, parameter in spec.parameters:
         if not parameter.is_meta and parameter.device != device:
-            parameter.data = parameter.data.to(device)
+            if is_dtensor(parameter):
+                recast(parameter, parameter.dtype, device)
+            else:
+                parameter.data = parameter.data.to(device)
 
 
 @torch.no_grad()
@@ -66,14 +72,29 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[key] = buffer.to(device)
 
 
-def _initialise(module: nn.Module, settled: list[nn.Parameter]) -> None:
-    """Call `reset_parameters` without a lasting effect on tied parameters that have their values already."""
+def _initialise(module: nn.Module, new: Collection[str]) -> None:
+    """Call `reset_parameters` with a lasting effect on the parameters `new` only: tied ones may have values already.
+
+    Where parameters are divided it sees whole ones, and each rank keeps its part: the values do not depend on the
+    number of parts.
+    """
+    direct = dict(module.named_parameters(recurse=False))
+    divided = {key: parameter for key, parameter in direct.items() if is_dtensor(parameter)}
+    settled = [parameter for key, parameter in direct.items() if key not in new and key not in divided]
     values = [parameter.data for parameter in settled]
     for parameter in settled:
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    for key, parameter in divided.items():
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        module._parameters[key] = nn.Parameter(whole, parameter.requires_grad)
     try:
         module.reset_parameters()  # type: ignore[operator]
+        for key in divided.keys() & new:
+            made = module._parameters[key]
+            assert made is not None
+            held_by(divided[key]).copy_(part_of(divided[key]).of_whole(made.data))
     finally:
+        module._parameters.update(divided)
         for parameter, value in zip(settled, values, strict=True):
             parameter.data = value
 

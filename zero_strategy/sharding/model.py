@@ -15,6 +15,8 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore, VectorSpec
+from zero_strategy.progress import each
+from zero_strategy.sharding.dtensors import check_placement, held_by, is_dtensor, tensor_ranks
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket, gradients_name
 from zero_strategy.sharding.grouping import LOW_PRECISION, gradient_dtypes, group_parameters
@@ -74,6 +76,7 @@ class ShardedModel:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         self._gradient_store = gradient_store
         _check_module(module)
+        _check_tensor_ranks(module, mesh)
         _check_precision(config, compute_dtype)
         self.device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
@@ -83,14 +86,15 @@ class ShardedModel:
         check_unsharded(module.parameters())
         _check_same_on_all_ranks(module, mesh)
         self.optimizers: list[ShardedOptimizer] = []
-        self.norm_groups: list[Communicator] = [mesh.shard_control]
+        self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor]
         if device is not None:
             move_buffers(module, device)
         specs = find_units(
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
         self._reserve(specs)
-        self.units = [self._build_unit(spec, initialise, partly) for spec in specs]
+        units = each("building units", specs, mesh.team.rank)
+        self.units = [self._build_unit(spec, initialise, partly) for spec in units]
         register(module.parameters(), self)
         self._share_buffers()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
@@ -129,7 +133,7 @@ class ShardedModel:
         wanted: dict[ChunkStore, dict[str, VectorSpec]] = {}
         replicas = self.mesh.world_size // self.mesh.shard_size
         for dtype, named in (bucket for spec in specs for bucket in self._buckets_of(spec)):
-            shapes = [(name, tuple(parameter.shape)) for name, parameter in named]
+            shapes = [(name, tuple(held_by(parameter).shape)) for name, parameter in named]
             layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas)
             first, trainable = named[0][0], named[0][1].requires_grad
             if self._parameter_store is not None:
@@ -179,10 +183,15 @@ class ShardedModel:
     @torch.no_grad()
     def _share_buffers(self) -> None:
         """Start from rank 0's buffers, as from its parameters."""
-        for buffer in self.module.buffers():
+        for held in self.module.buffers():
+            buffer = held_by(held)
             if buffer.is_meta:
                 continue
             values = buffer.clone(memory_format=torch.contiguous_format)
+            if self.mesh.tensor.size > 1:
+                shared = values.cpu()
+                self.mesh.tensor.broadcast(shared, 0)
+                values.copy_(shared)
             self.mesh.gather.broadcast(values, 0)
             self.mesh.replicate.broadcast(values, 0)
             if not torch.equal(buffer, values):
@@ -283,7 +292,7 @@ def _check_precision(config: ZeroConfig, compute_dtype: torch.dtype | None) -> N
 
 def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
     mine = [
-        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}{_placed(p)}"
         for name, p in module.named_parameters()
     ]
     if len(set(mesh.control.gather_objects(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) == 1:
@@ -299,14 +308,28 @@ def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
 
 
 def _check_module(module: nn.Module) -> None:
-    from torch.distributed.tensor import DTensor
-
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run one forward before sharding")
-        if isinstance(parameter, DTensor):
-            raise ValueError(f"parameter {name!r} is a DTensor: tensor-parallel models are not supported yet")
+        check_placement(name, parameter)
         if parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex: train its real and imaginary parts as real parameters")
         if parameter.device.type == "mps":
             raise ValueError(f"parameter {name!r} is on MPS, which has no collectives; use the CPU or CUDA")
+
+
+def _check_tensor_ranks(module: nn.Module, mesh: Mesh) -> None:
+    ranks = tensor_ranks(module)
+    if ranks is not None and len(ranks) != mesh.tensor.size:
+        raise ValueError(
+            f"the module's parameters are divided among {len(ranks)} tensor-parallel rank(s), but mesh.tensor is "
+            f"{mesh.tensor.size}: call parallelize_module before the engine is made, and give mesh.tensor the size of "
+            "its device mesh"
+        )
+    for name, buffer in module.named_buffers():
+        if held_by(buffer).shape != buffer.shape:
+            raise ValueError(f"buffer {name!r} is divided among tensor-parallel ranks; accepted: Replicate()")
+
+
+def _placed(parameter: nn.Parameter) -> str:
+    return f", {parameter.placements}" if is_dtensor(parameter) else ""  # type: ignore[attr-defined]

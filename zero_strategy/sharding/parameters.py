@@ -1,8 +1,8 @@
 """The parameters of one bucket: whole, sliced, released, and their fp32 master copy.
 
-`nn.Parameter` objects are never replaced and never change their shape. Their `.data` points into the bucket's flat
-buffer, or, while the bucket is released (stage 3), at a poison: one NaN expanded to the logical shape, 4 bytes that
-read as NaN.
+`nn.Parameter` objects are never replaced and never change their shape. Their `.data` (of a tensor-parallel one, that of
+the tensor it holds) points into the bucket's flat buffer, or, while the bucket is released (stage 3), at a poison: one
+NaN expanded to the logical shape, 4 bytes that read as NaN.
 
 What autograd saves for backward are views of the flat buffer, so a release empties the *storage* and a later gather
 refills the same storage object; nothing that autograd holds goes stale.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero_strategy.distributed import Mesh, PendingWork
 from zero_strategy.memory.chunked import ChunkStore, OffloadedVector, VectorSpec
+from zero_strategy.sharding.dtensors import held_by, local_values, part_of, recast
 from zero_strategy.sharding.grouping import LOW_PRECISION
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
 from zero_strategy.sharding.placement import Placement
@@ -40,7 +41,9 @@ class ParameterBucket:
 
     Attributes:
         parameters: The parameter objects, in bucket order.
-        layout: Where each lies.
+        parts: What this rank has of each: all of it, but for tensor-parallel ones.
+        tensors: What holds these values: the parameters themselves, or what lies in those that are `DTensor`s.
+        layout: Where each part lies.
         owned: First and one-past-last bucket element whose optimizer state this rank holds.
         pieces: The parts of parameters inside `owned`.
         slice_pieces: The parts of parameters inside `slice`; offsets count from its start.
@@ -76,7 +79,9 @@ class ParameterBucket:
         self.shard_vector: OffloadedVector | None = None
         self.shard: Tensor
         self.master_vector: OffloadedVector | None = None
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in named_parameters]
+        self.parts = [part_of(parameter, mesh.tensor.rank) for parameter in self.parameters]
+        self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
+        shapes = [(name, part.local_shape) for name, part in zip(self.names, self.parts, strict=True)]
         self.layout: BucketLayout = build_layout(shapes, dtype.itemsize, mesh.shard_size, self._replicas)
         self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
         self.owned = self.slice if placement.shard_optimizer else slice(0, self.layout.numel)
@@ -92,8 +97,8 @@ class ParameterBucket:
         ]
         self._pending: PendingWork | None = None
         self.gathered = True
-        self._versions = [parameter._version for parameter in self.parameters]
         self._fill(blank)
+        self._versions = self._present_versions()
 
     @property
     def _replicas(self) -> int:
@@ -166,24 +171,44 @@ class ParameterBucket:
             self.shard = self.flat[self.slice]
             if self.placement.shard_parameters:
                 self._keep_shard(None)
-            self._point_at_flat()
+            self._take_over()
             self.master = self._unmastered()
             if self.trainable:
                 self.make_master()
             return
         source = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
-        for parameter, segment in zip(self.parameters, self.layout.segments, strict=True):
-            source[segment.offset : segment.stop].copy_(parameter.detach().reshape(-1))
+        for tensor, segment in zip(self.tensors, self.layout.segments, strict=True):
+            source[segment.offset : segment.stop].copy_(tensor.detach().reshape(-1))
+        self._share_copies(source)
         self.mesh.gather.broadcast(source, 0, self.names)
         self.mesh.replicate.broadcast(source, 0, self.names)
         self.flat = source.to(self.dtype)
         self.shard = self.flat[self.slice]
         if self.placement.shard_parameters:
             self._keep_shard(self.shard)
-        self._point_at_flat()
+        self._take_over()
         self.master = self._unmastered()
         if self.trainable:
             self.make_master(source[self.owned])
+
+    def _share_copies(self, source: Tensor) -> None:
+        """Parameters that all tensor-parallel ranks hold whole start from the values of the first of these."""
+        if self.mesh.tensor.size == 1:
+            return
+        pairs = zip(self.parts, self.layout.segments, strict=True)
+        places = [source[segment.offset : segment.stop] for part, segment in pairs if part.dim is None]
+        if places:
+            values = torch.cat(places).cpu()
+            self.mesh.tensor.broadcast(values, 0)
+            for place, value in zip(places, values.split([place.numel() for place in places]), strict=True):
+                place.copy_(value)
+
+    def _take_over(self) -> None:
+        """From now on the parameters have their dtype and their place in the bucket."""
+        for parameter in self.parameters:
+            recast(parameter, self.dtype, self.device)
+        self.tensors = [held_by(parameter) for parameter in self.parameters]
+        self._point_at_flat()
 
     @torch.no_grad()
     def make_master(self, values: Tensor | None = None) -> None:
@@ -270,8 +295,8 @@ class ParameterBucket:
         self.finish_gather()
         if self.gathered:
             with _plain_mode():
-                for parameter, poison in zip(self.parameters, self._poison_views, strict=True):
-                    parameter.data = poison
+                for tensor, poison in zip(self.tensors, self._poison_views, strict=True):
+                    tensor.data = poison
                 self.flat.untyped_storage().resize_(0)
             self.gathered = False
 
@@ -327,15 +352,16 @@ class ParameterBucket:
 
     @torch.no_grad()
     def set_master(self, index: int, value: Tensor) -> None:
-        """Set the owned part of the master copy of parameter `index` from a whole value."""
+        """Set the owned part of the master copy of parameter `index` from a whole value, or a `DTensor`."""
         piece = self.piece_of.get(index)
+        mine = local_values(self.parts[index], self.parameters[index], value.detach())
         if piece is not None:
-            self.write_master(piece.offset, value.detach().reshape(-1)[piece.start : piece.stop])
+            self.write_master(piece.offset, mine.reshape(-1)[piece.start : piece.stop])
 
     @torch.no_grad()
     def follow_edits(self) -> None:
         """Carry what the user wrote into whole parameters in place over to their master copy."""
-        versions = [parameter._version for parameter in self.parameters]
+        versions = self._present_versions()
         if versions == self._versions or self.placement.shard_parameters:
             return
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
@@ -346,7 +372,12 @@ class ParameterBucket:
 
     def note_versions(self) -> None:
         """What was written to whole parameters so far is in their master copy already."""
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = self._present_versions()
+
+    def _present_versions(self) -> list[tuple[int, int]]:
+        """Writes to a parameter count there; those to what a `DTensor` holds, which `to_local()` shows, in that."""
+        pairs = zip(self.parameters, self.tensors, strict=True)
+        return [(parameter._version, tensor._version) for parameter, tensor in pairs]
 
     def segment_view(self, index: int) -> Tensor:
         """Parameter `index` as a shaped view of the flat buffer."""
@@ -396,8 +427,8 @@ class ParameterBucket:
         return self.master.numel() * self.master.element_size() if self.has_master else 0
 
     def _point_at_flat(self) -> None:
-        for index, parameter in enumerate(self.parameters):
-            parameter.data = self.segment_view(index)
+        for index, tensor in enumerate(self.tensors):
+            tensor.data = self.segment_view(index)
 
 
 def weights_name(first: str) -> str:

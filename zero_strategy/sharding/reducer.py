@@ -25,6 +25,7 @@ from torch.autograd import Variable
 
 from zero_strategy.distributed import Mesh
 from zero_strategy.sharding.buffer_reuse import BufferReuse
+from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.gatherer import InertHook, ParameterGatherer
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -99,6 +100,8 @@ class GradientReducer:
         """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
         self.watchers: list[ReductionWatcher] = []
+        self.before_backward: list[Callable[[], None]] = []
+        """Called when a backward begins that will reduce gradients."""
         self._sync = True
         self._joined = self._paused = False
         self._began = False
@@ -250,6 +253,8 @@ class GradientReducer:
 
     def _tell_begin(self) -> None:
         if self._reduces:
+            for call in self.before_backward:
+                call()
             for watcher in self.watchers:
                 watcher.backward_begins()
 
@@ -317,6 +322,7 @@ class GradientReducer:
             self.buckets[number].resume(index)
         if not self._joined:
             self._finish_backward()
+            self.mesh.observed.mark("backward over")
 
     def _finish_backward(self) -> None:
         if self._reduces:
@@ -470,7 +476,7 @@ class GradientReducer:
 
         Args:
             parameter: A trainable one of the buckets.
-            gradient: Of its shape; any floating-point dtype.
+            gradient: Of its shape, whole or a `DTensor`; any floating-point dtype.
 
         Raises:
             RuntimeError: If the last backward did not finish.
@@ -481,7 +487,8 @@ class GradientReducer:
                 if known is parameter:
                     bucket.bucket.make_master()
                     bucket.begin()
-                    bucket.accumulate(index, gradient)
+                    mine = local_values(bucket.bucket.parts[index], parameter, gradient)
+                    bucket.accumulate(index, mine)
                     bucket.show(index)
                     self._unreduced = True
                     return

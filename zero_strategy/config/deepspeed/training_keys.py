@@ -32,13 +32,15 @@ _BESIDE = "reads and writes always run beside the update"
 _DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half")
 
 _DEVICES = ("none", "cpu", "nvme")
+MAX_IN_CPU = 10**9
+"""Elements of parameters that stay in host memory by default where their place is a drive."""
 _PARAM_OFFLOAD = Group(
     {
         "device": translated(_DEVICES, "none", "offload.parameters", auto=True),
         "nvme_path": translated(TEXT, None, "offload.nvme_path", auto=True),
         "buffer_count": unneeded(INT, 5, _STAGING),
         "buffer_size": unneeded(INT, 10**8, _STAGING),
-        "max_in_cpu": unneeded(INT, 10**9, _STAGING),
+        "max_in_cpu": translated(INT, MAX_IN_CPU, "offload.resident_bytes", "its elements, in bytes"),
         "pin_memory": unneeded(BOOL, True, _PINNED),
     },
     switch="device",

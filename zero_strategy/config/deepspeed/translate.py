@@ -14,6 +14,7 @@ from .classify import AUTO, KeyReport
 from .keys import REJECTED, TRANSLATED
 from .named import Named, Refusal, read_optimizer, read_scheduler
 from .runtime_keys import DEFAULTS_VERSION
+from .training_keys import MAX_IN_CPU
 
 DEFAULT_ORIGIN = f"default of DeepSpeed {DEFAULTS_VERSION}"
 _NEVER = 2**62
@@ -159,6 +160,10 @@ class Translation:
             if not 0.0 <= ratio <= 1.0:
                 raise ValueError(f"{key} is {ratio:g}{from_origin(self.origin)}; accepted: 0 to 1")
             made["offload.optimizer_ratio"] = Setting(float(ratio), self.from_key(key))
+        if "offload.parameters" in made and made["offload.parameters"].value == "nvme":
+            key = f"{_ZERO}offload_param.max_in_cpu"
+            itemsize = 4 if self.precision().value == "fp32" else 2
+            made["offload.resident_bytes"] = Setting(self.value(key, MAX_IN_CPU) * itemsize, self.from_key(key))
         if paths:
             made["offload.nvme_path"] = Setting(list(paths), next(iter(paths.values())))
         return made

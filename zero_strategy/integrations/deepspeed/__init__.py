@@ -14,7 +14,8 @@
 | `checkpoint`: `DeepSpeedCheckpoint`, `ZeROCheckpoint`, `model_3d_desc`, `reshape_meg_2d_parallel`, ... | the same |
 | `checkpoint.ds_to_universal.main` | the same |
 | `checkpointing`: `configure`, `checkpoint`, `reset`, `CudaRNGStatesTracker`, ... | the same |
-| `runtime.activation_checkpointing.checkpointing`; `runtime.utils.set_random_seed` | the same |
+| `runtime.activation_checkpointing.checkpointing` | the same |
+| `runtime.utils`: `clip_grad_norm_`, `see_memory_usage`, `set_random_seed`, ... | the same |
 | `runtime.state_dict_factory`: `SDLoaderFactory`, `MegatronSDLoader` | the same |
 | `PipelineModule`; `pipe`: `LayerSpec`, `TiedLayerSpec`, `ProcessTopology`, ... | the same |
 | `runtime.pipe`: `module`, `topology`, `schedule`, `engine.PipelineEngine` | the same |

@@ -1,7 +1,7 @@
 """Parts of DeepSpeed that this version does not have: their module paths are there, and say so by name.
 
 A module of that path has `__getattr__ = absent(__name__)`, so that `from ...deepspeed.runtime.utils import
-see_memory_usage` is an ImportError that names the function and the way out.
+CheckOverflow` is an ImportError that names the class and the way out.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ _HERE = __name__.rpartition(".")[0]
 
 _REASONS = MappingProxyType(
     {
-        "runtime.swap_tensor": "state outside of device memory (offloading) is not part of this version; leave it out",
+        "runtime.swap_tensor": (
+            "its swappers are not part of this version; the engine moves parameters, gradients and optimizer states by "
+            "itself where 'offload_param' or 'offload_optimizer' in the config says so"
+        ),
         "runtime.utils": (
-            "this helper of DeepSpeed's is not part of this version; a script finds norms in "
-            "engine.get_global_grad_norm(), and clips by 'gradient_clipping' in its config"
+            "this helper of DeepSpeed's is not part of this version; the documented ones are here (norms, clipping, "
+            "memory), and what an engine needs besides it does itself"
         ),
     }
 )

@@ -1,0 +1,166 @@
+"""`verify` as a user calls it: the command, a function, the strategies; what a factory may return, and must not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.diagnostics import subjects
+from tests.launcher import Launcher
+from zero_strategy.cli import main
+from zero_strategy.diagnostics.verify import verify
+from zero_strategy.diagnostics.verify_report import VerifyReport
+from zero_strategy.diagnostics.verify_subject import load_factory, make_subject, place_of
+
+FILE = str(Path(subjects.__file__).resolve())
+SMALL = {"stage": 3, "units": {"min_numel": 0}}
+
+
+def test_the_command_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["verify", f"{FILE}:tiny", "--strategy", "zero3_offload", "--ranks", "2", "--steps", "2", "--clip", "0.5"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "stage 3 on 2 rank(s)" in said and "PASSED: 2 step(s)" in said and "clipped gradient" in said
+
+
+def test_the_command_fails_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{FILE}:changing", "--stage", "2", "--ranks", "1", "--steps", "1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["passed"] and found["stage"] == 2 and found["ranks"] == 1
+    first = found["differences"][0]
+    assert (first["phase"], first["name"], first["step"]) == ("start", "position", -1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "write path.py:function or package.module:function"),
+        (["nothing.py:factory"], "there is no file"),
+        ([f"{FILE}:tiny", "--strategy", "zero9"], "unknown strategy name 'zero9'"),
+        ([f"{FILE}:tiny", "--steps", "0"], "steps is 0; accepted: 1 or more"),
+        ([f"{FILE}:tiny", "--ranks", "0"], "ranks is 0; accepted: 1 or more"),
+    ],
+)
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(["verify", "--help"])
+    assert info.value.code == 0 and "Exit status: 0" in capsys.readouterr().out
+
+
+def test_one_process_is_enough() -> None:
+    state = torch.get_rng_state()
+    report = verify(subjects.tiny, SMALL, ranks=1, steps=2, accumulation=2, compute_dtype=torch.bfloat16)
+    assert report.passed and report.ranks == 1, report
+    assert torch.equal(torch.get_rng_state(), state)
+    report.raise_if_failed()
+
+
+def test_the_strategies() -> None:
+    pytest.importorskip("lightning")
+    from zero_strategy.integrations.fabric import ZeroStrategy as FabricStrategy
+    from zero_strategy.integrations.lightning import ZeroStrategy
+
+    for strategy in (ZeroStrategy(stage=2), FabricStrategy(stage=3, units={"min_numel": 0})):
+        report = strategy.verify(subjects.tiny, ranks=1, steps=1)
+        assert report.passed and report.stage == strategy.config.stage
+
+
+def accelerated() -> VerifyReport:
+    from tests.integrations.accelerate_face.training import fresh_state
+    from zero_strategy.integrations.accelerate import ZeroAccelerator
+
+    with fresh_state():
+        accelerator = ZeroAccelerator(zero_config=SMALL, gradient_accumulation_steps=2, mixed_precision="bf16")
+        return accelerator.verify(subjects.tiny, steps=1)
+
+
+def test_the_accelerator(ranks: Launcher) -> None:
+    pytest.importorskip("accelerate")
+    first, second = ranks(2)(accelerated)
+    assert first == second and first.passed and first.ranks == 2
+    assert next(phase.compared for phase in first.phases if phase.phase == "loss") == 2
+
+
+def test_a_lightning_module() -> None:
+    pytest.importorskip("lightning")
+    report = verify(lightning_module, SMALL, ranks=1, steps=2)
+    assert report.passed and report.phases[1].phase == "loss", report
+    assert report.phases[0].compared == 19, "the net of configure_model, and a bias"
+    with pytest.raises(ValueError, match=r"asks its Trainer, and here is none: let the factory return \(model, "):
+        verify(lightning_module_with_a_schedule, SMALL, ranks=1)
+
+
+def lightning_module_with_a_schedule() -> Any:
+    module, data = lightning_module()
+    module.configure_optimizers = lambda: module.trainer.estimated_stepping_batches
+    return module, data
+
+
+def lightning_module() -> Any:
+    import lightning.pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(()))
+
+        def configure_model(self) -> None:
+            self.net = subjects.Tiny()
+
+        def training_step(self, batch: torch.Tensor, index: int) -> Any:
+            loss = subjects.loss_of(self.net, batch) + self.bias**2
+            self.log("loss", loss)
+            return {"loss": loss}
+
+        def configure_optimizers(self) -> Any:
+            optimizer = subjects.optimizer_of(self)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+    data = torch.randint(0, subjects.WORDS, (8, subjects.LENGTH + 1))
+    return Module(), torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+
+
+def shared() -> Any:
+    return _MODEL, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2)], lambda m, x: m(x).sum()
+
+
+_MODEL = nn.Linear(2, 1)
+
+
+def test_what_a_factory_must_not_return() -> None:
+    model, optimizer, batches, loss = subjects.tiny()
+    wrong: list[tuple[Any, str]] = [
+        (model, "the factory returned a Tiny"),
+        ((model, optimizer), "the factory returned a tuple of 2"),
+        ((loss, optimizer, batches, loss), "the factory's model is a function"),
+        ((model, optimizer(model), batches, loss), "the factory's optimizer is a AdamW"),
+        ((model, optimizer, [], loss), "batches are empty"),
+        ((model, optimizer, batches[0], loss), "batches are a Tensor"),
+        ({"model": model}, "keys \\['model'\\]"),
+    ]
+    for value, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            make_subject(lambda value=value: value, 0, 4)  # type: ignore[misc]
+    mapping = {"model": model, "optimizer": optimizer, "batches": iter(batches), "loss": loss}
+    assert len(make_subject(lambda: mapping, 0, 4).batches) == 4
+    with pytest.raises(ValueError, match="one model twice"):
+        verify(shared, {"stage": 2}, ranks=1)
+    with pytest.raises(ValueError, match=r"pipeline.stages is 2"):
+        verify(subjects.tiny, {"pipeline": {"stages": 2}}, ranks=1)
+    with pytest.raises(ValueError, match="float16 needs a loss scale"):
+        verify(subjects.tiny, SMALL, compute_dtype=torch.float16)
+    with pytest.raises(ValueError, match="at the top of a module"):
+        place_of(lambda: None)
+    assert load_factory(place_of(subjects.tiny)) is subjects.tiny
+    with pytest.raises(ValueError, match="has no 'absent'"):
+        load_factory(f"{FILE}:absent")

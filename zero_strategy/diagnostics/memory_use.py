@@ -1,0 +1,131 @@
+"""Memory of the device and the host at one moment, as a line in the log: `see_memory_usage`.
+
+What of it belongs to an engine, buffer by buffer, is in its ledger (`ZeroEngine.ledger()`).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero_strategy.distributed.world import world_rank
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes. None: there is no such thing here.
+
+    Attributes:
+        allocated: Of tensors on the current CUDA device.
+        max_allocated: The most of it since the last `see_memory_usage` or reset.
+        reserved: What torch's allocator has taken from the device (its cache included).
+        max_reserved: The most of it.
+        resident: Host memory that this process occupies.
+        virtual: Its address space.
+        host_used: Host memory of all processes that cannot be had.
+        host_total: All there is.
+    """
+
+    allocated: int | None
+    max_allocated: int | None
+    reserved: int | None
+    max_reserved: int | None
+    resident: int | None
+    virtual: int | None
+    host_used: int | None
+    host_total: int | None
+
+    @classmethod
+    def now(cls, root: Path = Path("/")) -> MemoryUse:
+        """At this moment.
+
+        Args:
+            root: Where `proc` is.
+        """
+        has_device = torch.cuda.is_available()
+        return cls(
+            torch.cuda.memory_allocated() if has_device else None,
+            torch.cuda.max_memory_allocated() if has_device else None,
+            torch.cuda.memory_reserved() if has_device else None,
+            torch.cuda.max_memory_reserved() if has_device else None,
+            *_process(root),
+            *_host(root),
+        )
+
+    def lines(self) -> list[str]:
+        """For people: the device's, then the host's."""
+        host = f"host memory: process {_gib(self.resident)} resident, {_gib(self.virtual)} virtual"
+        if self.host_used is not None and self.host_total:
+            percent = 100 * self.host_used / self.host_total
+            host += f"; all processes {_gib(self.host_used)} of {_gib(self.host_total)} ({percent:.1f} %)"
+        if self.allocated is None:
+            return ["device memory: no CUDA device", host]
+        return [
+            f"device memory: allocated {_gib(self.allocated)}, at most {_gib(self.max_allocated)}; "
+            f"cached {_gib(self.reserved)}, at most {_gib(self.max_reserved)}",
+            host,
+        ]
+
+
+def see_memory_usage(message: str, force: bool = False, *, rank: int | None = 0) -> None:
+    """Log memory of the device and the host (this module's logger, INFO), and begin with new peaks.
+
+    Args:
+        message: What it is about.
+        force: Collect garbage before, and give the allocator's cache back to the device.
+        rank: The global rank that logs; None: all of them. Garbage is collected on every rank.
+    """
+    if force:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if rank is None or world_rank() == rank:
+        logger.info("%s | %s", message, " | ".join(MemoryUse.now().lines()))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def get_ma_status() -> int:
+    """Bytes of tensors on the current CUDA device; 0 without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def get_autocast_status() -> dict[str, torch.dtype]:
+    """Kinds of devices whose operations run in mixed precision here, and the lower dtype that they use."""
+    kinds = ("cpu", "cuda")
+    return {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+
+
+def _gib(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / _GIB:.2f} GiB"
+
+
+def _process(root: Path) -> tuple[int | None, int | None]:
+    """Resident and virtual bytes of this process."""
+    try:
+        pages = (root / "proc/self/statm").read_text().split()
+    except OSError:  # not Linux
+        return None, None
+    size = os.sysconf("SC_PAGE_SIZE")
+    return int(pages[1]) * size, int(pages[0]) * size
+
+
+def _host(root: Path) -> tuple[int | None, int | None]:
+    """Bytes of host memory that cannot be had, and all of it."""
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return None, None
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in text.splitlines() if line.endswith("kB")}
+    if "MemTotal" not in kib or "MemAvailable" not in kib:
+        return None, None
+    return 1024 * (kib["MemTotal"] - kib["MemAvailable"]), 1024 * kib["MemTotal"]

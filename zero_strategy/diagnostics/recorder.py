@@ -1,0 +1,346 @@
+"""Listens to an engine and writes down where the time and the memory of its steps go.
+
+    recorder = record(engine)       # what `diagnostics.run_dir` does for every face
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from zero_strategy.config import DiagnosticsConfig
+from zero_strategy.diagnostics.facts import facts_of
+from zero_strategy.diagnostics.forward_hooks import watch_forwards
+from zero_strategy.diagnostics.intervals import Intervals
+from zero_strategy.diagnostics.memory_sample import sample_memory
+from zero_strategy.diagnostics.run_files import Interval, RunWriter
+from zero_strategy.diagnostics.step_clock import DeviceClock, HostClock, Part, StepClock
+from zero_strategy.diagnostics.step_record import StepRecord
+from zero_strategy.diagnostics.traffic import Flow, Moved, Traffic
+from zero_strategy.diagnostics.work import FlopMeter, amount, peak_operations
+from zero_strategy.observing import Mark, Span, Transfer
+
+if TYPE_CHECKING:
+    from zero_strategy.engine import ZeroEngine
+
+_PARTS: dict[Span, Part] = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "control": "control",
+    "fetch": "copies",
+    "copy": "copies",
+    "disk": "disk",
+    "compute": "compute",
+    "bubble": "pipeline_bubble",
+    "clip": "optimizer",
+    "save": "checkpoint",
+    "load": "checkpoint",
+    "evaluation": "evaluation",
+}
+
+
+def record(engine: ZeroEngine, settings: DiagnosticsConfig | None = None) -> StepRecorder:
+    """Begin to record an engine's steps.
+
+    Args:
+        engine: The engine.
+        settings: Default: those of its config.
+
+    Raises:
+        ValueError: If no directory is named, or somebody observes the engine already.
+        OSError: If the directory cannot be written to.
+    """
+    settings = engine.config.config.diagnostics if settings is None else settings
+    if not settings.run_dir:
+        raise ValueError("diagnostics.run_dir is empty: name a directory for what is recorded")
+    if engine.observed.observer is not None:
+        raise ValueError("this engine is observed already; one recorder is enough, close() it before another")
+    recorder = StepRecorder(engine, settings)
+    engine.observed.observer = recorder
+    return recorder
+
+
+class _Lap(NamedTuple):
+    """What was measured of a step."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    flows: dict[str, Flow]
+    intervals: list[Interval]
+
+
+class StepRecorder:
+    """The observer of one engine; see `observing.Observer`.
+
+    Args:
+        engine: The engine.
+        settings: What to record.
+
+    Attributes:
+        last: The step that was recorded last.
+    """
+
+    def __init__(self, engine: ZeroEngine, settings: DiagnosticsConfig) -> None:
+        self._engine, self._settings = ref(engine), settings
+        self._thread = threading.get_ident()
+        device = engine.model.device
+        self._clock = StepClock(DeviceClock() if device.type == "cuda" else HostClock())
+        self._traffic, self._intervals = Traffic(), Intervals()
+        self._meter = FlopMeter(engine.module) if settings.flops else None
+        self._writer = RunWriter(settings.run_dir, engine.mesh.team.rank)
+        self._parts = dict(_PARTS)
+        if engine.config.config.offload.parameters == "nvme":
+            self._parts["fetch"] = "disk"
+        self._recording = self._due(engine.steps.taken + 1)
+        self._recorded = self._depth = 0
+        self._stepping = self._backward_inside = False
+        self._peak_rate: float | None = None
+        self._messages: Flow = Flow(0, 0, 0.0)
+        self._metrics: StepRecord | None = None
+        self.last: StepRecord | None = None
+        self._forget_work()
+        self._unhook = watch_forwards(engine.module, self.forward, self._forward_gave)
+
+    def close(self) -> None:
+        """Stop listening, and close the files."""
+        self._unhook()
+        self._writer.close()
+        engine = self._engine()
+        if engine is not None and engine.observed.observer is self:
+            engine.observed.observer = None
+
+    # ---- what is told ----
+
+    def span(self, kind: Span, name: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
+        """See `Observer.span`."""
+        return self._span(kind, name, nbytes) if self._recording else nullcontext()
+
+    @contextmanager
+    def _span(self, kind: Span, name: str, nbytes: int) -> Iterator[None]:
+        in_front = self._in_front()
+        divides = in_front and self._clock.running  # the first step begins with a forward
+        if divides:
+            self._clock.enter(self._parts[kind])
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            if divides:
+                self._clock.leave()
+            if nbytes:
+                self._traffic.add(Moved(kind, nbytes, begin, end))
+            self._intervals.add(kind, "training" if in_front else f"{kind} in the background", begin, end, name)
+
+    def transfer(self, kind: Transfer, nbytes: int) -> Callable[[], None]:
+        """See `Observer.transfer`."""
+        return partial(self._moved, kind, nbytes, time.perf_counter()) if self._recording else _nothing
+
+    def _moved(self, kind: Transfer, nbytes: int, begin: float) -> None:
+        end = time.perf_counter()
+        self._traffic.add(Moved(kind, nbytes, begin, end))
+        self._intervals.add(kind, kind, begin, end, f"{nbytes} bytes")
+
+    @contextmanager
+    def forward(self, inputs: Any) -> Iterator[None]:
+        """See `Observer.forward`."""
+        if not self._recording or self._engine() is None:
+            yield
+            return
+        trains, outermost = torch.is_grad_enabled(), self._depth == 0
+        if outermost:
+            self._backward_inside, self._told_inputs = False, False
+            self._turn("compute" if trains else "evaluation")
+        counts = trains and inputs is not None and not self._told_inputs
+        if counts:
+            self._told_inputs = True
+            self._note_inputs(inputs)
+        self._depth += 1
+        try:
+            with self._meter.count(inputs) if counts and self._meter is not None else nullcontext():
+                yield
+        finally:
+            self._depth -= 1
+            if counts and self._meter is not None:
+                self._operations.append(self._meter.operations(inputs))
+            if outermost and self._backward_inside:
+                self._turn_later()
+
+    def mark(self, mark: Mark, value: Any = None) -> None:
+        """See `Observer.mark`."""
+        if mark == "step over":
+            self._step_over(value)
+        elif not self._recording:
+            return
+        elif mark == "backward over":
+            self._backward_inside = True
+            if not self._depth:
+                self._turn_later()
+        elif mark == "step begins":
+            self._stepping = True
+            self._turn("optimizer")
+        elif mark == "optimizer over":
+            self._stepping = False
+            self._turn_later()
+        elif mark == "loss":
+            self._losses.append(value)
+        elif mark == "batch":
+            self._amounts.append(amount(value))
+        else:
+            for event in value:
+                number = "" if event.micro_batch is None else str(event.micro_batch)
+                self._intervals.add(f"{event.kind}{number}", "pipeline", event.start, event.end, f"chunk {event.chunk}")
+
+    def take_metrics(self) -> Mapping[str, float] | None:
+        """See `Observer.take_metrics`."""
+        record, self._metrics = self._metrics, None
+        return None if record is None else record.metrics()
+
+    # ---- the step ----
+
+    def _due(self, step: int) -> bool:
+        return step % self._settings.every_n_steps == 0
+
+    def _in_front(self) -> bool:
+        """Whether this is the thread that trains, or autograd's, for which that one waits."""
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+    def _begin(self) -> None:
+        if self._clock.running:
+            return
+        self._start("diagnostics")
+        engine = self._engine()
+        if engine is not None and not self._recorded and engine.mesh.team.rank == 0:
+            self._writer.facts(facts_of(engine))
+
+    def _start(self, phase: Part) -> None:
+        self._traffic.take()
+        self._intervals.start(self._recorded < self._settings.trace_steps)
+        self._clock.start(phase)
+        self._intervals.turn(phase)
+
+    def _turn(self, phase: Part) -> None:
+        self._begin()
+        self._clock.turn(phase)
+        self._intervals.turn(phase)
+
+    def _turn_later(self) -> None:
+        if self._stepping:  # the backward of a closure
+            self._turn("optimizer")
+        else:
+            self._begin()
+            self._clock.turn_later()
+            self._intervals.turn("")
+
+    def _step_over(self, step: int) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        self._stepping, self._depth = False, 0
+        lap = self._lap() if self._recording and self._clock.running else None
+        self._recorded += lap is not None
+        self._recording = self._due(step + 1)
+        if self._recording:
+            self._start("diagnostics")
+        if lap is not None:
+            self._write(engine, step, lap)
+        self._forget_work()
+        if self._recording:
+            self._turn("data_wait")
+
+    def _lap(self) -> _Lap:
+        seconds, parts = self._clock.end()
+        return _Lap(seconds, parts, self._traffic.take(), self._intervals.take())
+
+    def _write(self, engine: ZeroEngine, step: int, lap: _Lap) -> None:
+        self.last = self._metrics = self._record(engine, step, lap)
+        self._writer.step(self.last)
+        if lap.intervals:
+            self._writer.trace(step, lap.intervals)
+
+    def _record(self, engine: ZeroEngine, step: int, lap: _Lap) -> StepRecord:
+        tokens = [tokens for tokens, _ in self._amounts if tokens is not None]
+        samples = [samples for _, samples in self._amounts if samples is not None]
+        counted = [count for count in self._operations if count is not None]
+        peak = self._peak(engine)
+        return StepRecord(
+            step=step,
+            rank=engine.mesh.team.rank,
+            time=time.time(),
+            seconds=lap.seconds,
+            parts=lap.parts,
+            flows=lap.flows | self._messages_sent(engine),
+            loss=_mean(self._losses or self._outputs),
+            tokens=sum(tokens) if tokens else None,
+            samples=sum(samples) if samples else None,
+            operations=sum(counted) if counted and len(counted) == len(self._operations) else None,
+            peak=None if peak is None else peak * lap.seconds,
+            copies=engine.mesh.world_size,
+            memory=sample_memory(engine) if self._memory_due() else None,
+        )
+
+    def _memory_due(self) -> bool:
+        every = self._settings.memory_every_n_steps
+        return bool(every) and (self._recorded - 1) % every == 0
+
+    def _messages_sent(self, engine: ZeroEngine) -> dict[str, Flow]:
+        """Between stages; how long they were under way is not known."""
+        counters = getattr(getattr(engine, "executor", None), "counters", None)
+        if counters is None:
+            return {}
+        before = self._messages
+        self._messages = Flow(sum(counters.calls.values()), sum(counters.bytes.values()), 0.0)
+        found = Flow(self._messages.calls - before.calls, self._messages.nbytes - before.nbytes, 0.0)
+        return {"point_to_point": found} if found.calls > 0 else {}
+
+    def _peak(self, engine: ZeroEngine) -> float | None:
+        """Operations per second; looked up, or measured, once."""
+        if self._settings.peak_tflops:
+            return self._settings.peak_tflops * 1e12
+        if self.last is None and self._meter is not None:
+            dtype = self._dtype or engine.model.buckets[0].dtype
+            self._peak_rate = peak_operations(engine.model.device, dtype, measure=self._settings.measure_peak)
+        return self._peak_rate
+
+    # ---- what a step computes ----
+
+    def _forget_work(self) -> None:
+        self._losses: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        self._amounts: list[tuple[int | None, int | None]] = []
+        self._operations: list[int | None] = []
+        self._told_inputs = False
+        self._dtype: torch.dtype | None = None
+
+    def _note_inputs(self, inputs: Any) -> None:
+        if not isinstance(inputs, int):
+            self._amounts.append(amount(inputs))
+        engine = self._engine()
+        if engine is not None and torch.is_autocast_enabled(engine.model.device.type):
+            self._dtype = torch.get_autocast_dtype(engine.model.device.type)
+
+    def _forward_gave(self, output: Any) -> None:
+        """A module that returns its loss, alone or among other things, has told it."""
+        if self._recording and torch.is_grad_enabled():
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+                self._outputs.append(loss.detach())
+
+
+def _nothing() -> None:
+    pass
+
+
+def _mean(losses: list[Tensor]) -> float | None:
+    if not losses:
+        return None
+    return float(torch.stack([loss.reshape(()).double() for loss in losses]).mean())

@@ -1,0 +1,98 @@
+"""`zero-strategy verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+_DESCRIPTION = """\
+Trains your model on your batches for a few steps, sharded as chosen and in one plain process of torch, and compares
+losses, every gradient, every parameter and every state of the optimizer. The first tensor that differs is reported by
+name, step, rank and phase, with the size of the difference against what re-ordered summation explains.
+
+FACTORY is a function without arguments, path.py:function or package.module:function, that every rank calls and that
+returns the same each time: (model, optimizer, batches, loss), where optimizer(model) makes the optimizer and
+loss(model, batch) the loss, or (LightningModule, dataloader). Micro-batch a of rank r in step s is batch number
+(s x accumulation + a) x ranks + r; batches start over at their end. Rank 0 needs the memory of a whole model besides.
+
+Exit status: 0 if nothing differs; 1 if something does; 2 if it could not be run."""
+
+_EXAMPLES = """\
+examples:
+  zero-strategy verify train.py:factory --strategy zero3_offload --ranks 2 --steps 5
+  zero-strategy verify my_package.models:factory --config zero.yaml --dtype bf16 --clip 1.0 --accumulation 4
+"""
+
+_DTYPES = {"fp32": None, "bf16": "bfloat16"}
+
+
+def add_verify_command(commands: Any) -> None:
+    """Adds `verify` to the parser's commands."""
+    parser = commands.add_parser(
+        "verify",
+        help="prove that a configuration trains your model as one plain process does",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("factory", metavar="FACTORY", help="path.py:function or package.module:function")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--strategy", metavar="NAME", help="zero1, zero2, zero3, zero2_offload, zero3_offload, ...")
+    chosen.add_argument("--config", metavar="FILE", help="our YAML or DeepSpeed's JSON, as for training")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="on top of it; default: the config's, 3")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes to start (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches per step and rank")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="bound of the gradient norm; default: none")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="of parameters in computation")
+    parser.add_argument("--autocast", action="store_true", help="bf16 autocast over float32 parameters instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the factory and the ranks (default: %(default)s)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="TIMES",
+        help="how many times what re-ordered summation explains may differ; 0: bits have to be equal; default: 0 where "
+        "the order can be reproduced (on the CPU), else 8",
+    )
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="until the ranks are given up")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run_verify_command(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status, with a message on stderr where it is 2."""
+    from zero_strategy.distributed.local_ranks import LocalRankError
+
+    try:
+        report = _verified(options)
+    except (ValueError, TypeError, OSError, LocalRankError) as error:
+        if options.json:
+            print(json.dumps({"error": str(error)}, indent=1))
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(report.to_json(), indent=1) if options.json else report)
+    return int(not report.passed)
+
+
+def _verified(options: argparse.Namespace) -> Any:
+    import torch
+
+    from zero_strategy.config import load_config, preset
+    from zero_strategy.diagnostics.verify import verify_on_new_ranks
+    from zero_strategy.diagnostics.verify_settings import VerifySettings
+
+    source = preset(options.strategy) if options.strategy else options.config
+    config = load_config(source, **({} if options.stage is None else {"stage": options.stage}))
+    dtype = _DTYPES[options.dtype]
+    given = {
+        "steps": options.steps,
+        "accumulation": options.accumulation,
+        "clip_norm": options.clip,
+        "compute_dtype": None if dtype is None else getattr(torch, dtype),
+        "autocast": torch.bfloat16 if options.autocast else None,
+        "seed": options.seed,
+        "tolerance": options.tolerance,
+    }
+    VerifySettings(**given)  # refused here, not on some rank
+    return verify_on_new_ranks(options.factory, config, given, options.ranks, options.timeout)

@@ -1,0 +1,219 @@
+"""Whether two sides of a phase are equal, and by how much they are not: digests first, tensors where those differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from zero_strategy.diagnostics.verify_twin import Tensors
+from zero_strategy.distributed import Communicator
+
+MOST_SHOWN = 16
+"""Tensors of a phase that are reported."""
+MOST_FETCHED = 256
+"""Tensors of other ranks that are looked at, in a phase that is not as expected there."""
+PER_RANK = ("loss", "buffer")
+"""Phases in which ranks have values of their own; in the others all are to have the same."""
+NORM_ERROR = 1e-6
+"""Relative error of norms, which each side sums in float64 in an order of its own and rounds to float32."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not what the plain twin has.
+
+    Attributes:
+        step: Counted from 0; -1 before the first.
+        phase: See `PHASES`.
+        name: The parameter, "state of parameter", buffer or loss.
+        rank: Whose copy it is, or who owns the first element that differs; None: all ranks have the same.
+        what: In words: how many elements differ, by how much, and which is the first.
+        largest: Largest absolute difference, None where values cannot be compared.
+        explained: What re-ordered summation explains, None if not known.
+    """
+
+    step: int
+    phase: str
+    name: str
+    rank: int | None
+    what: str
+    largest: float | None = None
+    explained: float | None = None
+
+    @property
+    def times(self) -> float | None:
+        """How many times what re-ordered summation explains."""
+        if self.largest is None or self.explained is None:
+            return None
+        return self.largest / self.explained if self.explained else float("inf")
+
+    def __str__(self) -> str:
+        rank = "all ranks" if self.rank is None else f"rank {self.rank}"
+        when = "before the first step" if self.step < 0 else f"step {self.step}, {self.phase}"
+        text = f"{when}: {self.name}, {rank}: {self.what}"
+        if self.times is not None:
+            text += f"; re-ordered summation explains {self.explained:.3g}, this is {self.times:.3g} times as much"
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "times": self.times}
+
+
+def digest(tensor: Tensor | None) -> str:
+    """Of shape, dtype and values; both zeros are one value, and so are all NaNs."""
+    if tensor is None:
+        return "none"
+    values = tensor.detach().cpu()
+    if values.is_floating_point():
+        values = torch.where(values.isnan(), torch.full_like(values, float("nan")), values + 0.0)
+    raw = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{tuple(values.shape)} {values.dtype} {xxhash.xxh3_128_hexdigest(raw.data if raw.size else b'')}"
+
+
+class Comparison:
+    """Compares phases; all ranks call it alike, and rank 0 has what is expected.
+
+    Args:
+        control: All ranks.
+        tolerance: See `VerifySettings`; None has been replaced.
+        explained: (phase, name, rank) -> what re-ordered summation explains; called on rank 0.
+        owner: (name, element) -> the rank that owns it.
+    """
+
+    def __init__(
+        self,
+        control: Communicator,
+        tolerance: float,
+        explained: Callable[[str, str, int], float | None],
+        owner: Callable[[str, int], int | None],
+    ) -> None:
+        self.control, self.tolerance, self._explained, self._owner = control, tolerance, explained, owner
+        self.compared: dict[str, int] = {}
+        self.equal: dict[str, int] = {}
+        self.worst: dict[str, float] = {}
+
+    def phase(
+        self, step: int, phase: str, mine: Tensors, expected: Callable[[int], Tensors] | None
+    ) -> list[Difference]:
+        """What differs too much in a phase, the same list on all ranks. A collective.
+
+        Args:
+            step: Counted from 0.
+            phase: Its name.
+            mine: What this rank has.
+            expected: On rank 0: what each rank is to have.
+        """
+        everyone = self.control.gather_objects({name: digest(tensor) for name, tensor in mine.items()})
+        odd = self._odd(everyone, expected) if expected is not None else []
+        alike = phase not in PER_RANK
+        asked = [(r, n) for r, n in odd if r and not (alike and everyone[r].get(n) == everyone[0].get(n))]
+        asked = self.control.gather_objects(asked[:MOST_FETCHED])[0]
+        wanted = {name: _on_host(mine[name]) for r, name in asked if r == self.control.rank and name in mine}
+        sent = self.control.gather_objects(wanted)
+        found: list[Difference] = []
+        if expected is not None:
+            self._count(phase, everyone, len({name for _, name in odd}))
+            for rank, name in odd:
+                if rank == 0:
+                    same = alike and all(part.get(name) == everyone[0].get(name) for part in everyone)
+                    found += self._judged(step, phase, name, 0, expected(0), mine, owned=same)
+                elif (rank, name) in asked:
+                    found += self._judged(step, phase, name, rank, expected(rank), sent[rank], exactly=alike)
+        return list(self.control.gather_objects(found[:MOST_SHOWN])[0])
+
+    @staticmethod
+    def _odd(everyone: Sequence[dict[str, str]], expected: Callable[[int], Tensors]) -> list[tuple[int, str]]:
+        """(rank, name) of all that has other bits than expected, in the order of names."""
+        wanted: dict[int, dict[str, str]] = {}
+        known: dict[int, str] = {}
+        for rank in range(len(everyone)):
+            tensors = expected(rank)
+            wanted[rank] = {}
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in known:
+                    known[id(tensor)] = digest(tensor)
+                wanted[rank][name] = "none" if tensor is None else known[id(tensor)]
+        names = dict.fromkeys(name for part in (*wanted.values(), *everyone) for name in part)
+        return [
+            (rank, name)
+            for name in names
+            for rank in range(len(everyone))
+            if everyone[rank].get(name, "missing") != wanted[rank].get(name, "missing")
+        ]
+
+    def _count(self, phase: str, everyone: Sequence[dict[str, str]], odd: int) -> None:
+        names = {name for part in everyone for name in part}
+        self.compared[phase] = self.compared.get(phase, 0) + len(names)
+        self.equal[phase] = self.equal.get(phase, 0) + len(names) - odd
+
+    def _judged(
+        self,
+        step: int,
+        phase: str,
+        name: str,
+        rank: int,
+        expected: Tensors,
+        theirs: Tensors,
+        *,
+        owned: bool = False,
+        exactly: bool = False,
+    ) -> list[Difference]:
+        """The difference, if it is too large.
+
+        Args:
+            step: And the rest: see `Difference`.
+            expected: What the rank is to have.
+            theirs: What it has.
+            owned: All ranks have these values: name the one that owns the first wrong element.
+            exactly: It has other values than rank 0, though all are to be equal.
+        """
+        mine, wanted = theirs.get(name), expected.get(name)
+        if mine is None or wanted is None:
+            what = f"{_said(theirs, name)}, the plain run has {_said(expected, name)}"
+            return [Difference(step, phase, name, None if owned else rank, what)]
+        if mine.shape != wanted.shape or mine.dtype != wanted.dtype:
+            what = f"{tuple(mine.shape)} {mine.dtype}, the plain run has {tuple(wanted.shape)} {wanted.dtype}"
+            return [Difference(step, phase, name, None if owned else rank, what)]
+        largest, first, what = _described(mine, wanted)
+        if phase == "norm" and largest <= NORM_ERROR * float(wanted.abs().max()):
+            return []
+        place: int | None = rank
+        if owned:
+            place = self._owner(name.partition(" of ")[2] if phase == "optimizer state" else name, first)
+        if exactly:
+            what += "; rank 0 has other values"
+        found = Difference(step, phase, name, place, what, largest, self._explained(phase, name, rank))
+        if found.times is not None:
+            self.worst[phase] = max(self.worst.get(phase, 0.0), found.times)
+            if self.tolerance and found.times <= self.tolerance and not exactly:
+                return []
+        return [found]
+
+
+def _described(mine: Tensor, wanted: Tensor) -> tuple[float, int, str]:
+    """Largest difference, first element that differs (flattened), and both in words."""
+    a, b = mine.cpu().double().reshape(-1), wanted.cpu().double().reshape(-1)
+    off = ~((a == b) | (a.isnan() & b.isnan()))
+    first = int(off.nonzero()[0]) if bool(off.any()) else 0
+    gap = (a - b)[off].abs()
+    largest = float(gap.nan_to_num(float("inf"), float("inf")).max()) if gap.numel() else 0.0
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), mine.shape)] if mine.dim() else []
+    what = f"{int(off.sum())} of {a.numel()} elements differ, by up to {largest:.3g}; the first is "
+    what += f"{place}: " if place else ""
+    return largest, first, what + f"{float(a[first]):.9g}, the plain run has {float(b[first]):.9g}"
+
+
+def _said(tensors: Tensors, name: str) -> str:
+    if name not in tensors:
+        return "there is nothing of that name"
+    return "there is none" if tensors[name] is None else "there is one"
+
+
+def _on_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu()

@@ -1,0 +1,135 @@
+"""The sharded side of `verify`: one rank's training by the engine, and what can be seen of it after each phase.
+
+Reading is what any user could do between two calls: gradients before clipping and after the step (in between a factor
+may wait for the step to take it along, and reading would carry it out), states and parameters after the step.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from zero_strategy.config import ResolvedConfig
+from zero_strategy.diagnostics.verify_settings import VerifySettings
+from zero_strategy.diagnostics.verify_subject import RandomState, Subject
+from zero_strategy.diagnostics.verify_twin import Tensors, flat_state
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_get_full_grad
+
+
+class ShardedRun:
+    """One rank's training. A subclass may train otherwise, to be compared like this one.
+
+    Args:
+        subject: What is trained, in place.
+        config: The engine's settings.
+        settings: How it trains.
+
+    Attributes:
+        engine: The engine.
+        optimizer: The attached optimizer.
+        rank: This rank.
+        ranks: How many there are.
+    """
+
+    def __init__(self, subject: Subject, config: ResolvedConfig, settings: VerifySettings) -> None:
+        self.subject, self.config, self.settings = subject, config, settings
+        self.engine = ZeroEngine(subject.model, config, compute_dtype=settings.compute_dtype, device=settings.device)
+        self.model = subject.model
+        self.rank, self.ranks = self.engine.mesh.rank, self.engine.mesh.world_size
+        self.optimizer = subject.optimizer(self.model)
+        self.engine.attach(self.optimizer)
+        self.seed()
+
+    # ---- the training ----
+
+    def seed(self) -> None:
+        """Let this rank draw random numbers of its own."""
+        RandomState.seeded(self.settings.seed + self.rank).restore()
+
+    def train(self, step: int) -> Tensors:
+        """Forward and backward of a step; returns the loss of each micro-batch."""
+        losses: Tensors = {}
+        for micro in range(self.settings.accumulation):
+            last = micro == self.settings.accumulation - 1
+            with nullcontext() if last else self.engine.no_sync():
+                losses[f"loss of micro-batch {micro}"] = self.micro_batch(step, micro)
+        return losses
+
+    def micro_batch(self, step: int, micro: int) -> Tensor:
+        """Forward and backward of one micro-batch; returns its loss."""
+        number = self.settings.number(step, micro, self.rank, self.ranks)
+        batch = self.subject.batch(number, self.settings.device)
+        with self.engine.forward_scope() if self.subject.scoped else nullcontext():
+            with self.settings.forward_context():
+                loss = self.subject.loss(self.model, batch)
+        (loss / self.settings.accumulation).backward()
+        return loss.detach().clone()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients; returns their norm before."""
+        return self.engine.clip_grad_norm_(max_norm)
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    # ---- what can be seen of it ----
+
+    def gradients(self) -> Tensors:
+        """The whole mean gradient of every parameter, None where there is none. A collective."""
+        found: Tensors = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = safe_get_full_grad(parameter) if parameter.is_floating_point() else None
+            found[name] = None if gradient is None else gradient.clone()
+        return found
+
+    def state(self) -> Tensors:
+        """The whole state of the optimizer. A collective."""
+        return flat_state(self.engine.full_optimizer_state(self.optimizer))
+
+    def masters(self) -> Tensors:
+        """The whole master weights, where they are copies of their own. A collective."""
+        found: Tensors = {}
+        for name, parameter in self.model.named_parameters():
+            place = self.engine.model.place(parameter)
+            assert place is not None
+            if place[0].has_master:
+                found[name] = safe_get_full_fp32_param(parameter)
+        return found
+
+    def parameters(self) -> Tensors:
+        """This rank's copy of every parameter, under all its names, whole. A collective."""
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        return {name: value for name, value in self.engine.full_state_dict(names).items() if name in set(names)}
+
+    def buffers(self) -> Tensors:
+        """This rank's own buffers."""
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+    def owner(self, name: str, element: int) -> int | None:
+        """The rank that owns an element of a parameter, if one alone does.
+
+        Args:
+            name: Of the parameter, or "state of parameter".
+            element: Counted in the flattened parameter.
+        """
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        place = self.engine.model.place(parameters[name]) if name in parameters else None
+        if place is None or not place[0].placement.shard_optimizer or self.ranks == 1:
+            return None
+        bucket, index = place
+        return (bucket.layout.segments[index].offset + element) // bucket.layout.slice_numel
+
+
+def place_to_train(ranks: int) -> torch.device:
+    """Where ranks of this host compute: on a GPU each if there are enough, else on the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,271 @@
+"""What `verify` trains: a model, how its optimizer is made, its batches and its loss, from a factory of the user's.
+
+    def factory():                                              # the same at every call: every rank calls it
+        model = MyModel()
+        batches = [make_batch(index) for index in range(20)]
+        return model, lambda m: torch.optim.AdamW(m.parameters()), batches, lambda m, batch: m(batch).loss
+
+    def factory():                                              # or a LightningModule and its batches
+        return MyLightningModule(), DataLoader(...)
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+Factory = Callable[[], Any] | str
+"""A function without arguments, or where it is: "path.py:function" or "package.module:function"."""
+
+_KEYS = ("model", "optimizer", "batches", "loss")
+_ACCEPTED = (
+    "return (model, optimizer, batches, loss), where optimizer(model) makes the optimizer and loss(model, batch) the "
+    "loss; or a mapping with those keys; or (LightningModule, batches)"
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained.
+
+    Attributes:
+        model: The module, built the same at every call of the factory.
+        optimizer: Makes its optimizer, given the module.
+        batches: Micro-batch a of rank r in step s is number (s x accumulation + a) x ranks + r; they start over at
+            their end.
+        loss: A scalar, given the module and a batch.
+        scoped: The loss may use parameters outside of any module's forward, as a `training_step` does.
+    """
+
+    model: nn.Module
+    optimizer: Callable[[nn.Module], Optimizer]
+    batches: Sequence[Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    scoped: bool = False
+
+    def batch(self, number: int, device: torch.device) -> Any:
+        """A batch of its own, on the device: a loss may write to it."""
+        chosen = self.batches[number % len(self.batches)]
+        return tree_map(lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, chosen)
+
+
+def make_subject(factory: Factory, seed: int, wanted: int) -> Subject:
+    """Call a factory under a seed.
+
+    Args:
+        factory: See `Factory`.
+        seed: Of torch's and Python's generators while it runs.
+        wanted: How many batches are taken at most.
+
+    Raises:
+        ValueError: If it cannot be found, or returns something else than asked for; says what.
+    """
+    function = load_factory(factory) if isinstance(factory, str) else factory
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return _subject(function(), wanted)
+
+
+def _subject(made: Any, wanted: int) -> Subject:
+    if isinstance(made, Mapping):
+        if set(made) != set(_KEYS):
+            raise ValueError(f"the factory returned a mapping with keys {sorted(map(str, made))}: {_ACCEPTED}")
+        made = tuple(made[key] for key in _KEYS)
+    if isinstance(made, Subject):
+        return replace(made, batches=_batches(made.batches, wanted))
+    if isinstance(made, (tuple, list)) and len(made) == 2 and hasattr(made[0], "training_step"):
+        if hasattr(made[0], "configure_model"):
+            made[0].configure_model()  # where some build their layers
+        made = (made[0], _lightning_optimizer, made[1], _lightning_loss)
+    if not isinstance(made, (tuple, list)) or len(made) != 4:
+        raise ValueError(f"the factory returned {_named(made)}: {_ACCEPTED}")
+    model, optimizer, batches, loss = made
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the factory's model is {_named(model)}, not a torch module: {_ACCEPTED}")
+    for name, value in (("optimizer", optimizer), ("loss", loss)):
+        if not callable(value) or isinstance(value, Optimizer):
+            raise ValueError(f"the factory's {name} is {_named(value)}, not a function: {_ACCEPTED}")
+    return Subject(model, optimizer, _batches(batches, wanted), loss, scoped=loss is _lightning_loss)
+
+
+def _batches(given: Any, wanted: int) -> list[Any]:
+    if not isinstance(given, Iterable) or isinstance(given, Tensor):
+        raise ValueError(f"the factory's batches are {_named(given)}: give a list of batches, or a DataLoader")
+    found = list(islice(given, wanted))
+    if not found:
+        raise ValueError("the factory's batches are empty: give at least one")
+    return found
+
+
+def _lightning_optimizer(module: nn.Module) -> Optimizer:
+    try:
+        made: Any = cast(Any, module).configure_optimizers()
+    except RuntimeError as error:
+        if "Trainer" not in str(error):
+            raise
+        raise ValueError(
+            f"{type(module).__name__}.configure_optimizers asks its Trainer, and here is none: let the factory return "
+            "(model, optimizer, batches, loss), with an optimizer without schedules"
+        ) from error
+    if isinstance(made, Mapping):
+        made = made["optimizer"]
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (list, tuple)):
+        made = made[0]  # ([optimizers], [schedulers])
+    if isinstance(made, (list, tuple)):
+        if len(made) != 1:
+            raise ValueError(f"configure_optimizers returned {len(made)} optimizers; verify trains with one")
+        made = made[0]
+    if isinstance(made, Mapping):
+        made = made["optimizer"]
+    return cast(Optimizer, made)
+
+
+def _lightning_loss(module: nn.Module, batch: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*self.log.*")  # there is no Trainer, and nothing to log to
+        made = cast(Any, module).training_step(batch, 0)
+    return cast(Tensor, made["loss"] if isinstance(made, Mapping) else made)
+
+
+def _named(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+# ---------------------------------------------------------------------------------------------- finding factories
+
+
+def load_factory(name: str) -> Callable[[], Any]:
+    """A function by its place.
+
+    Args:
+        name: "path.py:function" or "package.module:function".
+
+    Raises:
+        ValueError: If there is none; says what was looked for.
+    """
+    place, attribute = check_place(name)
+    module = _from_file(place) if place.endswith(".py") else _from_package(place, name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"factory {name!r}: {place!r} has no {attribute!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"factory {name!r} is {_named(found)}, not a function")
+    return cast(Callable[[], Any], found)
+
+
+def check_place(name: str) -> tuple[str, str]:
+    """File or module, and what is to be found there; as far as that can be told without running any of it.
+
+    Raises:
+        ValueError: If it is no place, or a file that is not there.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not attribute:
+        raise ValueError(f"factory {name!r}: write path.py:function or package.module:function")
+    if place.endswith(".py") and not (file := Path(place).expanduser().resolve()).is_file():
+        raise ValueError(f"factory {name!r}: there is no file {os.fspath(file)}")
+    return place, attribute
+
+
+def _from_file(path: str) -> Any:
+    file = Path(path).expanduser().resolve()
+    if os.fspath(file.parent) not in sys.path:  # for what lies beside it, as `python path.py` has it
+        sys.path.insert(0, os.fspath(file.parent))
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.get(file.stem)
+    if module is None or getattr(module, "__file__", None) != os.fspath(file):
+        module = module_from_spec(spec)
+        sys.modules.setdefault(file.stem, module)  # so that its classes can be found by their names
+        spec.loader.exec_module(module)
+    return module
+
+
+def _from_package(place: str, name: str) -> Any:
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        return import_module(place)
+    except ImportError as error:
+        raise ValueError(f"factory {name!r}: module {place!r} cannot be imported: {error}") from error
+
+
+def place_of(factory: Factory) -> str:
+    """Where another process finds a factory.
+
+    Raises:
+        ValueError: If it is not at the top of a module.
+    """
+    if isinstance(factory, str):
+        return factory
+    name, module = getattr(factory, "__qualname__", ""), getattr(factory, "__module__", "")
+    if "<" in name or not name:
+        raise ValueError(
+            "the ranks import the factory by its name, so it has to be a function at the top of a module, not "
+            f"{name or factory!r}; give that, or its place: 'path.py:function'"
+        )
+    if module == "__main__":
+        return f"{inspect.getfile(factory)}:{name}"
+    return f"{module}:{name}"
+
+
+# --------------------------------------------------------------------------------------------------- random states
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where the generators of a process are."""
+
+    host: Tensor
+    python: Any
+    device: Tensor | None
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Of torch on the host and on the current CUDA device, and of Python."""
+        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return cls(torch.get_rng_state(), random.getstate(), device)
+
+    @classmethod
+    def seeded(cls, seed: int) -> RandomState:
+        """As after seeding with it; the generators stay where they are."""
+        with kept_random_state():
+            torch.manual_seed(seed)
+            random.seed(seed)
+            return cls.now()
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        torch.set_rng_state(self.host)
+        random.setstate(self.python)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device)
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """The generators are afterwards where they were before."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.restore()
