@@ -78,6 +78,7 @@ class Guard:
         waiting: What threads wait in.
         ended: Waits that are over.
         titles: Ranks in words.
+        tracks: What is numbered.
         torn: Says, in words, what an exception has left unfinished on this rank; "": nothing.
         watch: The thread.
     """
@@ -100,7 +101,7 @@ class Guard:
         self.ended = 0
         self.titles: Titles = title_of
         self.torn: Callable[[Site], str] = _nothing
-        self._tracks: list[Track] = []
+        self.tracks: list[Track] = []
         self._breaks: list[Callable[[], None]] = []
         self._note, self._note_at = "", -1
         self._lock = threading.Lock()
@@ -128,7 +129,7 @@ class Guard:
             ranks: World ranks.
             on_failure: Breaks this rank's connections.
         """
-        self._tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks))
+        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks))
         if on_failure is not None:
             self.add_break(on_failure)
         return track
@@ -295,7 +296,7 @@ class Guard:
         """What this rank waits in, and which thread does."""
         for thread, waiting in list(self.waiting.items()):
             return waiting.wait(), thread
-        for track in self._tracks:
+        for track in self.tracks:
             if (watched := track.oldest_under_way()) is not None:
                 return watched.wait(), None
         foreign = site_of(None).foreign
@@ -338,12 +339,12 @@ class Guard:
             str(site),
             wait,
             self._note,
-            counts={track.key: track.count for track in self._tracks},
-            recent={track.key: track.recent() for track in self._tracks},
+            counts={track.key: track.count for track in self.tracks},
+            recent={track.key: track.recent() for track in self.tracks},
         )
 
     def _events(self) -> int:
-        return self.ended + sum(track.count for track in self._tracks)
+        return self.ended + sum(track.count for track in self.tracks)
 
     def _peers(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self.rank]
