@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,11 @@ from zero_strategy.checkpoint import StateReader
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
+from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
 from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.evaluation import SharedEvaluation
+from zero_strategy.guarding import tell_guard
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
@@ -48,6 +50,9 @@ from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
 from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _engine_numbers = itertools.count()
 
@@ -129,6 +134,7 @@ class ZeroEngine(EngineCheckpoints):
             rendezvous_seconds=zero.rendezvous_seconds,
             name=f"engine{next(_engine_numbers)}",
             lanes=lanes,
+            guard=zero.guard,
             tensor_groups=tensor_groups,
         )
         deferred = open_deferred(module, device)
@@ -157,6 +163,7 @@ class ZeroEngine(EngineCheckpoints):
         self.steps = StepWatch(self.model.reducer, self.saver)
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
+        tell_guard(self)
         if weights is not None:
             self.load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
@@ -304,6 +311,15 @@ class ZeroEngine(EngineCheckpoints):
                 yield
             finally:
                 gatherer.leave(root, backward_follows=torch.is_grad_enabled())
+
+    def left_torn(self, phase: str) -> str:
+        """What an exception on this rank has left unfinished, in words, where the rank is in `phase` now; "": nothing.
+        """
+        if self.model.reducer.in_backward and phase != "backward":
+            return "has left a backward with an exception"
+        if any(sharded.torn for sharded in self.optimizers) and phase != "step":
+            return "has left an optimizer step with an exception"
+        return ""
 
     def check_loss(self, loss: Tensor, weight: float = 1.0) -> None:
         """Raise if a loss uses released parameters outside of their module's forward (the Trainer's strategy calls it).
@@ -521,6 +537,39 @@ class ZeroEngine(EngineCheckpoints):
         `memory.reconcile` holds it against the allocator and the process.
         """
         return ledger_of(self)
+
+    @property
+    def desync(self) -> Failure | None:
+        """Why the ranks cannot go on together; None: as far as is known they can."""
+        return None if self.mesh.guard is None else self.mesh.guard.failure
+
+    def note_error(self, error: BaseException) -> None:
+        """An exception is about to end training on this rank: ranks that wait for it are told, and raise, unless this
+        rank comes back within `guard.silence_seconds`. What is raised in a forward is noted without this call.
+        """
+        if self.mesh.guard is not None:
+            self.mesh.guard.note_error(error)
+
+    def close(self) -> None:
+        """End this engine: saves under way are finished, process groups, threads and files let go. All ranks call it.
+
+        The module stays as it is and cannot be gathered any more. Ranks wait for each other for some seconds, not where
+        one is known to have failed. A second call does nothing; `with ZeroEngine(...) as engine:` calls it, too.
+        """
+        if self.mesh.closed:
+            return
+        try:
+            if self.desync is None:
+                self.saver.finish()
+        finally:
+            self.mesh.close()
+            self.offloaded.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def reset(self) -> None:
         """Return to the resting state after an exception was caught in a forward or a backward."""

@@ -124,6 +124,7 @@ class PipelineEngine(ZeroEngine):
             None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"), CommunicationCounters()
         )
         self.model.norm_groups.append(self.pipe)
+        self.mesh.further.append(self.pipe)
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
@@ -141,9 +142,30 @@ class PipelineEngine(ZeroEngine):
             timeout=resolved.config.timeout_seconds,
             name=self.mesh.team.rendezvous.prefix + f".{grid.pipeline_id()}",
             record=bool(pipeline.timeline),
+            guard=self.mesh.guard,
         )
+        self._watch()
         self.executor.observed = self.pipe.observed = self.observed
         self.publish_ties()
+
+    def _watch(self) -> None:
+        """Let the guard of this engine watch what goes beyond its lane, and speak of stages."""
+        guard, grid, placement = self.mesh.guard, self.pipeline.mpu(), self.pipeline.placement
+        if guard is None:
+            return
+        stages = {
+            rank: [placement.stage_of(place, chunk) for chunk in range(placement.chunks)]
+            for ranks in grid.pipe_groups
+            for place, rank in enumerate(ranks)
+        }
+        guard.titles = lambda rank: (
+            f"stage{'s' if len(stages[rank]) > 1 else ''} {', '.join(map(str, stages[rank]))} (rank {rank})"
+        )
+        self.pipe.guarded(guard, "pipe")
+        for number, tie in enumerate(self.pipeline.ties):
+            for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
+                if communicator is not None:
+                    communicator.guarded(guard, f"tie {number} {what}")
 
     # ---- schedules ----
 
@@ -379,6 +401,15 @@ class PipelineEngine(ZeroEngine):
         param_groups = self.sharded(optimizer).optimizer.param_groups
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in param_groups]
         return StageGroups(groups, {name: self.order(name) for group in groups for name in group})
+
+    def close(self) -> None:
+        """See `ZeroEngine.close`. What the PipelineModule has made stays with it."""
+        super().close()
+        self.executor.close()
+        for tie in self.pipeline.ties:
+            for communicator in (tie.reduce, tie.control):
+                if communicator is not None:
+                    communicator.track = None
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""

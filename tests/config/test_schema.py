@@ -16,6 +16,7 @@ from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     DiagnosticsConfig,
+    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -37,6 +38,7 @@ SECTIONS = {
     "activation_checkpointing": ActivationCheckpointingConfig,
     "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
+    "guard": GuardConfig,
     "diagnostics": DiagnosticsConfig,
 }
 
@@ -94,6 +96,9 @@ DEFAULTS = {
     "checkpoint.random_state": True,
     "checkpoint.preemption_signals": ["SIGTERM", "SIGUSR1"],
     "checkpoint.verify": True,
+    "guard.mode": "default",
+    "guard.wait_seconds": 3.0,
+    "guard.silence_seconds": 5.0,
     "diagnostics.run_dir": "",
     "diagnostics.every_n_steps": 1,
     "diagnostics.memory_every_n_steps": 10,

@@ -126,6 +126,8 @@ def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> It
         field, hint = known[name]
         key = section.prefix + name
         value = plain(raw, key, layer.origin)
+        if section.scalar == name and value is False:  # YAML reads `off` as False
+            value = "off"
         if is_section(hint):
             yield from _subsection(key, value, hint, layer)
         else:
@@ -141,6 +143,8 @@ def _subsection(key: str, value: Any, section: type[Section], layer: Layer) -> I
         yield from value.settings()
     elif isinstance(value, Mapping):
         yield from _walk(value, section, layer)
+    elif section.scalar and isinstance(value, (str, bool)):
+        yield from _walk({section.scalar: value}, section, layer)
     else:
         # `precision: bf16-mixed` is a value of the framework's key of the same name.
         owned = owned_key(ZeroConfig, key, layer.origin) if isinstance(value, (str, int)) else None

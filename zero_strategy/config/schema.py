@@ -328,6 +328,26 @@ class PipelineConfig(Section):
 
 
 @dataclass
+class GuardConfig(Section):
+    """How ranks notice that one of them has failed, is gone, or does something else."""
+
+    prefix: ClassVar[str] = "guard."
+    scalar: ClassVar[str] = "mode"
+
+    mode: str = field(default="default", metadata=one_of("off", "default", "strict"))
+    """``default``: ranks compare where they are as soon as one has waited for ``wait_seconds``; ``strict``: before
+    each collective as well, which costs a message each; ``off``: a rank waits for ``timeout_seconds``. May be written
+    as ``guard: strict``."""
+
+    wait_seconds: float = field(default=3.0, metadata=between(0, math.inf))
+    """Seconds without any progress before a rank tells the others where it is, and looks for what is wrong."""
+
+    silence_seconds: float = field(default=5.0, metadata=between(0, math.inf))
+    """Seconds that a rank may be stopped, or not come back after an exception, before the others give it up. A rank
+    that computes is waited for until ``timeout_seconds``."""
+
+
+@dataclass
 class DiagnosticsConfig(Section):
     """What is written down of a run: where the time and the memory of its steps go."""
 
@@ -399,6 +419,9 @@ class ZeroConfig(Section):
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """How checkpoints are written."""
+
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """How ranks notice that one of them has failed, is gone, or does something else."""
 
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     """What is written down of a run."""

@@ -44,6 +44,8 @@ class Section:
 
     prefix: ClassVar[str] = ""
     """Dotted path of the section in the config, with a dot at its end; empty for the root."""
+    scalar: ClassVar[str] = ""
+    """The setting that a single value in place of the section stands for; empty: there is none."""
 
     def __post_init__(self) -> None:
         self._recorded: dict[str, Setting] = {}

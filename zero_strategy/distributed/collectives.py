@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,14 @@ from torch import Tensor
 
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.distributed.shared_memory import LEAST_BYTES, SharedMemoryExchange
+from zero_strategy.distributed.pending import ObservedWork, PendingWork, transport
+from zero_strategy.distributed.shared_memory import LEAST_BYTES, SharedMemoryExchange, decode_card, encode_card
+from zero_strategy.distributed.tracks import Subject, Track, TransportError, Watched
+from zero_strategy.distributed.watched_waits import Group
 from zero_strategy.observing import Observed, Span, Transfer
+
+if TYPE_CHECKING:
+    from zero_strategy.distributed.guard import Guard
 
 _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter: Callable[..., Any] = (
@@ -29,47 +36,7 @@ _native_reduce_scatter: Callable[..., Any] = (
 )
 
 
-class PendingWork:
-    """A collective under way. `wait()` may be called any number of times; the first call finishes it.
-
-    Args:
-        works: What has to end, in order.
-        observed: Who is told of waits.
-        kinds: What each of the works is.
-    """
-
-    def __init__(self, works: Sequence[Any], observed: Observed | None = None, kinds: Sequence[Span] = ()) -> None:
-        self._works = list(works)
-        self._observed, self._kinds = observed, kinds
-
-    def wait(self) -> None:
-        """Block until the result is in place (on a GPU: until the current stream will see it)."""
-        works, self._works = self._works, []
-        if self._observed is None or self._observed.observer is None:
-            for work in works:
-                _finish(work)
-            return
-        for kind, work in zip(self._kinds, works, strict=True):
-            with self._observed.span(kind):
-                _finish(work)
-
-
-class _Watched:
-    """Work of a device's own, whose end is when somebody waits for it."""
-
-    def __init__(self, work: Any, ended: Callable[[], None]) -> None:
-        self._work, self._ended = work, ended
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._ended()
-
-
-def _finish(work: Any) -> None:
-    if isinstance(work, Future):
-        work.result()
-    else:
-        work.wait()
+_UNWATCHED = nullcontext()
 
 
 class Communicator:
@@ -80,6 +47,8 @@ class Communicator:
         counters: Where what is sent gets counted.
 
     Attributes:
+        track: By which a guard watches.
+        closed: After `close`.
         observed: Who is told what it does; a mesh has one for all of its communicators.
     """
 
@@ -91,6 +60,49 @@ class Communicator:
         self._worker = BackgroundWorker()
         self._buffers: dict[int, Tensor] = {}
         self._shared: SharedMemoryExchange | None = None
+        self.track: Track | None = None
+        self._comparing: Communicator | None = None
+        self.closed = False
+
+    def close(self) -> None:
+        """Let go of threads, buffers and the process group, which its maker ends. Later collectives raise."""
+        self.closed = True
+        self.group = self.track = self._comparing = self._shared = None
+        self._worker = BackgroundWorker()
+        self._buffers.clear()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the ranks can exchange what is in host memory."""
+        if self.group is None:
+            return True
+        try:
+            return self.group._get_backend(torch.device("cpu")) is not None
+        except RuntimeError:
+            return False
+
+    def guarded(self, guard: Guard, name: str, twin: dist.ProcessGroup | None = None) -> None:
+        """Let a guard watch these collectives.
+
+        Args:
+            guard: Of the engine.
+            name: Tells groups of the same ranks apart; equal on all of them.
+            twin: The same ranks on the host, for a strict guard's own messages, where the group is of a GPU's.
+        """
+        if self.group is None or self.size == 1 or self.track is not None:
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        self.track = guard.track(name, ranks, self.abort)
+        if guard.strict:
+            self._comparing = Communicator(twin or self.group, CommunicationCounters())
+
+    def abort(self) -> None:
+        """Break this rank's connections, so that every wait for them ends."""
+        if self.group is not None:
+            for device in ("cpu", "cuda"):
+                with suppress(RuntimeError):  # this group has nothing for such a device
+                    backend = self.group._get_backend(torch.device(device))
+                    Group(backend, list(range(self.size))).abort()
 
     @property
     def buffer_bytes(self) -> int:
@@ -98,28 +110,29 @@ class Communicator:
         shared = 0 if self._shared is None else self._shared.nbytes
         return shared + sum(buffer.numel() for buffer in self._buffers.values())
 
-    def all_gather(self, flat: Tensor, first: Callable[[], None] | None = None) -> PendingWork:
+    def all_gather(self, flat: Tensor, first: Callable[[], None] | None = None, of: Subject = "") -> PendingWork:
         """Fill `flat` (size x n elements) in place from every rank's own n-element slice.
 
         Args:
             flat: The buffer.
             first: Puts this rank's slice there; runs in the background too, where collectives do.
+            of: What is gathered, for the guard's reports.
         """
         if self.size == 1 or flat.numel() == 0:
             return self._pending("fetch", [] if first is None else [self._worker.submit(first)])
         slices = list(flat.chunk(self.size))
         own = slices[self.rank]
         self.counters.add("all_gather", own.numel() * (self.size - 1), own.element_size())
+        watched = self._begin("all_gather", of, flat)
         if flat.device.type != "cpu":
             if first is not None:
                 first()
-            work = _native_all_gather(flat, own, group=self.group, async_op=True)
-            return self._pending("all_gather", [self._watched("all_gather", own, work)])
+            return self._native("all_gather", own, watched, partial(_native_all_gather, flat, own))
         read = [] if first is None else [self._worker.submit(first)]
-        exchange = partial(self._exchange, [own] * self.size, slices)
-        return self._pending("all_gather", [*read, self._worker.submit(self._told("all_gather", own, exchange))])
+        exchange = self._told("all_gather", own, partial(self._exchange, [own] * self.size, slices))
+        return self._pending("all_gather", [*read, self._submit(watched, exchange)], watched)
 
-    def reduce_scatter(self, flat: Tensor) -> PendingWork:
+    def reduce_scatter(self, flat: Tensor, of: Subject = "") -> PendingWork:
         """Sum `flat` over the ranks; the rank's own slice of `flat` holds its part of the sum afterwards.
 
         The other slices keep the local values. On gloo the sum is taken in rank order.
@@ -129,15 +142,15 @@ class Communicator:
         slices = list(flat.chunk(self.size))
         own = slices[self.rank]
         self.counters.add("reduce_scatter", own.numel() * (self.size - 1), own.element_size())
+        watched = self._begin("reduce_scatter", of, flat)
         if flat.device.type != "cpu":
-            work = _native_reduce_scatter(own, flat, group=self.group, async_op=True)
-            return self._pending("reduce_scatter", [self._watched("reduce_scatter", own, work)])
-        add_up = partial(self._sum_in_rank_order, slices)
-        return self._pending("reduce_scatter", [self._worker.submit(self._told("reduce_scatter", own, add_up))])
+            return self._native("reduce_scatter", own, watched, partial(_native_reduce_scatter, own, flat))
+        add_up = self._told("reduce_scatter", own, partial(self._sum_in_rank_order, slices))
+        return self._pending("reduce_scatter", [self._submit(watched, add_up)], watched)
 
-    def _pending(self, kind: Span, works: Sequence[Any]) -> PendingWork:
+    def _pending(self, kind: Span, works: Sequence[Any], watched: Watched | None = None) -> PendingWork:
         """Works of which the last is of this kind; one before it brings the own slice."""
-        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :])
+        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :], watched)
 
     def _told(self, kind: Transfer, own: Tensor, job: Callable[[], None]) -> Callable[[], None]:
         """A job for the worker; whoever observes hears when it begins and ends."""
@@ -152,13 +165,53 @@ class Communicator:
 
         return told
 
-    def _watched(self, kind: Transfer, own: Tensor, work: Any) -> Any:
-        ended = self.observed.transfer(kind, self._sent_bytes(own))
-        return work if ended is None else _Watched(work, ended)
-
     def _sent_bytes(self, own: Tensor) -> int:
         """Of an exchange in which every other rank gets as much as `own` has."""
         return own.numel() * own.element_size() * (self.size - 1)
+
+    def _begin(self, kind: str, of: Subject, tensor: Tensor | None = None) -> Watched | None:
+        if self.track is None:
+            if self.closed:
+                raise RuntimeError(f"{kind} after the engine was closed; make a new engine")
+            return None
+        if tensor is None:
+            return self.track.begin(kind, of)
+        return self.track.begin(kind, of, tensor.numel() * tensor.element_size(), tensor.dtype)
+
+    def _begin_here(self, kind: str, of: Subject, tensor: Tensor | None = None) -> AbstractContextManager[Any]:
+        """The same of one that this thread waits for now."""
+        return self._begin(kind, of, tensor) or _UNWATCHED
+
+    def _submit(self, watched: Watched | None, job: Callable[[], None]) -> Future[None]:
+        """Queue a collective; a strict guard compares it first."""
+        if self._comparing is not None and watched is not None:
+            return self._worker.submit(partial(self._compared, watched, job))
+        return self._worker.submit(job)
+
+    def _native(
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        own: Tensor,
+        watched: Watched | None,
+        start: Callable[..., Any],
+    ) -> PendingWork:
+        self._compare(watched)
+        work = start(group=self.group, async_op=True)
+        if watched is not None:
+            watched.track.under_way(watched, work)
+        ended = self.observed.transfer(kind, self._sent_bytes(own))
+        return self._pending(kind, [work if ended is None else ObservedWork(work, ended)], watched)
+
+    def _compared(self, watched: Watched, job: Callable[[], None]) -> None:
+        self._compare(watched)
+        job()
+
+    def _compare(self, watched: Watched | None) -> None:
+        if self._comparing is not None and watched is not None:
+            own = encode_card(watched.text())
+            cards = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+            self._comparing._exchange_by_gloo([own] * self.size, cards)
+            watched.compare([decode_card(card) for card in cards])
 
     def _sum_in_rank_order(self, slices: list[Tensor]) -> None:
         own = slices[self.rank]
@@ -189,36 +242,40 @@ class Communicator:
             self._buffers[rank] = buffer = torch.empty(needed, dtype=torch.uint8)
         return buffer[:needed].view(like.dtype)
 
-    def all_reduce(self, flat: Tensor) -> None:
+    def all_reduce(self, flat: Tensor, of: Subject = "") -> None:
         """Sum `flat` over the ranks in place, in rank order. `flat.numel()` is a multiple of the group's size."""
-        self.reduce_scatter(flat).wait()
-        self.all_gather(flat).wait()
+        self.reduce_scatter(flat, of).wait()
+        self.all_gather(flat, of=of).wait()
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
+    def broadcast(self, tensor: Tensor, source: int, of: Subject = "") -> None:
         """Copy `tensor` from group rank `source` to all ranks, in place."""
         if self.size == 1 or tensor.numel() == 0:
             return
         if self.rank == source:
             self.counters.add("broadcast", tensor.numel() * (self.size - 1), tensor.element_size())
-        sent = self._sent_bytes(tensor) if self.rank == source else 0
-        with self.observed.span("broadcast", nbytes=sent):
+        sent, span = self._sent_bytes(tensor) if self.rank == source else 0, self.observed.span
+        with self._begin_here("broadcast", of, tensor) as watched, transport(), span("broadcast", nbytes=sent):
+            self._compare(watched)
             # As bytes: gloo knows neither bool nor int16, float8 and complex.
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
 
-    def exchange_small(self, value: Tensor) -> list[Tensor]:
+    def exchange_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
         """Every rank's `value` (same shape everywhere, on the CPU), in rank order. For flags and norms."""
         if self.size == 1:
             return [value]
         self.counters.add("control", value.numel() * (self.size - 1), value.element_size())
         values = [value if rank == self.rank else torch.empty_like(value) for rank in range(self.size)]
-        with self.observed.span("control", nbytes=self._sent_bytes(value)):
+        span = self.observed.span("control", nbytes=self._sent_bytes(value))
+        with self._begin_here("exchange", of, value) as watched, span:
+            self._compare(watched)
             if self.size <= 8:
                 self._exchange([value] * self.size, values)
             else:
-                dist.all_gather(values, value.clone(), group=self.group)
+                with transport():
+                    dist.all_gather(values, value.clone(), group=self.group)
         return values
 
-    def all_to_all(self, outgoing: list[Tensor]) -> list[Tensor]:
+    def all_to_all(self, outgoing: list[Tensor], of: Subject = "") -> list[Tensor]:
         """What every rank has sent to this one, in rank order; outgoing[r] goes to rank r.
 
         On the CPU, contiguous; all tensors of all ranks have one shape and dtype.
@@ -229,15 +286,18 @@ class Communicator:
         self.counters.add("control", own.numel() * (self.size - 1), own.element_size())
         incoming = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
         sent = [tensor.view(torch.uint8) for tensor in outgoing]  # gloo does not know all dtypes
-        self._exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
+        with self._begin_here("all_to_all", of, own) as watched:
+            self._compare(watched)
+            self._exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
         return incoming
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, of: Subject = "") -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.observed.span("control"):
+        with self._begin_here("gather_objects", of) as watched, transport(), self.observed.span("control"):
+            self._compare(watched)
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -257,11 +317,15 @@ class Communicator:
         return self._shared if self._shared.available else None
 
     def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-        works = []
-        for step in range(1, self.size):
-            target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            works.append(dist.irecv(incoming[source], group=self.group, group_src=source))
-            works.append(dist.isend(outgoing[target], group=self.group, group_dst=target))
-        for work in works:
-            assert work is not None  # every rank is a member
-            work.wait()
+        # Messages of other lengths are kept apart: gloo ends the process that receives more than it asked for.
+        works, tag = [], 1 + outgoing[self.rank].numel() * outgoing[self.rank].element_size() % (1 << 30)
+        try:
+            for step in range(1, self.size):
+                target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                works.append(dist.irecv(incoming[source], group=self.group, group_src=source, tag=tag))
+                works.append(dist.isend(outgoing[target], group=self.group, group_dst=target, tag=tag))
+            for work in works:
+                assert work is not None  # every rank is a member
+                work.wait()
+        except RuntimeError as error:
+            raise TransportError(str(error)) from error

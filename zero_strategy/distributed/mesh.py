@@ -11,17 +11,25 @@ what concerns all of the model (checkpoints, above all) is for the *team*, the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
+from zero_strategy.config import GuardConfig
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.distributed.groups import own_group
+from zero_strategy.distributed.groups import end_group, has_process_group, own_group
+from zero_strategy.distributed.guard import Guard
+from zero_strategy.distributed.processes import own_card
 from zero_strategy.distributed.rendezvous import StoreRendezvous
+from zero_strategy.distributed.save_board import own_store
 from zero_strategy.observing import Observed
+
+_CLOSING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class Mesh:
         team: The ranks of all lanes; the data-parallel ranks where there is one lane.
         tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
         counters: What this rank sent.
+        guard: Watches all of these; None: nobody does.
+        further: Communicators of others, which are closed with these.
         observed: Who is told what all of these communicators do.
     """
 
@@ -73,6 +83,9 @@ class Mesh:
     team: Team
     tensor: Communicator
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
+    guard: Guard | None = None
+    further: list[Communicator] = field(default_factory=list)
+    closed: bool = False
     observed: Observed = field(default_factory=Observed)
 
     def __post_init__(self) -> None:
@@ -110,6 +123,7 @@ class Mesh:
         rendezvous_seconds: float,
         name: str,
         lanes: Sequence[Sequence[int]] | None = None,
+        guard: GuardConfig | None = None,
         tensor_groups: Sequence[Sequence[int]] | None = None,
     ) -> Mesh:
         """Make the groups; a collective over the default process group.
@@ -122,6 +136,7 @@ class Mesh:
             name: Tells engines of one process apart; equal on all ranks.
             lanes: The ranks of every mesh, this rank's among them; the same on all ranks, every rank in one.
                 Default: one lane of all ranks.
+            guard: How collectives are watched; None: not at all.
             tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
 
         Raises:
@@ -154,7 +169,7 @@ class Mesh:
         lane = next(number for number, ranks in enumerate(lanes) if dist.get_rank() in ranks)
         rank = list(lanes[lane]).index(dist.get_rank())
         own = StoreRendezvous(rank, replicate * shard, rendezvous_seconds, f"{name}.lane{lane}")
-        return cls(
+        mesh = cls(
             gather=group_of(rows) if shard > 1 else Communicator(None, counters),
             reduce=group_of(rows) if shard > 1 else Communicator(None, counters),
             replicate=group_of(columns) if replicate > 1 else Communicator(None, counters),
@@ -165,6 +180,62 @@ class Mesh:
             tensor=divided,
             counters=counters,
         )
+        if guard is not None and guard.mode != "off":
+            mesh._watch(guard, name, lambda lists: own_group(lists, timeout=limit, backend="gloo"), rows, columns)
+        return mesh
+
+    def close(self) -> None:
+        """End the groups, in the same order on all ranks, and what watches them. All ranks call it.
+
+        They meet first, for some seconds: who closes a connection early takes from a slower rank what is under way. Not
+        where the ranks are known to have failed. A second call does nothing.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        meeting, failed = self.team.rendezvous, self.guard is not None and self.guard.failure is not None
+        if self.team.world_size > 1 and not failed and has_process_group():
+            with suppress(Exception):  # a rank that does not come any more is no reason to stay
+                seconds = min(meeting.timeout, _CLOSING_SECONDS)
+                StoreRendezvous(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").meet("close()")
+        communicators = (
+            self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.team.control, self.tensor,
+            *self.further,
+        )  # fmt: skip
+        groups = {one.group: None for one in communicators if one.group is not None}
+        for communicator in communicators:
+            communicator.close()
+        if self.guard is not None:
+            self.guard.close()
+        for group in groups:
+            end_group(group)
+
+    def _watch(
+        self,
+        settings: GuardConfig,
+        name: str,
+        on_host: Callable[[list[list[int]]], dist.ProcessGroup | None],
+        rows: list[list[int]],
+        columns: list[list[int]],
+    ) -> None:
+        team, strict = self.team.control, settings.mode == "strict"
+        cards = team.gather_objects(own_card())
+        connect = partial(own_store, team.size)
+        self.guard = guard = Guard(
+            team.rank, cards, connect, name,
+            wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds, strict=strict,
+        )  # fmt: skip
+        for communicator, what, lists in (
+            (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
+            (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
+            (self.tensor, "tensor", rows),
+        ):  # fmt: skip
+            twin = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
+            communicator.guarded(guard, what, twin)
+        for meeting in (self.team.rendezvous, self.rendezvous):
+            if meeting.world_size > 1 and meeting.track is None:
+                ranks = dist.get_process_group_ranks((team if meeting is self.team.rendezvous else self.control).group)
+                meeting.track = guard.track("meeting", ranks)
 
 
 def _check_lanes(lanes: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.failure_board import FailureBoard
+from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.save_board import own_store
 from zero_strategy.distributed.watched_waits import Awaited, Group, WatchedWaits
 
@@ -60,6 +61,7 @@ class PointToPoint:
         patience: Seconds of a wait in which the other rank must come to this rank's batch.
         name: Tells transports of these ranks apart where not all make them in one order; equal on all ranks.
         title: This rank in words, for errors.
+        guard: Of the engine; its failure is one of this transport, too.
 
     Attributes:
         rank: This rank's number among `ranks`.
@@ -77,6 +79,7 @@ class PointToPoint:
         patience: float,
         name: str,
         title: str,
+        guard: Guard | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
@@ -85,7 +88,7 @@ class PointToPoint:
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
-        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout, patience)
+        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout, patience, guard)
         self._senders = {group: _DeviceSender() if group.on_device else _Sender() for group in groups}
         weakref.finalize(self, self.waits.stop)
 

@@ -7,8 +7,11 @@ come is named within seconds, where a collective would block for the process gro
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import torch.distributed as dist
+
+from zero_strategy.distributed.tracks import Track
 
 
 class RendezvousError(RuntimeError):
@@ -23,20 +26,29 @@ class StoreRendezvous:
         world_size: Number of ranks that must arrive.
         timeout: Seconds to wait for the last one.
         prefix: Keeps meetings of different engines apart; equal on all ranks.
+
+    Attributes:
+        track: By which a guard watches these meetings.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float, prefix: str) -> None:
         self.rank, self.world_size, self.timeout, self.prefix = rank, world_size, timeout, prefix
         self._round = 0
+        self.track: Track | None = None
 
     def meet(self, call: str) -> None:
         """Return when all ranks have reached this meeting with the same `call`.
 
         Raises:
             RendezvousError: If a rank has not come in time, or came with another call; names ranks and calls.
+            DesyncError: If a rank cannot come, where a guard watches.
         """
         if self.world_size == 1:
             return
+        with nullcontext() if self.track is None else self.track.begin(call):
+            self._meet(call)
+
+    def _meet(self, call: str) -> None:
         store = dist.distributed_c10d._get_default_store()  # the store has no public accessor
         self._round += 1
         key = f"zero_strategy/{self.prefix}/{self._round}"
@@ -48,10 +60,14 @@ class StoreRendezvous:
             if waiting and time.monotonic() > deadline:
                 store.delete_key(f"{key}/{self.rank}")  # a rank that comes later shall not believe we are here
                 self._round -= 1
+                if self.track is not None:
+                    self.track.withdraw()
                 raise RendezvousError(
                     f"{call} needs all {self.world_size} ranks; rank {self.rank} waited {self.timeout:g} s and rank(s) "
                     f"{waiting} did not come. Call it on every rank (not under `if rank == 0`)."
                 )
+            if self.track is not None:
+                self.track.guard.check()
             time.sleep(pause if waiting else 0)
             pause = min(pause * 1.5, 0.05)
         if self._round > 1:  # everybody is here, so everybody has left the meeting before

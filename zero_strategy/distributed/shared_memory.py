@@ -16,11 +16,12 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from zero_strategy.distributed.processes import host as _host
 
 VARIABLE = "ZERO_STRATEGY_SHARED_MEMORY"
 """Set to 0, exchanges go through gloo alone."""
@@ -28,7 +29,6 @@ SLOT_BYTES = 4 << 20
 LEAST_BYTES = 64 << 10
 """Of a message to one peer, below which gloo alone is as fast."""
 _HEADER, _CARD = 4096, 256
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Exchange = Callable[[list[Tensor], list[Tensor]], None]
 """Sends outgoing[r] to each other rank r while incoming[r] arrives from it."""
@@ -69,11 +69,11 @@ class SharedMemoryExchange:
         cards = [torch.zeros(_CARD, dtype=torch.uint8) for _ in range(size)]
         if own is not None:
             descriptor, self._memory[rank], token = own
-            cards[rank] = _card(f"{_host()} {os.getpid()} {descriptor} {token}")
+            cards[rank] = encode_card(f"{_host()} {os.getpid()} {descriptor} {token}")
         plain([cards[rank]] * size, cards)
         opened = own is not None
         for peer in (peer for peer in range(size) if peer != rank):
-            memory = _open(_read_card(cards[peer])) if opened else None
+            memory = _open(decode_card(cards[peer])) if opened else None
             opened = memory is not None
             if memory is not None:
                 self._memory[peer] = memory
@@ -197,15 +197,8 @@ def _open(card: str) -> mmap.mmap | None:
     return memory if memory[: len(token)] == token.encode() else None
 
 
-def _host() -> str:
-    """Of this boot of this machine, and its PID namespace, without which a number says nothing."""
-    try:
-        return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _card(text: str) -> Tensor:
+def encode_card(text: str) -> Tensor:
+    """A short text as bytes of a fixed length."""
     encoded = text.encode()
     assert len(encoded) <= _CARD
     card = torch.zeros(_CARD, dtype=torch.uint8)
@@ -213,5 +206,6 @@ def _card(text: str) -> Tensor:
     return card
 
 
-def _read_card(card: Tensor) -> str:
+def decode_card(card: Tensor) -> str:
+    """The inverse."""
     return bytes(card.tolist()).rstrip(b"\0").decode()

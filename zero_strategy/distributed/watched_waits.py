@@ -8,17 +8,24 @@ rank break at once, too; and they look at the board.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy.distributed.desync import DesyncError, Wait
 from zero_strategy.distributed.failure_board import Failure, FailureBoard
+from zero_strategy.distributed.watch import Watch
+
+if TYPE_CHECKING:
+    from zero_strategy.distributed.guard import Guard
 
 _LOOK_SECONDS = 0.1
 _ASK_AFTER = 0.3
@@ -28,12 +35,13 @@ _REASON_SECONDS = 1.0
 _BREAKING_TAG = 1 << 20
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(DesyncError):
     """Another rank has failed, is gone or does not come; `failure` tells."""
 
+    failure: Failure
+
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
+        super().__init__(failure.text, failure)
 
 
 class Group:
@@ -89,6 +97,10 @@ class Awaited:
     peer: str
     rank: int
 
+    def wait(self) -> Wait:
+        """For a guard's reports."""
+        return Wait(f"a wait for {self.what} from {self.peer}", (self.rank,), message=True)
+
 
 class WatchedWaits:
     """The waits of one rank for its peers.
@@ -100,10 +112,18 @@ class WatchedWaits:
         board: Where failures are posted.
         timeout: Seconds that a wait may take.
         patience: Seconds of a wait in which the other rank must come to this rank's batch.
+        guard: Knows of failures among other ranks; these connections break with its own.
     """
 
     def __init__(
-        self, rank: int, name: str, groups: list[Group], board: FailureBoard, timeout: float, patience: float
+        self,
+        rank: int,
+        name: str,
+        groups: list[Group],
+        board: FailureBoard,
+        timeout: float,
+        patience: float,
+        guard: Guard | None = None,
     ) -> None:
         self.rank, self.name, self.groups, self.board = rank, name, groups, board
         self.timeout, self.patience = timeout, min(patience, timeout)
@@ -111,14 +131,18 @@ class WatchedWaits:
         self._batch = self._told = 0
         self._waiting: tuple[Awaited, float] | None = None
         self._expired = ""
-        self._awake, self._stopped = threading.Event(), False
+        self._resting, self._begun = True, False
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._guard = guard
+        self._watch = Watch()  # of its own, as a call to the board may take for ever
+        if guard is not None:
+            end = weakref.WeakMethod(self.break_connections)
+            guard.add_break(lambda: _call(end))
 
     def begin(self, batch: int) -> None:
         """This rank has come to a batch, numbered from 1; all ranks do the same."""
         self._batch = batch
-        self._awake.set()
+        self._wake()
 
     def wait(self, work: Any, awaited: Awaited) -> None:
         """Wait for something under way.
@@ -134,12 +158,14 @@ class WatchedWaits:
         return _Watching(self, awaited)
 
     def _begin_wait(self, awaited: Awaited) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="zero-watch", daemon=True)
-            self._thread.start()
+        if not self._begun:
+            self._begun = True
+            self._watch.add(self)
         self._waiting = (awaited, time.monotonic())
-        if not self._awake.is_set():
-            self._awake.set()
+        if self._guard is not None:
+            self._guard.waiting[threading.get_ident()] = awaited
+        if self._resting:
+            self._wake()
 
     def _end_wait(self, awaited: Awaited, error: BaseException | None) -> None:
         try:
@@ -147,15 +173,21 @@ class WatchedWaits:
                 raise self._explained(error, awaited) from error
         finally:
             self._waiting = None
+            if self._guard is not None:
+                self._guard.progress()
+                self._guard.waiting.pop(threading.get_ident(), None)
 
     def rest(self) -> None:
         """Nothing is waited for until the next wait: the thread sleeps."""
-        self._awake.clear()
+        self._resting = True
+
+    def _wake(self) -> None:
+        self._resting = False
+        self._watch.poke()
 
     def stop(self) -> None:
         """Ends the thread."""
-        self._stopped = True
-        self._awake.set()
+        self._watch.stop()
 
     def fail(self, failure: Failure) -> Failure:
         """Post this rank's failure and break its connections, so that all ranks stop.
@@ -178,6 +210,9 @@ class WatchedWaits:
                     group.abort()
 
     def _explained(self, error: RuntimeError, awaited: Awaited) -> RankFailedError:
+        if self._guard is not None and self._guard.failure is not None:
+            self._guard.told()
+            return RankFailedError(self._guard.failure)
         failure = self.board.first(0.0 if self._expired else _REASON_SECONDS)
         if failure is None and self._expired:
             failure = self.fail(Failure("silent", awaited.rank, self._expired, {}))
@@ -187,17 +222,14 @@ class WatchedWaits:
         self.break_connections()
         return RankFailedError(failure)
 
-    def _look(self) -> None:
-        while True:
-            self._awake.wait()
-            if self._stopped:
-                return
-            time.sleep(_LOOK_SECONDS)
-            if self._told != self._batch:
-                self._told = self._batch
-                self.board.come_to(self.rank, self._told)
-            if (waiting := self._waiting) is not None and not self.broken:
-                self._look_at(waiting[0], time.monotonic() - waiting[1])
+    def look(self) -> float:
+        """See `watch.Looker`."""
+        if self._told != self._batch:
+            self._told = self._batch
+            self.board.come_to(self.rank, self._told)
+        if (waiting := self._waiting) is not None and not self.broken:
+            self._look_at(waiting[0], time.monotonic() - waiting[1])
+        return math.inf if self._resting else _LOOK_SECONDS
 
     def _look_at(self, awaited: Awaited, seconds: float) -> None:
         """Breaks the connections if there is no point in waiting on."""
@@ -232,3 +264,8 @@ class _Watching:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits._end_wait(self._awaited, error)
+
+
+def _call(method: weakref.WeakMethod[Any]) -> None:
+    if (found := method()) is not None:
+        found()

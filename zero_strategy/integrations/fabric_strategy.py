@@ -20,6 +20,7 @@ from zero_strategy.config import (
     CheckpointConfig,
     DiagnosticsConfig,
     Fact,
+    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -99,6 +100,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        guard: GuardConfig | dict[str, Any] | str | None = None,
         diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
@@ -130,6 +132,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
+            guard: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
             diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
@@ -160,6 +163,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             activation_checkpointing=activation_checkpointing,
             pipeline=pipeline,
             checkpoint=checkpoint,
+            guard=guard,
             diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,

@@ -27,6 +27,7 @@ from zero_strategy.config import (
     CheckpointConfig,
     DiagnosticsConfig,
     Fact,
+    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -88,6 +89,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        guard: GuardConfig | dict[str, Any] | str | None = None,
         diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
@@ -120,6 +122,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
+            guard: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
             diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
@@ -152,6 +155,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
             activation_checkpointing=activation_checkpointing,
             pipeline=pipeline,
             checkpoint=checkpoint,
+            guard=guard,
             diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
@@ -438,6 +442,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
         if not self._interrupted:
             return False
         assert self._lightning_module is not None
+        if self.engine is not None and self.engine.desync is not None:
+            return True  # connections are broken: there is nothing that ranks could still do together
         return not self._failure.together(f"global step {self._lightning_module.trainer.global_step}")
 
     def barrier(self, name: str | None = None) -> None:
@@ -456,6 +462,8 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
     def on_exception(self, exception: BaseException) -> None:
         """Remember that a step was torn apart, and let no child process wait for this one for ever."""
         self._failed = True
+        if self.engine is not None:
+            self.engine.note_error(exception)
         self._failure.forget()
         end_children_at_exit(self.launcher)
 

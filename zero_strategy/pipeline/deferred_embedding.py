@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.distributed.collectives import PendingWork
+from zero_strategy.distributed.pending import PendingWork
 from zero_strategy.distributed.script_groups import ScriptCommunicator
 from zero_strategy.memory.scratch import GlobalMemoryBuffer
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_strategy.distributed.desync import DesyncError
 from zero_strategy.distributed.failure_board import Failure
 
 
-class PipelineError(RuntimeError):
+class PipelineError(DesyncError):
     """A stage has failed, is gone, does not come or is out of step; the message names it and the cause."""
 
 
@@ -43,6 +44,8 @@ def failure_of(error: BaseException, rank: int, where: str, more: str = "") -> F
         return Failure("data", rank, str(error), details)
     if isinstance(error, OutOfStepError):
         return Failure("step", rank, str(error), {})
+    if isinstance(error, DesyncError) and error.failure is not None:
+        return error.failure
     return Failure("raised", rank, f"{where}: {type(error).__name__}: {error}{more}", {})
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.watched_waits import RankFailedError
 from zero_strategy.distributed.world import world_rank, world_size
 from zero_strategy.observing import Observed
@@ -80,6 +81,7 @@ class Executor:
         name: Tells pipelines of the same ranks apart, where not all of them run their first batches in one order.
         record: Whether runs have events.
         ahead: Post receives before the schedule comes to them; None: on the CPU. On a GPU they would occupy it.
+        guard: Of the engine.
 
     Attributes:
         rank: This rank in the pipeline.
@@ -110,6 +112,7 @@ class Executor:
         name: str = "pipeline",
         record: bool = False,
         ahead: bool | None = None,
+        guard: Guard | None = None,
     ) -> None:
         own = world_rank()
         world = list(range(world_size())) if ranks is None else list(ranks)
@@ -126,7 +129,7 @@ class Executor:
         last = placement.stages - 1
         self.chunks = [Chunk(module, stage, stage == last) for module, stage in zip(chunks, stages)]
         ahead = self._device.type == "cpu" if ahead is None else ahead
-        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, patience, name, ahead)
+        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, patience, name, ahead, guard)
         self._readers = (0 in stages) + (last in stages)
         self._read: Orders | None = None
         self._doing: str | Computation = ""
@@ -168,6 +171,7 @@ class Executor:
         try:
             return self._carry_out(orders, data)
         except RankFailedError as error:
+            self._neighbours.leave(error.failure)
             raise error_of(error.failure) from error
         except BaseException as error:
             where, change = f"{self._neighbours.title}, {_words(self._doing)}", self._change()
@@ -183,6 +187,10 @@ class Executor:
             self._losses = None
             for chunk in self.chunks:
                 chunk.clear()
+
+    def close(self) -> None:
+        """End all connections; a later run makes them anew."""
+        self._neighbours.close()
 
     def _carry_out(self, orders: Orders, data: Iterator[Any] | None) -> Run:
         result, micro_batches, met = Run(), orders.schedule.micro_batches, False

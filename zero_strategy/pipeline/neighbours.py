@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.point_to_point import Channel, PointToPoint
 from zero_strategy.pipeline.channels import Inlet, Outlet
 from zero_strategy.pipeline.chunk import Parcel
@@ -30,6 +31,7 @@ class Neighbours:
         patience: Seconds of a wait in which the neighbour must come to the same batch.
         name: Tells pipelines apart; equal on all ranks.
         ahead: Post receives before the schedule comes to them.
+        guard: Of the engine.
 
     Attributes:
         title: This rank in words.
@@ -46,9 +48,10 @@ class Neighbours:
         patience: float,
         name: str,
         ahead: bool,
+        guard: Guard | None = None,
     ) -> None:
         self._placement, self._rank, self._ranks, self._device = placement, rank, ranks, device
-        self._ahead = ahead
+        self._ahead, self._guard = ahead, guard
         self._timeout, self._patience, self._name = timeout, patience, name
         self._run, self._program = 0, 0
         self._transport: PointToPoint | None = None
@@ -77,6 +80,9 @@ class Neighbours:
             receives: How many messages will come, by instruction and chunk.
             program: A digest of what is run, to be compared with the neighbours'.
         """
+        if self._guard is not None:
+            self._guard.check()
+            self._guard.progress()
         if len(self._ranks) == 1:
             return
         if self._transport is None or self._transport.waits.broken:
@@ -155,7 +161,21 @@ class Neighbours:
 
     def fail(self, failure: Failure) -> Failure:
         """Tell all ranks; returns the failure that was first."""
+        self.leave(failure)
         return failure if self._transport is None else self._transport.waits.fail(failure)
+
+    def leave(self, failure: Failure) -> None:
+        """This rank gives the batch up: those of other pipelines hear of it if they wait for this rank."""
+        if self._guard is not None and self._guard.failure is None:
+            self._guard.note(f"has left the batch ({failure.text})")
+
+    def close(self) -> None:
+        """End all connections."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = self._loss_inlet = self._end_outlet = None
+            for channels in (self._outlets, self._inlets, self._loss_outlets, self._end_inlets):
+                channels.clear()
 
     def _stamp(self, micro_batch: int, sequence: int) -> Stamp:
         return Stamp(self._run, self._program, micro_batch, sequence)
@@ -200,7 +220,7 @@ class Neighbours:
         self._run = 0
         transport = self._transport = PointToPoint(
             self._ranks, [*ways.values(), *losses.values(), *ends.values()], device=self._device, timeout=self._timeout,
-            patience=self._patience, name=self._name, title=self.title,
+            patience=self._patience, name=self._name, title=self.title, guard=self._guard,
         )  # fmt: skip
         self._outlets, self._inlets, self._loss_outlets, self._loss_inlet = {}, {}, [], None
         self._end_outlet, self._end_inlets = None, []

@@ -113,6 +113,10 @@ class ScriptEngine:
     module_state_dict = state_dict
     load_module_state_dict = load_state_dict
 
+    def destroy(self) -> None:
+        """End this engine and what it holds; see `ZeroEngine.close`."""
+        self.zero.close()
+
     def __getattr__(self, name: str) -> Any:
         if name in ("module", "__setstate__") or "module" not in self.__dict__:  # while being made or unpickled
             raise AttributeError(name)

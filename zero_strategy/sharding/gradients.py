@@ -184,7 +184,7 @@ class GradientBucket:
                     self._local_view(index).zero_()
         self.local_live.clear()
         self._sent = self.local if self.reduce_dtype == self.dtype else self.local.to(self.reduce_dtype)
-        self._work, self._summed = self.bucket.mesh.reduce.reduce_scatter(self._sent), False
+        self._work, self._summed = self.bucket.mesh.reduce.reduce_scatter(self._sent, self.bucket.names), False
 
     @torch.no_grad()
     def finish_sum(self) -> None:
@@ -195,11 +195,11 @@ class GradientBucket:
         self._work.wait()
         mesh, own = self.bucket.mesh, self._sent[self.bucket.slice]
         if mesh.replicate.size > 1:
-            mesh.replicate.all_reduce(own)
+            mesh.replicate.all_reduce(own, self.bucket.names)
         if mesh.world_size > 1:
             own.mul_(1.0 / mesh.world_size)
         if not self.bucket.placement.shard_optimizer:
-            self._spread = mesh.reduce.all_gather(self._sent)
+            self._spread = mesh.reduce.all_gather(self._sent, of=self.bucket.names)
 
     @torch.no_grad()
     def finish(self, *, keep: bool = True) -> None:

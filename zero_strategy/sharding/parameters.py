@@ -180,8 +180,8 @@ class ParameterBucket:
         for tensor, segment in zip(self.tensors, self.layout.segments, strict=True):
             source[segment.offset : segment.stop].copy_(tensor.detach().reshape(-1))
         self._share_copies(source)
-        self.mesh.gather.broadcast(source, 0)
-        self.mesh.replicate.broadcast(source, 0)
+        self.mesh.gather.broadcast(source, 0, self.names)
+        self.mesh.replicate.broadcast(source, 0, self.names)
         self.flat = source.to(self.dtype)
         self.shard = self.flat[self.slice]
         if self.placement.shard_parameters:
@@ -269,7 +269,7 @@ class ParameterBucket:
         self.check_poison()
         with _plain_mode():
             self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
-            self._pending = self.mesh.gather.all_gather(self.flat, first=self._shard_arrives())
+            self._pending = self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
     def _shard_arrives(self) -> Callable[[], None] | None:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
@@ -305,7 +305,7 @@ class ParameterBucket:
         """Bring updated values into a bucket that is held whole. A collective."""
         if self.placement.shard_parameters and self.gathered:
             with _plain_mode():
-                self.mesh.gather.all_gather(self.flat, first=self._shard_arrives()).wait()
+                self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names).wait()
 
     def check_poison(self) -> None:
         """Raise if somebody wrote to a released parameter.
@@ -333,7 +333,7 @@ class ParameterBucket:
             for start, stop in self._master_parts():
                 self.write_owned(start, self.read_master(start, stop))
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
-            return self.mesh.gather.all_gather(self.flat)
+            return self.mesh.gather.all_gather(self.flat, of=self.names)
         return PendingWork([])
 
     @torch.no_grad()
@@ -342,8 +342,8 @@ class ParameterBucket:
         assert self.gathered
         if source is not None:
             row, column = divmod(source, self.mesh.shard_size)
-            self.mesh.gather.broadcast(self.flat, column)
-            self.mesh.replicate.broadcast(self.flat, row)
+            self.mesh.gather.broadcast(self.flat, column, self.names)
+            self.mesh.replicate.broadcast(self.flat, row, self.names)
         if self.placement.shard_parameters:
             self.write_shard(0, self.flat[self.slice])
         if self.has_master:

@@ -276,6 +276,11 @@ class GradientReducer:
         return parameter.requires_grad and (self._within is None or id(parameter) in self._within)
 
     @property
+    def in_backward(self) -> bool:
+        """A backward goes on, or was torn."""
+        return self._active
+
+    @property
     def _reduces(self) -> bool:
         return self._sync or not self.per_step
 
@@ -407,7 +412,7 @@ class GradientReducer:
         ]
         message = self.plan.encode(touched, late, self._sequence(), self.raise_flags())
         order = list(self.plan.order)
-        agreed = self.plan.learn(self.mesh.control.exchange_small(message))
+        agreed = self.plan.learn(self.mesh.control.exchange_small(message, "the parameters that have gradients"))
         for number in order:
             if agreed.late[number] or (agreed.touched[number] and number not in self._left):
                 bucket = self.buckets[number]

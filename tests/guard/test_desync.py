@@ -1,0 +1,143 @@
+"""What ranks conclude from each other's reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_strategy.config import load_config
+from zero_strategy.distributed.desync import Begun, Report, Wait, find_failure, positions
+from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.processes import ProcessCard, condition, own_card
+from zero_strategy.distributed.sites import site_of, site_of_error
+from zero_strategy.distributed.tracks import subject
+
+ALL = (0, 1, 2, 3)
+GATHER: Begun = ("all_gather", "layers.3", 64, "float32")
+REDUCE: Begun = ("reduce_scatter", "layers.7", 64, "float32")
+
+
+def waiting(rank: int, track: str, number: int, begun: Begun = GATHER, site: str = "", **more: Any) -> Report:
+    """A rank in the last collective that it began."""
+    kind, of, *_ = begun
+    wait = Wait(f"{kind} of `{of}`", ALL, track, number)
+    counts = {"gather": 0, "reduce": 0, track: number}
+    return Report(rank, 1, 10, 5.0, site, wait, counts=counts, recent={track: {number: begun}}, **more)
+
+
+def busy(rank: int, **counts: int) -> Report:
+    return Report(rank, 1, 10, 5.0, "forward, data.py:3", counts=counts)
+
+
+def find(own: Report, *others: Report, fresh: tuple[int, ...] = ALL) -> Failure | None:
+    return find_failure(own, others, fresh=fresh, silence=5.0)
+
+
+def test_ranks_in_different_groups_wait_for_each_other() -> None:
+    own = waiting(0, "reduce", 4, REDUCE, "backward")
+    others = [waiting(1, "gather", 9, GATHER, "forward, train.py:88"), waiting(2, "reduce", 4, REDUCE, "backward")]
+    found = find(own, *others, waiting(3, "reduce", 4, REDUCE, "backward"))
+    assert found is not None and found.kind == "locked" and found.rank == 1
+    assert found.text == (
+        "ranks wait for each other: ranks 0, 2, 3 wait in reduce_scatter of `layers.7` (backward); rank 1 waits in "
+        "all_gather of `layers.3` (forward, train.py:88)"
+    )
+
+
+def test_different_collectives_of_one_group() -> None:
+    other: Begun = ("all_gather", "layers.4", 64, "float32")
+    found = find(waiting(0, "gather", 9), waiting(1, "gather", 9, other))
+    assert found is not None and found.kind == "different"
+    assert "number 9 of the same group rank 0 began all_gather of `layers.3` (64 bytes, float32), rank 1" in found.text
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],  # nobody has said anything
+        [busy(1, gather=8)],  # late
+        [waiting(1, "gather", 9), busy(2, gather=8)],  # two wait for a third that computes
+        [waiting(1, "gather", 10)],  # has come, and gone on: what was sent is under way
+        [waiting(1, "reduce", 4, REDUCE), Report(2, wait=Wait("a wait for a message", (0,), message=True))],
+    ],
+    ids=lambda others: str(len(others)),
+)
+def test_what_may_still_come(others: list[Report]) -> None:
+    fresh = tuple(report.rank for report in others if report.rank != 1)  # what rank 1 says may have changed
+    assert find(waiting(0, "gather", 9), *others, fresh=fresh) is None
+
+
+def test_an_exception_is_given_time() -> None:
+    def noted(idle: float, ended: bool = False) -> Report:
+        return Report(1, note="raised KeyError: 'x' (forward, train.py:5)", idle=idle, ended=ended)
+
+    own = waiting(0, "gather", 9)
+    assert find(own, noted(4.0)) is None
+    for report in (noted(6.0), noted(0.0, True)):
+        found = find(own, report)
+        assert found is not None and found.text.startswith("rank 1 raised KeyError: 'x' (forward, train.py:5); rank 0 ")
+    assert find(own, Report(1, note="raised", idle=9.0, counts={"gather": 9})) is None  # it has come to this one
+
+
+def test_foreign_collectives() -> None:
+    own = Report(0, wait=Wait("torch.distributed.barrier", ALL))
+    assert find(own, *(Report(rank, wait=own.wait) for rank in (1, 2, 3))) is None  # all are there
+    found = find(own, Report(1, wait=own.wait), waiting(2, "gather", 9), busy(3))
+    assert found is not None and found.rank == 2 and "rank 2 waits in all_gather" in found.text
+
+
+def test_reports_travel() -> None:
+    report = waiting(1, "gather", 9, site="forward, a.py:1", note="raised")
+    assert Report.decode(json.loads(json.dumps(report.encode()))) == report
+    assert positions([busy(0), busy(2)]) == "ranks 0, 2 are in no collective (forward, data.py:3)"
+
+
+def test_names() -> None:
+    assert subject(["layers.3.up.weight", "layers.3.norm.bias"]) == "layers.3"
+    assert subject(["layers.3.weight"]) == "layers.3.weight"
+    assert subject(["stem.weight", "head.weight", "scale"]) == "stem.weight and 2 more"
+
+
+def test_processes() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        card = ProcessCard(own_card().host, child.pid, int(fields[19]))
+        assert condition(own_card()) == condition(card) == "running"
+        os.kill(child.pid, signal.SIGSTOP)
+        end = time.monotonic() + 10
+        while condition(card) != "stopped" and time.monotonic() < end:
+            time.sleep(0.01)
+        assert condition(card) == "stopped"
+        assert condition(card._replace(started=1)) == "gone" and condition(card._replace(host="x")) == "unknown"
+    finally:
+        child.kill()
+        child.wait()
+    assert condition(card) == "gone"
+
+
+def test_sites() -> None:
+    assert site_of(None).place.startswith("test_desync.py:") and site_of(None).foreign is None
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        assert str(site_of_error(error)).startswith("test_desync.py:")
+
+
+def test_config(tmp_path: Path) -> None:
+    file = tmp_path / "zero.yaml"
+    for text, mode in (("guard: off", "off"), ("guard: strict", "strict"), ("guard: {mode: off}", "off")):
+        file.write_text(text)
+        assert load_config(file).guard.mode == mode
+    assert load_config(guard="off").origin_of("guard.mode") == "user: keyword"
+    for wrong, kind in (("maybe", ValueError), (True, TypeError), (3, TypeError), ({"mode": True}, TypeError)):
+        with pytest.raises(kind, match="guard"):
+            load_config(guard=wrong)

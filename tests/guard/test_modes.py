@@ -1,0 +1,46 @@
+"""A strict guard names a mistake at once; a guard that is off does nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.guard.faults import PATIENCE, Told
+from tests.launcher import Launcher
+from zero_strategy.config import GuardConfig, load_config
+from zero_strategy.distributed import Mesh
+
+
+def _strict(seconds: float) -> Told:
+    """Collectives of one group, of which rank 1 begins another one, of as many bytes."""
+    guard = GuardConfig(mode="strict", wait_seconds=seconds, silence_seconds=seconds)
+    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, rendezvous_seconds=10.0, name="strict", guard=guard)
+    flat, started = torch.ones(8), time.monotonic()
+    mesh.gather.all_gather(flat, of="layers.0").wait()
+    mesh.control.exchange_small(flat, "the norm")
+    try:
+        mesh.gather.all_gather(flat, of=f"layers.{1 + dist.get_rank()}").wait()
+    except Exception as error:
+        return Told(type(error).__name__, str(error), time.monotonic() - started)
+    return Told("nothing", "", 0.0)
+
+
+def test_a_strict_guard_compares_before(ranks: Launcher) -> None:
+    for told in ranks(2)(_strict, 30.0):
+        assert told.kind == "DesyncError" and told.seconds < PATIENCE, told
+        for rank in range(2):
+            assert f"rank {rank} begins all_gather of `layers.{1 + rank}` (32 bytes, float32)" in told.text, told
+
+
+def _off() -> list[Any]:
+    mesh = Mesh.build(
+        replicate=1, shard=2, timeout=60.0, rendezvous_seconds=10.0, name="off", guard=load_config(guard="off").guard
+    )
+    return [mesh.guard, mesh.gather.track, mesh.rendezvous.track]
+
+
+def test_a_guard_that_is_off(ranks: Launcher) -> None:
+    assert ranks(2)(_off) == [[None] * 3] * 2

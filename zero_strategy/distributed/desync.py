@@ -1,0 +1,230 @@
+"""What ranks tell of where they are, and whether they can still come together: pure functions of their reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zero_strategy.distributed.failure_board import Failure
+
+Begun = tuple[str, str, int, str]
+"""A collective as it is compared: kind, what of, bytes, dtype."""
+
+
+class DesyncError(RuntimeError):
+    """Ranks cannot go on together: one has failed, is gone, is stopped, or came to another collective.
+
+    Attributes:
+        failure: What has happened, as all ranks were told; None if that is all in the message.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits in.
+
+    Attributes:
+        what: In words: "all_gather of `layers.3`".
+        ranks: World ranks that take part.
+        track: Numbers these collectives; empty if they are not ours.
+        number: Which one of its track.
+        message: It is for one message of a pipeline, which has a watch of its own.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    track: str = ""
+    number: int = 0
+    message: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a rank is.
+
+    Attributes:
+        rank: Its number in the world.
+        beat: Of its reports.
+        events: Collectives that it has begun or come out of.
+        idle: Seconds since the last of them.
+        site: Phase and place: "forward, train.py:88".
+        wait: What it waits in; None: in nothing.
+        note: What has befallen it, such as an exception in its forward; it has come to no collective since.
+        ended: It has left training for good, as the note says.
+        counts: Collectives begun, by track.
+        recent: The last of them, by track and number: what is compared is what one thread noted at once.
+    """
+
+    rank: int
+    beat: int = 0
+    events: int = 0
+    idle: float = 0.0
+    site: str = ""
+    wait: Wait | None = None
+    note: str = ""
+    ended: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    recent: dict[str, dict[int, Begun]] = field(default_factory=dict)
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, values: dict[str, Any]) -> Report:
+        """The inverse of `encode`."""
+        wait = values.pop("wait")
+        recent = {
+            track: {int(number): (kind, of, nbytes, dtype) for number, (kind, of, nbytes, dtype) in rows.items()}
+            for track, rows in values.pop("recent").items()
+        }
+        return cls(**values, recent=recent, wait=None if wait is None else Wait(**{**wait, "ranks": (*wait["ranks"],)}))
+
+    def position(self) -> str:
+        """In words."""
+        site = f" ({self.site})" if self.site else ""
+        if self.note:
+            return self.note
+        return f"waits in {self.wait.what}{site}" if self.wait is not None else f"is in no collective{site}"
+
+
+Titles = Callable[[int], str]
+
+
+def title_of(rank: int) -> str:
+    """A rank in words, where it is nothing but a rank."""
+    return f"rank {rank}"
+
+
+def find_failure(
+    own: Report, others: Iterable[Report], *, fresh: Collection[int], silence: float, titles: Titles = title_of
+) -> Failure | None:
+    """Why a rank that waits has no more reason to; None: it may be that the others only take long.
+
+    Args:
+        own: Of the rank that waits.
+        others: The last reports of other ranks.
+        fresh: Of which of them it is known that they still hold.
+        silence: Seconds after which a rank that something has befallen is not expected back.
+        titles: Ranks in words.
+    """
+    reports = {report.rank: report for report in [*others, own]}
+    return (
+        _befallen(own, reports, silence, titles)
+        or _different(own, reports, {*fresh, own.rank}, titles)
+        or _locked(own, reports, {*fresh, own.rank}, titles)
+    )
+
+
+def positions(reports: Iterable[Report], titles: Titles = title_of) -> str:
+    """Who is where, ranks at the same place together."""
+    groups: dict[str, list[int]] = {}
+    for report in sorted(reports, key=lambda report: report.rank):
+        groups.setdefault(report.position(), []).append(report.rank)
+    found = []
+    for where, ranks in groups.items():
+        verb, _, rest = where.partition(" ")
+        found.append(f"{listed(ranks, titles)} {where if len(ranks) == 1 else f'{_PLURAL.get(verb, verb)} {rest}'}")
+    return "; ".join(found)
+
+
+_PLURAL = {"waits": "wait", "is": "are"}
+
+
+def listed(ranks: Iterable[int], titles: Titles = title_of) -> str:
+    """Several ranks in words."""
+    ranks = list(ranks)
+    if len(ranks) > 1 and all(titles(rank) == title_of(rank) for rank in ranks):
+        return f"ranks {', '.join(map(str, ranks))}"
+    return ", ".join(map(titles, ranks))
+
+
+def _befallen(own: Report, reports: Mapping[int, Report], silence: float, titles: Titles) -> Failure | None:
+    for rank in _missing(own, reports):
+        report = reports.get(rank)
+        if report is not None and report.note and (report.ended or report.idle >= silence):
+            text = f"{titles(rank)} {report.note}; {titles(own.rank)} {own.position()}"
+            return Failure("raised", rank, text, {})
+    return None
+
+
+def _different(
+    own: Report, reports: Mapping[int, Report], fresh: Collection[int], titles: Titles
+) -> Failure | None:
+    """The first collective of a track that is not the same on all ranks, as far back as is known."""
+    for track, recent in own.recent.items():
+        for rank, report in reports.items():
+            for number, mine in sorted(recent.items()):
+                theirs = report.recent.get(track, {}).get(number, mine)
+                if mine != theirs:
+                    where = positions([each for each in reports.values() if each.rank in fresh], titles)
+                    return mismatch(rank, where, number, {own.rank: mine, rank: theirs}, titles)
+    return None
+
+
+def mismatch(
+    rank: int, where: str, number: int, begun: Mapping[int, Begun], titles: Titles = title_of
+) -> Failure:
+    """The failure of ranks that began different collectives.
+
+    Args:
+        rank: One of them.
+        where: What else is known.
+        number: Of the collective.
+        begun: By rank, what it began.
+        titles: Ranks in words.
+    """
+    told = ", ".join(f"{titles(each)} began {shown(one)}" for each, one in sorted(begun.items()))
+    text = f"ranks came to different collectives: as number {number} of the same group {told}"
+    return Failure("different", rank, f"{text}; {where}" if where else text, {})
+
+
+def shown(begun: Begun) -> str:
+    """A collective in words, with all that is compared."""
+    kind, of, nbytes, dtype = begun
+    size = ", ".join(filter(None, (f"{nbytes} bytes" if nbytes else "", dtype)))
+    return named(kind, of) + (f" ({size})" if size else "")
+
+
+def named(kind: str, of: str) -> str:
+    """A collective in words."""
+    return f"{kind} of `{of}`" if of else kind
+
+
+def _missing(own: Report, reports: Mapping[int, Report]) -> list[int]:
+    """Ranks that have not come to what a rank waits in, or of which that is not known."""
+    wait = own.wait
+    if wait is None:
+        return []
+    return [rank for rank in wait.ranks if rank != own.rank and not _has_come(reports.get(rank), wait)]
+
+
+def _has_come(report: Report | None, wait: Wait) -> bool:
+    if report is None:
+        return False
+    if wait.track:
+        return report.counts.get(wait.track, 0) >= wait.number
+    theirs = report.wait
+    return theirs is not None and not theirs.track and (theirs.what, theirs.ranks) == (wait.what, wait.ranks)
+
+
+def _locked(own: Report, reports: Mapping[int, Report], fresh: Collection[int], titles: Titles) -> Failure | None:
+    """Whether ranks wait for each other: none of those that this one waits for can get on."""
+    waiting = {
+        rank: report
+        for rank, report in reports.items()
+        if rank in fresh and report.wait is not None and not report.wait.message
+    }
+    stuck = dict(waiting)
+    while freed := [rank for rank, report in stuck.items() if not set(_missing(report, reports)) & stuck.keys()]:
+        for rank in freed:
+            del stuck[rank]
+    if own.rank not in stuck:
+        return None
+    text = f"ranks wait for each other: {positions(stuck.values(), titles)}"
+    return Failure("locked", min(set(_missing(own, reports)) & stuck.keys()), text, {})

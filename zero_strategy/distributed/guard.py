@@ -1,0 +1,367 @@
+"""The guard of one engine: no rank waits for ever for one that has failed, is gone, or is elsewhere.
+
+Collectives are numbered as they begin (`tracks`), and that is all while they are quick. A thread (`watch`) notices when
+nothing has moved for some seconds. Then ranks tell each other where they are, through the key-value store (`courier`),
+and look at each other's processes (`processes`); what follows is decided by pure functions (`desync`). A rank that is
+merely late is waited for. Where there is no hope, the failure is posted and connections are broken, so that every wait
+ends in the same `DesyncError`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, Protocol
+
+from zero_strategy.distributed.courier import Courier
+from zero_strategy.distributed.desync import (
+    DesyncError,
+    Report,
+    Titles,
+    Wait,
+    find_failure,
+    listed,
+    positions,
+    title_of,
+)
+from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.processes import ProcessCard, condition
+from zero_strategy.distributed.sites import Foreign, Site, site_of, site_of_error
+from zero_strategy.distributed.tracks import Track, Watched
+from zero_strategy.distributed.watch import Watch
+
+EXIT_CODE = 71
+"""Of a process that the guard ends, since it waits in a collective of somebody else that cannot end."""
+_LOOKS = 3
+"""Of a wait before ranks compare."""
+_REASON_SECONDS = 1.0
+"""How long a broken connection waits for its reason, which is posted before, and for a process to be gone."""
+_FOREIGN_SECONDS = 1.0
+"""How long a collective of somebody else may go on after a failure: mostly it ends by itself."""
+_TELL_AFTER = 10
+"""Times `wait_seconds` before a rank says for whom it waits."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Waiting(Protocol):
+    """What a thread waits in."""
+
+    def wait(self) -> Wait:
+        """In words and numbers."""
+
+
+class Guard:
+    """Watches the collectives of one engine on one rank.
+
+    Args:
+        rank: This one, in the world.
+        cards: All ranks' processes.
+        connect: Makes a connection to the key-value store.
+        key: Keeps engines apart; equal on all ranks.
+        wait_seconds: Without any progress, after which ranks tell each other where they are.
+        silence_seconds: That a rank may be stopped, or be away after an exception, before the others give it up.
+        strict: Compare each collective with the other ranks' before it.
+
+    Attributes:
+        failure: Why these ranks cannot go on.
+        waiting: What threads wait in.
+        ended: Waits that are over.
+        titles: Ranks in words.
+        tracks: What is numbered.
+        torn: Says, in words, what an exception has left unfinished on this rank; "": nothing.
+        watch: The thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        cards: Sequence[ProcessCard],
+        connect: Callable[[], Any],
+        key: str,
+        *,
+        wait_seconds: float,
+        silence_seconds: float,
+        strict: bool = False,
+    ) -> None:
+        self.rank, self.strict, self._cards = rank, strict, list(cards)
+        self._wait, self._silence = wait_seconds, silence_seconds
+        self.failure: Failure | None = None
+        self.waiting: dict[int, Waiting] = {}
+        self.ended = 0
+        self.titles: Titles = title_of
+        self.torn: Callable[[Site], str] = _nothing
+        self.tracks: list[Track] = []
+        self._breaks: list[Callable[[], None]] = []
+        self._note, self._note_at = "", -1
+        self._lock = threading.Lock()
+        self._courier = Courier(rank, len(cards), connect, key)
+        self._interval = wait_seconds / _LOOKS
+        self._seen, self._since, self._looked = -1, time.monotonic(), time.monotonic()
+        self._beat, self._next_report, self._warned = 0, 0.0, False
+        self._stopped_since: dict[int, float] = {}
+        self._foreign: tuple[FrameType | None, float] = (None, 0.0)
+        self._told = False
+        self._suspected: tuple[int, str] = (-1, "")
+        self.watch = Watch()
+        self.watch.add(self)
+        self._at_exit = partial(_tell_exit, rank, self._courier)
+        atexit.register(self._at_exit)
+        weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
+
+    # ---- what ranks do ----
+
+    def track(self, name: str, ranks: Sequence[int], on_failure: Callable[[], None] | None = None) -> Track:
+        """Number the collectives of some ranks.
+
+        Args:
+            name: Tells tracks of the same ranks apart; equal on all of them.
+            ranks: World ranks.
+            on_failure: Breaks this rank's connections.
+        """
+        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks))
+        if on_failure is not None:
+            self.add_break(on_failure)
+        return track
+
+    def add_break(self, on_failure: Callable[[], None]) -> None:
+        """Call this when ranks cannot go on; it ends waits."""
+        self._breaks.append(on_failure)
+
+    def check(self) -> None:
+        """Raise if the ranks cannot go on.
+
+        Raises:
+            DesyncError: With what all ranks were told.
+        """
+        if self.failure is not None:
+            self.told()
+            raise DesyncError(self.failure.text, self.failure)
+
+    def told(self) -> None:
+        """This rank raises what it was told: it knows."""
+        self._told = True
+
+    def progress(self) -> None:
+        """This rank gets on, in whatever way."""
+        self.ended += 1
+
+    def note(self, text: str) -> None:
+        """Something has befallen this rank, which the others should know if it comes to no collective any more."""
+        self._note, self._note_at = text, self._events()
+        self._courier.tell(self._report(site_of(None), None, 0.0))
+        self.watch.poke()
+
+    def note_error(self, error: BaseException) -> None:
+        """As `note`, of an exception on its way out of training; one that the guard has raised is known."""
+        if self.failure is None and not isinstance(error, DesyncError):
+            self.note(_said(error))
+
+    def fail(self, failure: Failure) -> Failure:
+        """The ranks cannot go on: tell them, and break this rank's connections.
+
+        Returns:
+            The failure that came first, which may be another one.
+        """
+        with self._lock:
+            if self.failure is None:
+                self.failure = self._courier.post(failure)
+                for end in self._breaks:
+                    with contextlib.suppress(Exception):
+                        end()
+        self.watch.poke()
+        return self.failure
+
+    def explained(self, error: BaseException | None, watched: Watched) -> DesyncError:
+        """What to raise where a collective has failed."""
+        if self.failure is None:
+            found = self._courier.first(_REASON_SECONDS)
+            found = self.fail(found or self._cause(error, watched))
+        else:
+            found = self.failure
+        self.told()
+        return DesyncError(found.text, found)
+
+    def close(self) -> None:
+        """No more looks."""
+        atexit.unregister(self._at_exit)
+        self.watch.stop()
+        self._courier.close()
+        self._breaks.clear()
+
+    def _cause(self, error: BaseException | None, watched: Watched) -> Failure:
+        own = self._report(site_of(watched.thread), watched.wait(), 0.0)
+        end, gone = time.monotonic() + _REASON_SECONDS, list[int]()
+        self._courier.exchange(None, fetch=True)
+        while not gone and time.monotonic() < end:
+            time.sleep(0.05)
+            gone = [rank for rank in self._peers(watched.track.ranks) if condition(self._cards[rank]) == "gone"]
+        if gone:
+            return self._gone(gone, own)
+        others = self._peers(watched.track.ranks)
+        text = f"a connection to {listed(others, self.titles)} broke: {positions([own], self.titles)} ({error})"
+        return Failure("gone", others[0], text, {})
+
+    def _gone(self, ranks: list[int], own: Report) -> Failure:
+        notes = [report.note for report in self._courier.reports(0.0)[0] if report.rank in ranks and report.note]
+        why = notes[0] if notes else "its process has ended (killed, out of memory, or done before the others)"
+        text = f"{listed(ranks, self.titles)} {'is' if len(ranks) == 1 else 'are'} gone: {why}; "
+        return Failure("gone", ranks[0], text + positions([own], self.titles), {})
+
+    # ---- what the watch does ----
+
+    def look(self) -> float:
+        """See `watch.Looker`."""
+        now, events = time.monotonic(), self._events()
+        late, self._looked = now - self._looked, now
+        if self.failure is not None:
+            self._end_foreign(now)
+            return self._interval
+        if events != self._seen or late > max(2.0, 5 * self._interval):  # or this process was stopped itself
+            if self._note and events != self._note_at:
+                self._note = ""
+                self._courier.exchange(self._report(Site("", "", None), None, 0.0), fetch=False)
+            self._seen, self._since, self._next_report, self._warned = events, now, self._wait, False
+            self._stopped_since.clear()
+            self._foreign = None, 0.0
+            return self._interval
+        if (idle := now - self._since) >= self._wait or self._note:
+            self._alert(now, idle)
+            return self._interval / 2
+        return self._interval
+
+    def _alert(self, now: float, idle: float) -> None:
+        """Nothing has moved for long: tell the others, and find out about them."""
+        if (known := self._courier.known) is not None:
+            self.fail(known)
+            return
+        wait, thread = self._wait_now(now)
+        site = site_of(thread)
+        if not self._note and (torn := self.torn(site)):
+            self._note, self._note_at = torn, self._events()
+        report = self._report(site, wait, idle)
+        if wait is None and not self._note:
+            if idle >= self._next_report:  # who is busy elsewhere says so now and then, should somebody wait
+                self._next_report = 2 * idle
+                if "gone" not in map(condition, self._cards):  # else the store may be gone, too
+                    self._courier.exchange(report, fetch=False)
+            return
+        self._courier.exchange(report, fetch=wait is not None)
+        if wait is not None:
+            found = self._evidence(report, wait, now) or self._confirmed(report)
+            if found is not None:
+                self.fail(found)
+            elif idle > _TELL_AFTER * self._wait and not self._warned:
+                self._warned = True
+                others, _ = self._courier.reports(0.0)
+                where = positions([report, *(each for each in others if each.rank in wait.ranks)], self.titles)
+                _logger.warning("no progress for %.0f s, and no rank is known to have failed: %s", idle, where)
+
+    def _evidence(self, own: Report, wait: Wait, now: float) -> Failure | None:
+        """What the processes of this host show."""
+        gone = []
+        for rank in self._peers(wait.ranks):
+            state = condition(self._cards[rank])
+            if state == "gone":
+                gone.append(rank)
+            elif state != "stopped":
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) >= self._silence:
+                text = (
+                    f"{self.titles(rank)} is stopped: its process has not run for {self._silence:g} s (SIGSTOP); "
+                    f"{positions([own], self.titles)}"
+                )
+                return Failure("stopped", rank, text, {})
+        return self._gone(gone, own) if gone else None
+
+    def _confirmed(self, own: Report) -> Failure | None:
+        """What the reports say, if they say it twice."""
+        others, fresh = self._courier.reports(4 * self._interval + 1.0)
+        found = find_failure(own, others, fresh=fresh, silence=self._silence, titles=self.titles)
+        now = (-1, "") if found is None else (own.events, found.kind)
+        before, self._suspected = self._suspected, now
+        return found if found is not None and before == now else None
+
+    def _wait_now(self, now: float) -> tuple[Wait | None, int | None]:
+        """What this rank waits in, and which thread does."""
+        for thread, waiting in list(self.waiting.items()):
+            return waiting.wait(), thread
+        for track in self.tracks:
+            if (watched := track.oldest_under_way()) is not None:
+                return watched.wait(), None
+        foreign = site_of(None).foreign
+        if foreign is None or self._foreign_seconds(foreign, now) < self._wait:
+            return None, None
+        return Wait(f"torch.distributed.{foreign.name}", foreign.ranks), None
+
+    def _foreign_seconds(self, foreign: Foreign, now: float) -> float:
+        """Since when the main thread is known to be in this call."""
+        if self._foreign[0] is not foreign.frame:
+            self._foreign = foreign.frame, now
+        return now - self._foreign[1]
+
+    def _end_foreign(self, now: float) -> None:
+        """End the process if it waits in a collective that we cannot break, with ranks that do not come any more.
+
+        Not where this rank knows of the failure: it may well meet the others to begin anew.
+        """
+        assert self.failure is not None
+        if self._told or (self.failure.rank == self.rank and self.failure.kind == "raised"):
+            return
+        foreign = None if self.waiting else site_of(None).foreign
+        if foreign is not None and self._foreign_seconds(foreign, now) > _FOREIGN_SECONDS:
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            stack = "" if frame is None else "".join(traceback.format_stack(frame))
+            sys.stderr.write(
+                f"{stack}DesyncError: {self.failure.text}\n{self.titles(self.rank)} waits in torch.distributed."
+                f"{foreign.name}, which cannot end: the process ends with exit code {EXIT_CODE}\n"
+            )
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)
+
+    def _report(self, site: Site, wait: Wait | None, idle: float) -> Report:
+        self._beat += 1
+        return Report(
+            self.rank,
+            self._beat,
+            self._events(),
+            idle,
+            str(site),
+            wait,
+            self._note,
+            counts={track.key: track.count for track in self.tracks},
+            recent={track.key: track.recent() for track in self.tracks},
+        )
+
+    def _events(self) -> int:
+        return self.ended + sum(track.count for track in self.tracks)
+
+    def _peers(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self.rank]
+
+
+def _nothing(site: Site) -> str:
+    return ""
+
+
+def _said(error: BaseException) -> str:
+    site = site_of_error(error)
+    return f"raised {type(error).__name__}: {error}" + (f" ({site})" if str(site) else "")
+
+
+def _tell_exit(rank: int, courier: Courier) -> None:
+    """At exit: an exception that has ended the process is the last thing that the others hear of it."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is not None and not isinstance(error, DesyncError):
+        with contextlib.suppress(Exception):
+            courier.post(Failure("raised", rank, f"rank {rank} {_said(error)}, and has ended", {}))

@@ -1,0 +1,144 @@
+"""What a thread of this process is doing, read off its stack: where in the user's code, in which part of a step, and
+whether it waits in a collective that is not ours.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_BELOW = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers")
+_FORWARD, _BACKWARD, _STEP = "forward", "backward", "step"
+_MARKS = {
+    ("nn/modules/module.py", "_call_impl"): _FORWARD,
+    ("autograd/graph.py", "_engine_run_backward"): _BACKWARD,
+    ("autograd/__init__.py", "backward"): _BACKWARD,
+    ("optim/optimizer.py", "wrapper"): _STEP,
+}
+"""Functions of torch on the stack, and the part of a step that is then going on."""
+_COLLECTIVES = (
+    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "monitored_barrier", "new_group",
+    "recv", "reduce", "scatter", "send",
+)  # fmt: skip
+
+
+class Foreign(NamedTuple):
+    """A collective of torch.distributed that a thread is in.
+
+    Attributes:
+        name: Of the function.
+        ranks: World ranks that take part.
+        frame: Of the call: whoever keeps it can tell this call from later ones.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    frame: FrameType
+
+
+class Site(NamedTuple):
+    """Where a thread is.
+
+    Attributes:
+        phase: "forward", "backward", "step", or "".
+        place: The innermost line of the user's own code: "train.py:88".
+        foreign: The collective that it is in, if it is in one of torch's.
+    """
+
+    phase: str
+    place: str
+    foreign: Foreign | None
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.phase, self.place)))
+
+
+def site_of(thread: int | None) -> Site:
+    """Where a thread is, by its identifier; None: the main thread. What it cannot say, the main thread may."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    own = list(_outwards(frames.get(thread if thread is not None else main or 0)))
+    found = _read(own)
+    if not found.place and thread != main and main is not None:  # a thread of autograd's
+        elsewhere = _read(list(_outwards(frames.get(main))))
+        return Site(found.phase or elsewhere.phase, elsewhere.place, found.foreign)
+    return found
+
+
+def site_of_error(error: BaseException) -> Site:
+    """Where an exception was raised."""
+    frames, trace = list[FrameType](), error.__traceback__
+    places = {}
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        places[trace.tb_frame] = trace.tb_lineno
+        trace = trace.tb_next
+    if not frames:
+        return Site("", "", None)
+    found = _read([*reversed(frames), *list(_outwards(frames[0]))[1:]])
+    users = next((frame for frame in reversed(frames) if not _is_library(frame.f_code.co_filename)), None)
+    if users is None:
+        return found
+    return found._replace(place=f"{Path(users.f_code.co_filename).name}:{places[users]}", foreign=None)
+
+
+def _read(frames: list[FrameType]) -> Site:
+    phases = [_phase(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
+    phase = _BACKWARD if _BACKWARD in phases else next(filter(None, phases), "")
+    users = next((frame for frame in frames if not _is_library(frame.f_code.co_filename)), None)
+    place = "" if users is None else f"{Path(users.f_code.co_filename).name}:{users.f_lineno}"
+    return Site(phase, place, _foreign(frames))
+
+
+def _foreign(frames: list[FrameType]) -> Foreign | None:
+    """The outermost of nested calls, for objects are gathered by tensors."""
+    c10d, found = dist.distributed_c10d.__file__, None
+    for frame in frames:
+        name = frame.f_code.co_name
+        if frame.f_code.co_filename == c10d and not name.startswith("_") and name.startswith(_COLLECTIVES):
+            found = frame
+    if found is None or not dist.is_initialized():
+        return None
+    group = found.f_locals.get("group")
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except Exception:  # not a group of this rank's, or one that is gone
+        ranks = list(range(dist.get_world_size()))
+    return Foreign(found.f_code.co_name, tuple(ranks), found)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@cache
+def _phase(file: str, function: str) -> str:
+    if not file.startswith(_torch_folder()):
+        return ""
+    return _MARKS.get((file.removeprefix(_torch_folder()).replace("\\", "/"), function), "")
+
+
+@cache
+def _is_library(file: str) -> bool:
+    """Whether it is ours, Python's, or of a framework that calls the user's code."""
+    standard = sysconfig.get_paths()["stdlib"]
+    if file.startswith(("<", _torch_folder())) or (file.startswith(standard) and "site-packages" not in file):
+        return True
+    ours = f"{Path(__file__).resolve().parent.parent}/"
+    parts = file.rpartition("site-packages/")[2].split("/")
+    return file.startswith(ours) or ("site-packages/" in file and parts[0] in _BELOW)
+
+
+@cache
+def _torch_folder() -> str:
+    return f"{Path(torch.__file__).parent}/"

@@ -1,0 +1,165 @@
+"""Numbered collectives of one group of ranks, as this rank begins them and waits in them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from zero_strategy.distributed.desync import Begun, Wait, named, shown
+from zero_strategy.distributed.failure_board import Failure
+
+if TYPE_CHECKING:
+    from zero_strategy.distributed.guard import Guard
+
+_LONGEST = 250
+"""Bytes of a text that is compared."""
+_KEPT = 16
+"""Of the last collectives: those under way, and what led to them."""
+
+Subject = str | Sequence[str]
+"""What a collective is about: in words, or the parameters' names, which become words if somebody asks."""
+
+
+class TransportError(RuntimeError):
+    """A connection broke, or timed out."""
+
+
+class Watched:
+    """One collective; a context in which this thread waits for its end.
+
+    Attributes:
+        track: Whose it is.
+        number: Counted from 1.
+        work: What can be asked whether it is over, where waiting does not hold the caller (GPUs).
+    """
+
+    __slots__ = ("number", "thread", "track", "work")
+
+    thread: int
+
+    def __init__(self, track: Track, number: int) -> None:
+        self.track, self.number = track, number
+        self.work: Any = None
+
+    def __enter__(self) -> Watched:
+        self.thread = threading.get_ident()
+        self.track.guard.waiting[self.thread] = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        guard = self.track.guard
+        guard.ended += 1
+        if isinstance(error, TransportError) or (guard.failure is not None and not isinstance(error, _PASS)):
+            explained = guard.explained(error, self)
+            guard.waiting.pop(self.thread, None)
+            raise explained from error
+        guard.waiting.pop(self.thread, None)
+
+    def wait(self) -> Wait:
+        """What is waited in."""
+        begun = self.track.begun_at(self.number)
+        what = "a collective" if begun is None else named(*begun[:2])
+        return Wait(what, self.track.ranks, self.track.key, self.number)
+
+
+    def text(self) -> str:
+        """For `compare`."""
+        begun = self.track.begun_at(self.number)
+        assert begun is not None
+        return f"{self.number} {shown(begun)}".encode()[:_LONGEST].decode(errors="ignore")
+
+    def compare(self, texts: Sequence[str]) -> None:
+        """Compare with the other ranks' texts, in the order of their numbers.
+
+        Raises:
+            DesyncError: If they differ.
+        """
+        guard, told = self.track.guard, dict(zip(self.track.ranks, texts))
+        different = [rank for rank, text in told.items() if text != told[guard.rank]]
+        if different:
+            both = sorted((guard.rank, different[0]))
+            words = ", ".join(f"{guard.titles(rank)} begins {told[rank].partition(' ')[2]}" for rank in both)
+            guard.fail(Failure("different", different[0], f"ranks came to different collectives: {words}", {}))
+            guard.check()
+
+
+_PASS = (KeyboardInterrupt, SystemExit)
+
+
+class Track:
+    """What one group of ranks does together.
+
+    Args:
+        guard: Whose it is.
+        key: Names it; equal on all of its ranks.
+        ranks: World ranks that take part.
+
+    Attributes:
+        count: Collectives begun.
+    """
+
+    def __init__(self, guard: Guard, key: str, ranks: Sequence[int]) -> None:
+        self.guard, self.key, self.ranks = guard, key, tuple(ranks)
+        self.count = 0
+        self._recent: deque[tuple[int, str, Subject, int, Any]] = deque(maxlen=_KEPT)
+        self._works: deque[Watched] = deque(maxlen=_KEPT)
+
+    def begin(self, kind: str, of: Subject = "", nbytes: int = 0, dtype: Any = None) -> Watched:
+        """This rank begins a collective.
+
+        Args:
+            kind: Of it.
+            of: What it is about.
+            nbytes: Of the tensor; the same on all ranks.
+            dtype: Likewise.
+
+        Raises:
+            DesyncError: If the ranks cannot go on together.
+        """
+        self.guard.check()
+        self.count += 1
+        self._recent.append((self.count, kind, of, nbytes, dtype))
+        return Watched(self, self.count)
+
+    def withdraw(self) -> None:
+        """The last one did not come about, and will be begun again."""
+        self.count -= 1
+        self._recent.pop()
+        self.guard.progress()
+
+    def under_way(self, watched: Watched, work: Any) -> None:
+        """A collective that goes on without holding its caller."""
+        watched.work = work
+        self._works.append(watched)
+
+    def oldest_under_way(self) -> Watched | None:
+        """The first such one that is not over."""
+        return next((one for one in list(self._works) if not one.work.is_completed()), None)
+
+    def recent(self) -> dict[int, Begun]:
+        """The last collectives, by number."""
+        return {number: _begun(*one) for number, *one in list(self._recent)}
+
+    def begun_at(self, number: int) -> Begun | None:
+        """One of them."""
+        return self.recent().get(number)
+
+
+def _begun(kind: str, of: Subject, nbytes: int, dtype: Any) -> Begun:
+    return kind, of if isinstance(of, str) else subject(of), nbytes, "" if dtype is None else str(dtype)[6:]
+
+
+def subject(names: Sequence[str]) -> str:
+    """What parameters have in common: the name of their module, else that of the first."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".")[:-1] for name in names]
+    common = 0
+    while all(len(each) > common and each[common] == parts[0][common] for each in parts):
+        common += 1
+    return ".".join(parts[0][:common]) or f"{names[0]} and {len(names) - 1} more"
