@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from zero_strategy.checkpoint import StateReader, TensorSpec
 from zero_strategy.checkpoint.state_reader import Wanted
 from zero_strategy.distributed.together import together
 from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.progress import is_shown, progress
 from zero_strategy.saving import references
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import EXTRA_STATE_FILE, state_dict_entries
@@ -71,7 +73,7 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
         _release(engine)
         together(engine.mesh.team.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.team.control, lambda: reader.read_many(wanted))
+            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "weights"))
         load_extra_state(engine.module, reader)
         for bucket in engine.model.buckets:
             if not bucket.placement.shard_parameters:
@@ -114,13 +116,33 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
     with torch.no_grad():
         together(engine.mesh.team.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.team.control, lambda: reader.read_many(wanted))
+            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
         _release(engine)
     if engine.scaler is not None and own.get("loss_scaler"):
         engine.scaler.load_state_dict(own["loss_scaler"])
+
+
+def _read(engine: ZeroEngine, reader: StateReader, wanted: Sequence[Wanted], what: str) -> None:
+    """All of it, with a bar where somebody looks."""
+    if not is_shown(engine.mesh.team.rank):
+        reader.read_many(wanted)
+        return
+    sizes = [(item.stop - item.start) * reader.spec(item.name, item.kind).dtype.itemsize for item in wanted]
+    with progress(f"loading {what}", sum(sizes), engine.mesh.team.rank) as tell:
+        reader.read_many([replace(item, then=_then(item, size, tell)) for item, size in zip(wanted, sizes)])
+
+
+def _then(item: Wanted, nbytes: int, tell: Callable[[int], object] | None) -> Callable[[Tensor], None]:
+    def take(values: Tensor) -> None:
+        if item.then is not None:
+            item.then(values)
+        if tell is not None:
+            tell(nbytes)
+
+    return take
 
 
 def load_extra_state(module: nn.Module, reader: StateReader) -> None:

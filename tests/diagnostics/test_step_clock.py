@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from zero_strategy.diagnostics.step_clock import StepClock
-from zero_strategy.diagnostics.traffic import Moved, flows
+from zero_strategy.diagnostics.step_clock import MOST_SECTIONS, StepClock
+from zero_strategy.diagnostics.traffic import MOST_MOVED, Moved, Traffic, flows
 
 
 class Ticks:
@@ -73,6 +73,20 @@ def test_a_clock_that_is_not_running_measures_nothing() -> None:
     assert clock.running
     clock.end()
     assert not clock.running
+
+
+def test_a_step_may_have_any_number_of_sections() -> None:
+    clock, traffic = StepClock(Ticks()), Traffic()
+    clock.start("evaluation")
+    for number in range(3 * MOST_SECTIONS):
+        clock.enter("all_gather")
+        clock.leave()
+        traffic.add(Moved("all_gather", 2, float(number), number + 0.5))
+    assert len(clock._sections) <= MOST_SECTIONS + 1 and len(traffic._moved) < MOST_MOVED
+    parts = clock.end()[1]
+    assert parts == {"evaluation": 3 * MOST_SECTIONS + 1, "all_gather": 3 * MOST_SECTIONS, "other": 1}
+    assert traffic.take()["all_gather"] == (3 * MOST_SECTIONS, 6 * MOST_SECTIONS, 1.5 * MOST_SECTIONS)
+    assert not traffic.take()
 
 
 def test_what_overlaps_takes_its_time_once() -> None:

@@ -91,10 +91,19 @@ def test_the_accelerator(ranks: Launcher) -> None:
     assert next(phase.compared for phase in first.phases if phase.phase == "loss") == 2
 
 
-def test_a_lightning_module(tmp_path: Path) -> None:
+def test_a_lightning_module() -> None:
     pytest.importorskip("lightning")
     report = verify(lightning_module, SMALL, ranks=1, steps=2)
     assert report.passed and report.phases[1].phase == "loss", report
+    assert report.phases[0].compared == 19, "the net of configure_model, and a bias"
+    with pytest.raises(ValueError, match=r"asks its Trainer, and here is none: let the factory return \(model, "):
+        verify(lightning_module_with_a_schedule, SMALL, ranks=1)
+
+
+def lightning_module_with_a_schedule() -> Any:
+    module, data = lightning_module()
+    module.configure_optimizers = lambda: module.trainer.estimated_stepping_batches
+    return module, data
 
 
 def lightning_module() -> Any:
@@ -103,8 +112,10 @@ def lightning_module() -> Any:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = subjects.Tiny()
             self.bias = nn.Parameter(torch.zeros(()))
+
+        def configure_model(self) -> None:
+            self.net = subjects.Tiny()
 
         def training_step(self, batch: torch.Tensor, index: int) -> Any:
             loss = subjects.loss_of(self.net, batch) + self.bias**2

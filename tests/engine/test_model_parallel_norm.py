@@ -134,10 +134,13 @@ def test_the_host_does_not_wait_once_per_tensor() -> None:
         gradients = [parameter.grad for parameter in parameters]
         with Reads() as tensors:
             clip_tensors_by_global_norm(gradients, 0.5)  # type: ignore[arg-type]
+        doubles = [gradient.double() for gradient in gradients]  # type: ignore[union-attr]
+        with Reads() as wide:  # which the op does not take
+            get_global_norm_of_tensors(doubles)
         with Reads() as applier:
             local_multi_tensor_applier(local_multi_tensor_l2_norm, None, [gradients], True)
-        counts.append((clip.count, tensors.count, applier.count))
-    assert counts[0] == counts[1] and counts[0][2] == 0
+        counts.append((clip.count, tensors.count, wide.count, applier.count))
+    assert counts[0] == counts[1] and counts[0][-1] == 0
 
 
 # ---- marks and units ----

@@ -286,4 +286,6 @@ def test_what_is_offloaded_is_planned(ranks: Launcher, tmp_path: Path, world: in
         for tiers in TIERS
         if (stage == 3 or "parameters" not in tiers) and (stage > 1 or "gradients" not in tiers)
     ]
+    own = {"offload": common | {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 40_000}}
+    cases += [Case(3, torch.bfloat16, name, own) for name in ("amsgrad", "nadam")]
     check(ranks(world, timeout=180)(compared, cases), cases)

@@ -24,9 +24,9 @@ MALLOC_MMAP_THRESHOLD = -3
 """Number of the option of glibc's mallopt."""
 
 
-def large(width: int = WIDTH) -> nn.Module:
-    """28M parameters."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(DEPTH)))
+def large(depth: int = DEPTH) -> nn.Module:
+    """28M parameters, in layers of 2.4M."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)))
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,7 @@ def train(stage: int, dtype: torch.dtype | None, model: nn.Module) -> tuple[Zero
     engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), compute_dtype=dtype)
     optimizer = torch.optim.Adam(model.parameters())
     engine.attach(optimizer)
-    width = model.get_submodule("0.0").in_features
-    batch = torch.ones(1, width, dtype=dtype)
+    batch = torch.ones(1, WIDTH, dtype=dtype)
     for step in range(3):
         if step == 2:
             reset_peak()
@@ -70,7 +69,7 @@ def grown(stage: int, low: bool) -> dict[str, Any]:
     dtype = torch.bfloat16 if low else None
     # Else glibc keeps freed buffers in its heap, and the most that was resident is a matter of its gaps.
     ctypes.CDLL(None).mallopt(MALLOC_MMAP_THRESHOLD, 65536)
-    train(stage, dtype, large(8))  # code and threads that every later engine finds there
+    train(stage, dtype, large(2))  # code, threads and their memory for layers of this size, as later engines find them
     model = large()
     before = given_back() - 4 * sum(p.numel() for p in model.parameters())
     engine, optimizer = train(stage, dtype, model)

@@ -9,6 +9,8 @@ from zero_strategy.diagnostics.step_clock import FORWARDS
 
 PHASES, TRAINING, PIPELINE = "phase", "training", "pipeline"
 """Rows in which intervals do not overlap, or lie within one another."""
+MOST = 50_000
+"""Intervals of a step; what comes later is left out."""
 
 
 class Intervals:
@@ -26,7 +28,7 @@ class Intervals:
 
     def add(self, name: str, row: str, begin: float, end: float, detail: str = "") -> None:
         """Note one; times are those of `time.perf_counter`."""
-        if (found := self._found) is not None:
+        if (found := self._found) is not None and len(found) < MOST:
             found.append(Interval(name, row, begin + self._shift, end + self._shift, detail))
 
     def turn(self, phase: str) -> None:

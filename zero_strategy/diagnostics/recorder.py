@@ -24,7 +24,7 @@ from zero_strategy.diagnostics.memory_sample import sample_memory
 from zero_strategy.diagnostics.run_files import Interval, RunWriter
 from zero_strategy.diagnostics.step_clock import DeviceClock, HostClock, Part, StepClock
 from zero_strategy.diagnostics.step_record import StepRecord
-from zero_strategy.diagnostics.traffic import Flow, Moved, Traffic, flows
+from zero_strategy.diagnostics.traffic import Flow, Moved, Traffic
 from zero_strategy.diagnostics.work import FlopMeter, amount, peak_operations
 from zero_strategy.observing import Mark, Span, Transfer
 
@@ -74,7 +74,7 @@ class _Lap(NamedTuple):
 
     seconds: float
     parts: Mapping[str, float]
-    moved: list[Moved]
+    flows: dict[str, Flow]
     intervals: list[Interval]
 
 
@@ -153,7 +153,7 @@ class StepRecorder:
     @contextmanager
     def forward(self, inputs: Any) -> Iterator[None]:
         """See `Observer.forward`."""
-        if not self._recording:
+        if not self._recording or self._engine() is None:
             yield
             return
         trains, outermost = torch.is_grad_enabled(), self._depth == 0
@@ -278,7 +278,7 @@ class StepRecorder:
             time=time.time(),
             seconds=lap.seconds,
             parts=lap.parts,
-            flows=flows(lap.moved) | self._messages_sent(engine),
+            flows=lap.flows | self._messages_sent(engine),
             loss=_mean(self._losses or self._outputs),
             tokens=sum(tokens) if tokens else None,
             samples=sum(samples) if samples else None,

@@ -36,6 +36,8 @@ stages; `copies`: between tiers of memory; `disk`: for files; `data_wait`: from 
 next forward; `diagnostics`: what measuring took at the end of the step before."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
+MOST_SECTIONS = 4096
+"""Of a step, before those that are over are added up: a long evaluation has any number of them."""
 FORWARDS = ("compute", "evaluation")
 """Phases that begin with a forward."""
 
@@ -97,6 +99,7 @@ class StepClock:
         self._spans: list[Part] = []
         self._phase: Part | None = "other"
         self._undecided: list[_Section] = []
+        self._folded: dict[str, float] = {}
 
     @property
     def running(self) -> bool:
@@ -105,7 +108,7 @@ class StepClock:
 
     def start(self, phase: Part) -> None:
         """A step begins now."""
-        self._sections, self._undecided, self._phase = [], [], phase
+        self._sections, self._undecided, self._folded, self._phase = [], [], {}, phase
         self._turn()
 
     def turn(self, phase: Part) -> None:
@@ -141,19 +144,23 @@ class StepClock:
     def end(self) -> tuple[float, dict[str, float]]:
         """The step ends now: its seconds, and those of its parts."""
         self.turn("other")  # decides what is undecided
-        end = self._clock.now()
-        sections, self._sections = self._sections, []
-        moments = [*(section.begin for section in sections), end]
-        total = self._clock.seconds(moments[0], end) if sections else 0.0
-        parts: dict[str, float] = {}
-        for section, begin, stop in zip(sections, moments, moments[1:]):
+        self._fold(self._clock.now())
+        self._sections = []
+        return sum(self._folded.values()), self._folded
+
+    def _fold(self, end: Any) -> None:
+        """Add up all sections, the last one until `end`."""
+        moments = [*(section.begin for section in self._sections), end]
+        for section, begin, stop in zip(self._sections, moments, moments[1:]):
             assert section.part is not None
-            parts[section.part] = parts.get(section.part, 0.0) + self._clock.seconds(begin, stop)
-        return total, parts
+            self._folded[section.part] = self._folded.get(section.part, 0.0) + self._clock.seconds(begin, stop)
 
     def _turn(self) -> None:
         part = self._spans[-1] if self._spans else self._phase
         section = _Section(part, self._clock.now())
+        if len(self._sections) >= MOST_SECTIONS and not self._undecided:
+            self._fold(section.begin)
+            self._sections = []
         if part is None:
             self._undecided.append(section)
         self._sections.append(section)

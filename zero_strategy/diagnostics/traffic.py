@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -40,20 +41,38 @@ class Flow(NamedTuple):
         return self.nbytes / self.seconds if self.seconds > 0 else None
 
 
+MOST_MOVED = 4096
+"""Movements that are kept one by one; a long evaluation has any number of them."""
+
+
 class Traffic:
     """Collects movements; `add` may be called from any thread."""
 
     def __init__(self) -> None:
         self._moved: list[Moved] = []
+        self._folded: dict[str, Flow] = {}
+        self._lock = threading.Lock()
 
     def add(self, moved: Moved) -> None:
         """Note one that is over."""
-        self._moved.append(moved)
+        with self._lock:
+            self._moved.append(moved)
+            if len(self._moved) >= MOST_MOVED:
+                self._fold()
 
-    def take(self) -> list[Moved]:
-        """What has been noted since this was called last."""
-        moved, self._moved = self._moved, []
-        return moved
+    def take(self) -> dict[str, Flow]:
+        """By kind, what has been noted since this was called last."""
+        with self._lock:
+            self._fold()
+            found, self._folded = self._folded, {}
+        return found
+
+    def _fold(self) -> None:
+        for kind, flow in flows(self._moved).items():
+            before = self._folded.get(kind, Flow(0, 0, 0.0))
+            added = Flow(before.calls + flow.calls, before.nbytes + flow.nbytes, before.seconds + flow.seconds)
+            self._folded[kind] = added
+        self._moved = []
 
 
 def flows(moved: Iterable[Moved]) -> dict[str, Flow]:

@@ -90,6 +90,8 @@ def _subject(made: Any, wanted: int) -> Subject:
     if isinstance(made, Subject):
         return replace(made, batches=_batches(made.batches, wanted))
     if isinstance(made, (tuple, list)) and len(made) == 2 and hasattr(made[0], "training_step"):
+        if hasattr(made[0], "configure_model"):
+            made[0].configure_model()  # where some build their layers
         made = (made[0], _lightning_optimizer, made[1], _lightning_loss)
     if not isinstance(made, (tuple, list)) or len(made) != 4:
         raise ValueError(f"the factory returned {_named(made)}: {_ACCEPTED}")
@@ -112,7 +114,15 @@ def _batches(given: Any, wanted: int) -> list[Any]:
 
 
 def _lightning_optimizer(module: nn.Module) -> Optimizer:
-    made: Any = cast(Any, module).configure_optimizers()
+    try:
+        made: Any = cast(Any, module).configure_optimizers()
+    except RuntimeError as error:
+        if "Trainer" not in str(error):
+            raise
+        raise ValueError(
+            f"{type(module).__name__}.configure_optimizers asks its Trainer, and here is none: let the factory return "
+            "(model, optimizer, batches, loss), with an optimizer without schedules"
+        ) from error
     if isinstance(made, Mapping):
         made = made["optimizer"]
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (list, tuple)):

@@ -91,10 +91,11 @@ class Twin:
             floating = parameter.is_floating_point()
             target = dtype if dtype is not None and floating else parameter.dtype
             if wants_master(target, precision) and parameter.requires_grad:
-                masters[name] = nn.Parameter(parameter.detach().float().clone())
+                masters[name] = nn.Parameter(parameter.detach().float().clone(memory_format=torch.contiguous_format))
             else:
                 masters[name] = parameter
-            parameter.data = parameter.data.to(target)
+            # Row-major, as in a bucket: with weights of another memory format so are activations, and dropout's draws.
+            parameter.data = parameter.data.to(target).contiguous()
         if dtype is not None:
             cast_buffers(self.model, dtype)
         known = {id(parameter): masters[name] for name, parameter in self.named.items()}

@@ -37,6 +37,20 @@ _REASONS = {
 }
 
 
+def is_elementwise(optimizer: Optimizer, asserted: Sequence[str] = ()) -> bool:
+    """Whether an optimizer of torch or of the user updates every element by itself."""
+    try:
+        check_elementwise(optimizer, asserted)
+    except TypeError:
+        return False
+    return not isinstance(optimizer, FusedOptimizer)
+
+
+def reason_against(optimizer: Optimizer) -> str | None:
+    """Why the steps of a known optimizer need more than elements; None if nothing is known."""
+    return _REASONS.get(type(optimizer).__name__.removeprefix("Fused"))
+
+
 def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, whole: bool = False) -> None:
     """Raise unless the optimizer may update pieces of parameters.
 

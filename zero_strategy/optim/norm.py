@@ -167,13 +167,17 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Ten
     """Sum of |x| ** norm_type (inf: largest |x|) of every tensor, and how many x are not finite, on the CPU."""
     sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), torch.zeros(len(shards), dtype=torch.int64)
     by_device: dict[torch.device, list[int]] = {}
+    others: dict[torch.device, list[int]] = {}  # that the op does not take
     for index, shard in enumerate(shards):
         if shard.dtype in FLOATS and shard.is_contiguous():
             by_device.setdefault(shard.device, []).append(index)
         elif shard.numel():
-            norm = torch.linalg.vector_norm(shard.detach(), norm_type, dtype=torch.float64)
-            sums[index] = norm if math.isinf(norm_type) else norm**norm_type
-            nonfinite[index] = (~torch.isfinite(shard.detach())).sum().cpu()
+            others.setdefault(shard.device, []).append(index)
+    for indices in others.values():
+        values = [shards[index].detach() for index in indices]
+        norms = torch.stack([torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values])
+        sums[indices] = (norms if math.isinf(norm_type) else norms**norm_type).cpu()
+        nonfinite[indices] = torch.stack([(~torch.isfinite(value)).sum() for value in values]).cpu()
     for indices in by_device.values():
         found, counts = ops.grad_stats([shards[index].detach() for index in indices], norm_type)
         sums[indices] = found.cpu()

@@ -13,6 +13,8 @@ from zero_strategy import ops
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
 from zero_strategy.optim.early import EarlyStep
+from zero_strategy.optim.elementwise import reason_against
+from zero_strategy.optim.own_steps import OwnSteps
 from zero_strategy.optim.streamed import NEXT, StreamedStep, Update
 from zero_strategy.optim.update_rules import UpdateRule
 from zero_strategy.sharding.layout import Piece
@@ -64,12 +66,12 @@ class OffloadedStates:
 
     def _check(self, rule: UpdateRule | None) -> UpdateRule:
         name = type(self._optimizer).__name__
-        ways = (
-            "torch.optim.Adam, AdamW, SGD and Adagrad (without amsgrad or differentiable) and FusedLion can; with "
-            "others use offload.optimizer: none"
-        )
         if rule is None or any(rule.vectors(group) is None for group in self._optimizer.param_groups):
-            raise ValueError(f"offload.optimizer takes steps on the host, chunk by chunk, which {name} cannot: {ways}")
+            raise ValueError(
+                f"offload.optimizer takes steps on the host, a part of a parameter at a time, which {name} cannot: "
+                f"{self._why_not(rule)}. Elementwise optimizers of torch.optim can, and your own that are named in "
+                "elementwise_optimizers; with others use offload.optimizer: none"
+            )
         for bucket, _ in self._trained():
             if bucket.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(f"offload.optimizer takes no {bucket.dtype} parameters ({bucket.names[0]!r})")
@@ -78,6 +80,11 @@ class OffloadedStates:
                     "offload.optimizer needs precision.master_weights=True for parameters of low precision"
                 )
         return rule
+
+    def _why_not(self, rule: UpdateRule | None) -> str:
+        refused = (None if rule is None else rule.refuses(group) for group in self._optimizer.param_groups)
+        options = next((each for each in refused if each is not None), None)
+        return options or reason_against(self._optimizer) or "its update may need more than the element it changes"
 
     def _trained(self) -> Iterable[tuple[ParameterBucket, dict[str, Any]]]:
         """Bucket and group of every parameter that may have a gradient; the same on all ranks."""
@@ -137,6 +144,8 @@ class OffloadedStates:
     def step(self, updates: Sequence[Update], scale: float) -> None:
         """Take one step; see `StreamedStep.run`."""
         for update in updates:
+            if isinstance(self._rule, OwnSteps):
+                self._rule.check_state(update.group, update.state)
             for key, value in update.state.items():
                 if is_per_element(value, update.piece.shape) and isinstance(value, Tensor):  # it was frozen until now
                     place = self.place(update.bucket, update.cut, key, update.piece.shape)

@@ -24,6 +24,7 @@ from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import GradientNorm, Shard, check_norm_type, global_norm
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
+from zero_strategy.optim.own_steps import rule_for_parts
 from zero_strategy.optim.streamed import Update
 from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for
 from zero_strategy.sharding.dtensors import local_values
@@ -185,7 +186,7 @@ class ShardedOptimizer:
     def _rule(optimizer: Optimizer, model: ShardedModel) -> UpdateRule | None:
         """What takes the steps in place of the optimizer's own code."""
         if model.optimizer_store is not None:
-            return rule_for(optimizer, any_implementation=True)  # torch's take all of a parameter at once
+            return rule_for_parts(optimizer, model.config.elementwise_optimizers)
         return rule_for(optimizer) if model.config.fused_optimizers or isinstance(optimizer, FusedOptimizer) else None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -40,8 +40,15 @@ class SaveJob:
     update_latest: bool
     committed: Callable[[], None]
 
-    def run(self, *, threads: int, bytes_per_second: float | None) -> None:
+    def run(
+        self, *, threads: int, bytes_per_second: float | None, tell: Callable[[int], object] | None = None
+    ) -> None:
         """Carry it out.
+
+        Args:
+            threads: See `SaveWriter.write_all`.
+            bytes_per_second: Bound on this rank's speed.
+            tell: Hears of bytes that are written, in any thread.
 
         Raises:
             OSError, ValueError: What went wrong on this rank. The earlier checkpoint is as it was.
@@ -49,10 +56,16 @@ class SaveJob:
         """
         with self.board.alive():
             self.board.clear_earlier()
-            self._run(threads, bytes_per_second)
+            self._run(threads, bytes_per_second, tell)
 
-    def _run(self, threads: int, bytes_per_second: float | None) -> None:
+    def _run(self, threads: int, bytes_per_second: float | None, tell: Callable[[int], object] | None) -> None:
         first, written = self.board.rank == 0, False
+
+        def wrote(nbytes: int) -> None:
+            self.board.progress(nbytes)
+            if tell is not None:
+                tell(nbytes)
+
         try:
             self.writer.prepare(self.plan)
             if first:
@@ -60,9 +73,7 @@ class SaveJob:
             else:
                 self.board.wait("prepared", 0)
             self.writer.write_files(self.own_files)
-            self.writer.write_all(
-                self.pieces, threads=threads, bytes_per_second=bytes_per_second, wrote=self.board.progress
-            )
+            self.writer.write_all(self.pieces, threads=threads, bytes_per_second=bytes_per_second, wrote=wrote)
             self.board.post("written")
             written = not first
             if not first:

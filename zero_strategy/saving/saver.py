@@ -26,6 +26,7 @@ from zero_strategy.checkpoint.save_writer import in_file_order
 from zero_strategy.checkpoint.snapshot import Snapshot
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.distributed.save_board import SaveBoard, own_store
+from zero_strategy.progress import progress
 from zero_strategy.saving import random_state, references
 from zero_strategy.saving.agreement import Agreed, Agreement
 from zero_strategy.saving.catalog import Catalog, catalog_of, union_of_groups
@@ -258,7 +259,9 @@ class Saver:
             self._pending = pending
             pending.start(job, settings.bytes_per_second or None, before)
         else:
-            job.run(threads=_IO_THREADS, bytes_per_second=None)
+            nbytes = sum(piece.numel * piece.dtype.itemsize for _, piece in job.pieces)
+            with progress("saving", nbytes, engine.mesh.team.rank) as tell:
+                job.run(threads=_IO_THREADS, bytes_per_second=None, tell=tell)
             pending.start(job, None, before, written=True)
         return pending
 

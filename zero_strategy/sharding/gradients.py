@@ -143,9 +143,11 @@ class GradientBucket:
     def _buffer(self) -> Tensor:
         """A buffer for whole gradients, of which all is written before it is sent."""
         numel, device = self.bucket.layout.numel, self.bucket.device
-        buffer = None if self.reuse is None else self.reuse.take(numel, self.dtype, device)
-        if buffer is None:
+        if self.reuse is None:
             return torch.zeros(numel, dtype=self.dtype, device=device)
+        buffer = self.reuse.take(numel, self.dtype, device)
+        if buffer is None:
+            buffer = torch.empty(numel, dtype=self.dtype, device=device)
         end = 0
         for segment in self.bucket.layout.segments:  # what lies between parameters
             buffer[end : segment.offset].zero_()

@@ -16,6 +16,7 @@ from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore, VectorSpec
+from zero_strategy.progress import each
 from zero_strategy.sharding.dtensors import check_placement, held_by, tensor_ranks
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket, gradients_name
@@ -93,7 +94,8 @@ class ShardedModel:
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
         self._reserve(specs)
-        self.units = [self._build_unit(spec, initialise, partly) for spec in specs]
+        units = each("building units", specs, mesh.team.rank)
+        self.units = [self._build_unit(spec, initialise, partly) for spec in units]
         register(module.parameters(), self)
         self._share_buffers()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]

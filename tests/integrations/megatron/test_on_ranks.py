@@ -153,6 +153,15 @@ def sharded_gradients(rank: int) -> None:
         deepspeed_utils.clip_grad_norm_(model.parameters(), 0.5)
     assert float(engine.clip_grad_norm_(0.5)) == pytest.approx(norm, rel=1e-6)
     assert deepspeed_utils.get_grad_norm(model.parameters()) == pytest.approx(0.5, rel=1e-5)
+    alone = copy.deepcopy(plain)
+    alone.zero_grad()
+    kept = ZeroEngine(alone, {"stage": 3, "units": {"min_numel": 0}})  # no optimizer at all
+    dummy = deepspeed_utils.DummyOptim(alone.parameters())
+    alone(data[rank]).sum().backward()
+    for one, other in zip(dummy.param_groups[0]["params"], plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad + 0, other.grad)
+    assert deepspeed_utils.get_grad_norm(alone.parameters()) == pytest.approx(norm, rel=1e-6)
+    assert kept.optimizers == []
 
 
 def everything() -> None:

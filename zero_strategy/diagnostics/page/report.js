@@ -343,7 +343,7 @@ function timeline() {
           { name: "takes", value: seconds((stop - start) / 1e3) }, { name: "begins at", value: `${number(start - begin)} ms` }, ...(detail ? [{ name: detail, value: "" }] : [])]));
         rect.addEventListener("pointerleave", () => { tip.hidden = true; });
         svg.append(rect);
-        const text = kind === "wait" ? "" : name.replaceAll("_", " ");
+        const text = kind === "wait" || row.row === name ? "" : name.replaceAll("_", " ");
         if (text && wide > 7 * text.length + 4) svg.append(draw("text", { class: "on", x: x(start) + wide / 2, y: top + 13, "text-anchor": "middle", text }));
       }
     });
