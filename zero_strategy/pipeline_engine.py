@@ -34,6 +34,7 @@ from zero_strategy.activation.storages import model_storages
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
+from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.peaks import held_whole
@@ -53,7 +54,6 @@ from zero_strategy.pipeline.replicas import TiedWeights
 from zero_strategy.pipeline.schedule import PipeSchedule
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
-from zero_strategy.sharding.dtensors import is_dtensor
 from zero_strategy.sharding.model import device_of
 
 AUTO = "auto"

@@ -15,6 +15,8 @@ from tests.engine.divided import MICRO_BATCHES, adamw, gpt, loss_of, tokens, tra
 from tests.engine.test_tensor_parallel import begin, run_steps
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
+from zero_strategy.diagnostics.gradient_norms import ParameterNorms
+from zero_strategy.diagnostics.replica_check import replica_report
 from zero_strategy.distributed.tensor_parallel import make_device_mesh
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import full_state
@@ -56,6 +58,14 @@ def gradients_and_states(stage: int, expected: dict[str, Tensor], state: dict[st
         found = full_state.safe_get_full_grad(parameter)
         assert found is not None
         close(found, expected[name])
+    norms = ParameterNorms(engine)
+    engine.grad_norm()
+    each = norms.gradients()
+    assert set(each) == {f"zero/gradient_norm/{name}" for name in expected}
+    for name, grad in expected.items():
+        torch.testing.assert_close(each[f"zero/gradient_norm/{name}"], float(grad.norm()), rtol=1e-5, atol=1e-8)
+    norms.close()
+    assert not replica_report(model).differences
     largest = max(float(grad.abs().max()) for grad in expected.values())
     torch.testing.assert_close(engine.grad_norm(float("inf")).value, largest, rtol=1e-5, atol=0.0)
     optimizer.step()

@@ -68,7 +68,8 @@ class ParameterNorms:
             gap = self._owned(bucket).double() - old.double()
             for piece in bucket.slice_pieces:
                 part = gap[piece.offset : piece.offset + piece.numel]
-                sums[bucket.names[piece.index]] = float(part.square().sum())
+                if bucket.parts[piece.index].counts:
+                    sums[bucket.names[piece.index]] = float(part.square().sum())
         found.update(self._together(sums, 2.0, UPDATE))
 
     def _owned(self, bucket: ParameterBucket) -> torch.Tensor:
@@ -80,8 +81,9 @@ class ParameterNorms:
         return bucket.flat[bucket.slice]
 
     def _together(self, mine: Mapping[str, float], norm_type: float, prefix: str) -> dict[str, float]:
-        parts = self.engine.mesh.shard_control.gather_objects(dict(mine))
-        total = _added((pair for part in parts for pair in part.items()), norm_type)
+        total = dict(mine)
+        for ranks in (self.engine.mesh.shard_control, self.engine.mesh.tensor):  # who has other parts of parameters
+            total = _added((pair for part in ranks.gather_objects(total) for pair in part.items()), norm_type)
         names = [name for name, _ in self.engine.model.names() if name in total]
         root = 1.0 if math.isinf(norm_type) else 1.0 / norm_type
         return {prefix + name: total[name] ** root for name in names}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zero_strategy.distributed import Mesh
 from zero_strategy.distributed.rows import gather_everywhere
 from zero_strategy.distributed.world import world_rank
+from zero_strategy.sharding.dtensors import held_by
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.registry import sharded_model_of
 
@@ -138,7 +139,7 @@ def _digests(module: nn.Module) -> Iterator[tuple[str, str]]:
         model = sharded_model_of(parameter)
         place = None if model is None else model.place(parameter)
         if place is None or not place[0].placement.shard_parameters:
-            yield name, f"whole {_digest(name, parameter.shape, parameter.detach())}"
+            yield name, f"whole {_digest(name, parameter.shape, held_by(parameter))}"
         elif (values := _slice_of(*place)) is not None:
             yield name, f"slice {_digest(name, parameter.shape, values)}"
 

@@ -90,7 +90,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.team.control)
-        for communicator in groups:
+        for communicator in (*groups, self.tensor):
             communicator.observed = self.observed
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.sharding.dtensors import is_dtensor
+from zero_strategy.distributed.dtensors import is_dtensor
 
 Structure = list[Any]
 

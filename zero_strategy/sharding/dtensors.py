@@ -1,4 +1,4 @@
-"""Tensor-parallel parameters: all that is asked of `torch.distributed.tensor` is asked here.
+"""Tensor-parallel parameters: what buckets ask of `DTensor`s.
 
 A parameter that `parallelize_module` has divided is a `DTensor`: it has the shape of the whole and holds a plain
 tensor, this rank's part. A bucket holds the parts. The parameter object stays what it is; what it holds points into the
@@ -14,21 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.sharding.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether it is a `DTensor`; does not load what those need."""
-    if type(tensor) in _PLAIN or not isinstance(tensor, Tensor):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 def held_by(tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from zero_strategy.sharding.dtensors import held_by, is_dtensor, like, part_of, recast
+from zero_strategy.distributed.dtensors import is_dtensor
+from zero_strategy.sharding.dtensors import held_by, like, part_of, recast
 from zero_strategy.sharding.units import UnitSpec
 
 
