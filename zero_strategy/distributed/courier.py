@@ -48,7 +48,15 @@ class Courier:
         """Begin to leave a report, to look for a failure, and to fetch the others' reports; unless that goes on yet."""
         if self._lost or (self._under_way is not None and not self._under_way.done()):
             return
-        self._under_way = self._worker.submit(lambda: self._exchange(own, fetch))
+
+        def exchange() -> None:
+            try:
+                self._exchange(own, fetch)
+            except RuntimeError:  # the store is gone, with its process; torch logs each attempt
+                self._lost = True
+                raise
+
+        self._under_way = self._worker.submit(exchange)
 
     def tell(self, own: Report) -> None:
         """Leave a report, and return when that is done, or takes too long."""
