@@ -302,7 +302,8 @@ class Guard:
         foreign = site_of(None).foreign
         if foreign is None or self._foreign_seconds(foreign, now) < self._wait:
             return None, None
-        return Wait(f"torch.distributed.{foreign.name}", foreign.ranks), None
+        what = f"torch.distributed.{foreign.name}"
+        return Wait(what, foreign.awaited, message=foreign.message, group=foreign.ranks), None
 
     def _foreign_seconds(self, foreign: Foreign, now: float) -> float:
         """Since when the main thread is known to be in this call."""

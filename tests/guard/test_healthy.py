@@ -1,0 +1,42 @@
+"""Healthy ranks that are slow, or leave early, are left in peace."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.guard.faults import Training
+from tests.launcher import Launcher
+
+PATIENT = {"mode": "default", "wait_seconds": 0.3, "silence_seconds": 0.6}
+LATE = 2.0
+
+
+def use_collectives_of_their_own() -> int:
+    """Rank 2 is late for each; ranks that have done their part go on to a step, where they wait for all."""
+    training = Training(0, PATIENT)
+    rank, value = training.rank, torch.ones(1)
+    for collective in range(4):
+        if rank == 2:
+            time.sleep(LATE)
+        if collective == 0:
+            dist.gather_object(rank, [None] * 3 if rank == 0 else None, dst=0)
+        elif collective == 1:
+            dist.reduce(value, 0)
+        elif collective == 2:
+            parts: list[Any] = [None]
+            dist.scatter_object_list(parts, [1, 2, 3] if rank == 0 else None, src=0)
+        elif rank == 0:
+            for other in (1, 2):
+                dist.recv(value, other)
+        else:
+            dist.send(value, 0)
+        training.step()
+    return training.engine.steps.taken
+
+
+def test_ranks_that_have_done_their_part_in_a_collective_of_somebody_else(ranks: Launcher) -> None:
+    assert ranks(3, timeout=60)(use_collectives_of_their_own) == [4, 4, 4]
