@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from zero_strategy.config import load_config
 from zero_strategy.distributed.desync import Begun, Report, Wait, find_failure, positions
-from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.failure_board import Failure, FailureBoard
+from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import ProcessCard, condition, own_card
 from zero_strategy.distributed.sites import site_of, site_of_error
 from zero_strategy.distributed.tracks import subject
@@ -122,6 +125,35 @@ def test_processes() -> None:
         child.kill()
         child.wait()
     assert condition(card) == "gone"
+
+
+def test_processes_that_cannot_be_looked_at() -> None:
+    """No descriptor is left, as data loaders may have it: that says nothing of others."""
+    card, (soft, hard) = own_card(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert condition(card) == "running"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        assert condition(card) == "unknown"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_the_end_of_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, with the exception that ended it; not that of a fork, which has all of its memory."""
+    store, unseen = dist.FileStore(str(tmp_path / "store"), 2), own_card()._replace(started=1)
+    guard = Guard(0, [own_card(), unseen], lambda: store, "end", wait_seconds=9.0, silence_seconds=9.0)
+    monkeypatch.setattr(sys, "last_value", LookupError("no such sample"), raising=False)
+    assert guard._evidence(Report(0), Wait("x", (0, 1)), 0.0) is None  # it could not be seen from the beginning
+    child = os.fork()
+    if child == 0:
+        guard._at_exit()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert FailureBoard(store, "zero_strategy/guard/end").first() is None
+    guard._at_exit()
+    found = FailureBoard(store, "zero_strategy/guard/end").first()
+    assert found is not None and found.text == "rank 0 raised LookupError: no such sample, and has ended"
+    guard.close()
 
 
 def test_sites() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -40,3 +41,36 @@ def use_collectives_of_their_own() -> int:
 
 def test_ranks_that_have_done_their_part_in_a_collective_of_somebody_else(ranks: Launcher) -> None:
     assert ranks(3, timeout=60)(use_collectives_of_their_own) == [4, 4, 4]
+
+
+def train_in_a_thread() -> list[str]:
+    """As Ray's workers do. Rank 1's backward takes long, while the other one waits for it."""
+    training, told = Training(1, PATIENT), list[str]()
+    if training.rank == 1:
+        training.model.fault = _Slow.apply
+
+    def train() -> None:
+        try:
+            training.step()
+        except Exception as error:
+            told.append(repr(error))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    return told
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(LATE)
+        return gradient
+
+
+def test_training_in_another_thread(ranks: Launcher) -> None:
+    assert ranks(2, timeout=60)(train_in_a_thread) == [[], []]

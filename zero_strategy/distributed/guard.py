@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ from zero_strategy.distributed.desync import (
 )
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.processes import ProcessCard, condition
-from zero_strategy.distributed.sites import Foreign, Site, site_of, site_of_error
+from zero_strategy.distributed.sites import Foreign, Site, phases, site_of, site_of_error
 from zero_strategy.distributed.tracks import Track, Watched
 from zero_strategy.distributed.watch import Watch
 
@@ -79,7 +79,8 @@ class Guard:
         ended: Waits that are over.
         titles: Ranks in words.
         tracks: What is numbered.
-        torn: Says, in words, what an exception has left unfinished on this rank; "": nothing.
+        torn: Says, in words, what an exception has left unfinished on this rank, where its threads are in these
+            parts of a step; "": nothing.
         watch: The thread.
     """
 
@@ -94,13 +95,15 @@ class Guard:
         silence_seconds: float,
         strict: bool = False,
     ) -> None:
-        self.rank, self.strict, self._cards = rank, strict, list(cards)
+        # Every rank is there now: one that cannot be seen (another user's, on systems that hide those) is no evidence.
+        self._cards = [card._replace(host="") if condition(card) == "gone" else card for card in cards]
+        self.rank, self.strict = rank, strict
         self._wait, self._silence = wait_seconds, silence_seconds
         self.failure: Failure | None = None
         self.waiting: dict[int, Waiting] = {}
         self.ended = 0
         self.titles: Titles = title_of
-        self.torn: Callable[[Site], str] = _nothing
+        self.torn: Callable[[Collection[str]], str] = _nothing
         self.tracks: list[Track] = []
         self._breaks: list[Callable[[], None]] = []
         self._note, self._note_at = "", -1
@@ -111,11 +114,12 @@ class Guard:
         self._beat, self._next_report, self._warned = 0, 0.0, False
         self._stopped_since: dict[int, float] = {}
         self._foreign: tuple[FrameType | None, float] = (None, 0.0)
+        self._torn = ""
         self._told = False
         self._suspected: tuple[int, str] = (-1, "")
         self.watch = Watch()
         self.watch.add(self)
-        self._at_exit = partial(_tell_exit, rank, self._courier)
+        self._at_exit = partial(_tell_exit, rank, self._courier, os.getpid())
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
@@ -233,7 +237,7 @@ class Guard:
                 self._courier.exchange(self._report(Site("", "", None), None, 0.0), fetch=False)
             self._seen, self._since, self._next_report, self._warned = events, now, self._wait, False
             self._stopped_since.clear()
-            self._foreign = None, 0.0
+            self._foreign, self._torn = (None, 0.0), ""
             return self._interval
         if (idle := now - self._since) >= self._wait or self._note:
             self._alert(now, idle)
@@ -247,7 +251,8 @@ class Guard:
             return
         wait, thread = self._wait_now(now)
         site = site_of(thread)
-        if not self._note and (torn := self.torn(site)):
+        torn, self._torn = self._torn, "" if self._note else self.torn(phases())
+        if self._torn and self._torn == torn:  # twice: what is asked is not of one moment
             self._note, self._note_at = torn, self._events()
         report = self._report(site, wait, idle)
         if wait is None and not self._note:
@@ -300,6 +305,8 @@ class Guard:
             if (watched := track.oldest_under_way()) is not None:
                 return watched.wait(), None
         foreign = site_of(None).foreign
+        if foreign is None:
+            self._foreign = None, 0.0  # a frame keeps what its callers hold
         if foreign is None or self._foreign_seconds(foreign, now) < self._wait:
             return None, None
         what = f"torch.distributed.{foreign.name}"
@@ -351,7 +358,7 @@ class Guard:
         return [rank for rank in ranks if rank != self.rank]
 
 
-def _nothing(site: Site) -> str:
+def _nothing(phases: Collection[str]) -> str:
     return ""
 
 
@@ -360,9 +367,9 @@ def _said(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}" + (f" ({site})" if str(site) else "")
 
 
-def _tell_exit(rank: int, courier: Courier) -> None:
+def _tell_exit(rank: int, courier: Courier, pid: int) -> None:
     """At exit: an exception that has ended the process is the last thing that the others hear of it."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    if error is not None and not isinstance(error, DesyncError):
+    if error is not None and not isinstance(error, DesyncError) and os.getpid() == pid:  # not in a fork of it
         with contextlib.suppress(Exception):
             courier.post(Failure("raised", rank, f"rank {rank} {_said(error)}, and has ended", {}))

@@ -88,6 +88,12 @@ def site_of(thread: int | None) -> Site:
     return found
 
 
+def phases() -> set[str]:
+    """The parts of a step in which any thread is: training need not be in the main one."""
+    frames = [frame for first in list(sys._current_frames().values()) for frame in _outwards(first)]
+    return {_phase(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames}
+
+
 def site_of_error(error: BaseException) -> Site:
     """Where an exception was raised."""
     frames, trace = list[FrameType](), error.__traceback__
