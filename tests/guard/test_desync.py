@@ -156,6 +156,46 @@ def test_what_the_end_of_a_process_tells(tmp_path: Path, monkeypatch: pytest.Mon
     guard.close()
 
 
+def guard_of(world: int, tmp_path: Path) -> Guard:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    return Guard(0, [own_card()] * world, lambda: store, "one", wait_seconds=9.0, silence_seconds=9.0)
+
+
+def test_ranks_wait_for_each_other_only_if_they_say_so_again(tmp_path: Path) -> None:
+    """A rank that keeps the GIL after a barrier cannot say that it has left it."""
+    guard, barrier = guard_of(2, tmp_path), Wait("torch.distributed.barrier", (0, 1), group=(0, 1))
+    own = Report(0, wait=Wait("torch.distributed.all_reduce", (0, 1), group=(0, 1)))
+    for beat in (1, 2):
+        guard._courier._learn(Report(1, beat, wait=barrier))
+    assert [guard._confirmed(own) for _ in range(3)] == [None, None, None]
+    guard._courier._learn(Report(1, 3, wait=barrier))
+    found = guard._confirmed(own)
+    assert found is not None and found.kind == "locked"
+    guard.close()
+
+
+def test_meetings_that_were_given_up_are_not_compared(tmp_path: Path) -> None:
+    guard = guard_of(2, tmp_path)
+    for compared in (True, False):
+        guard.track(str(compared), [0, 1], compared=compared).begin("state_dict()")
+    report = guard._report(site_of(None), None, 0.0)
+    assert report.recent == {"True 0-1": {1: ("state_dict()", "", 0, "")}} and len(report.counts) == 2
+    guard.close()
+
+
+def test_few_ranks_read_the_reports_of_all_at_a_time(tmp_path: Path) -> None:
+    guard = guard_of(1000, tmp_path)
+    for ranks in (range(1000), (0, 7)):
+        reads = [guard._to_read(Wait("x", tuple(ranks)), beat) for beat in range(6 * 63)]
+        assert sum(len(read) == 999 for read in reads) == 6
+        assert {len(read) for read in reads} == {999, 0 if len(ranks) > 2 else 1}
+    assert guard._to_read(Wait("x", (0, 1)), 6 * 63) == list(range(1, 1000))
+    guard.close()
+    small = guard_of(4, tmp_path)
+    assert all(small._to_read(Wait("x", ALL), beat) == [1, 2, 3] for beat in range(20))
+    small.close()
+
+
 def test_sites() -> None:
     assert site_of(None).place.startswith("test_desync.py:") and site_of(None).foreign is None
     try:

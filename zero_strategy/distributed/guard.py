@@ -48,6 +48,12 @@ _REASON_SECONDS = 1.0
 """How long a broken connection waits for its reason, which is posted before, and for a process to be gone."""
 _FOREIGN_SECONDS = 1.0
 """How long a collective of somebody else may go on after a failure: mostly it ends by itself."""
+_READERS = 16
+"""Ranks that read the reports of all at a time."""
+_TURN = 6
+"""Reports of its own that a rank's turn to read takes: enough to suspect and to confirm."""
+_MANY = 64
+"""Reports that are read at once to explain a broken connection."""
 _TELL_AFTER = 10
 """Times `wait_seconds` before a rank says for whom it waits."""
 
@@ -108,7 +114,7 @@ class Guard:
         self._breaks: list[Callable[[], None]] = []
         self._note, self._note_at = "", -1
         self._lock = threading.Lock()
-        self._courier = Courier(rank, len(cards), connect, key)
+        self._courier = Courier(connect, key)
         self._interval = wait_seconds / _LOOKS
         self._seen, self._since, self._looked = -1, time.monotonic(), time.monotonic()
         self._beat, self._next_report, self._warned = 0, 0.0, False
@@ -116,7 +122,7 @@ class Guard:
         self._foreign: tuple[FrameType | None, float] = (None, 0.0)
         self._torn = ""
         self._told = False
-        self._suspected: tuple[int, str] = (-1, "")
+        self._suspected: tuple[int, str, dict[int, int]] = (-1, "", {})
         self.watch = Watch()
         self.watch.add(self)
         self._at_exit = partial(_tell_exit, rank, self._courier, os.getpid())
@@ -125,15 +131,23 @@ class Guard:
 
     # ---- what ranks do ----
 
-    def track(self, name: str, ranks: Sequence[int], on_failure: Callable[[], None] | None = None) -> Track:
+    def track(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        on_failure: Callable[[], None] | None = None,
+        *,
+        compared: bool = True,
+    ) -> Track:
         """Number the collectives of some ranks.
 
         Args:
             name: Tells tracks of the same ranks apart; equal on all of them.
             ranks: World ranks.
             on_failure: Breaks this rank's connections.
+            compared: Different ones of the same number are a failure. Not where one may be given up (`withdraw`).
         """
-        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks))
+        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared))
         if on_failure is not None:
             self.add_break(on_failure)
         return track
@@ -206,7 +220,7 @@ class Guard:
     def _cause(self, error: BaseException | None, watched: Watched) -> Failure:
         own = self._report(site_of(watched.thread), watched.wait(), 0.0)
         end, gone = time.monotonic() + _REASON_SECONDS, list[int]()
-        self._courier.exchange(None, fetch=True)
+        self._courier.exchange(None, fetch=self._peers(watched.track.ranks)[:_MANY])
         while not gone and time.monotonic() < end:
             time.sleep(0.05)
             gone = [rank for rank in self._peers(watched.track.ranks) if condition(self._cards[rank]) == "gone"]
@@ -234,7 +248,7 @@ class Guard:
         if events != self._seen or late > max(2.0, 5 * self._interval):  # or this process was stopped itself
             if self._note and events != self._note_at:
                 self._note = ""
-                self._courier.exchange(self._report(Site("", "", None), None, 0.0), fetch=False)
+                self._courier.exchange(self._report(Site("", "", None), None, 0.0))
             self._seen, self._since, self._next_report, self._warned = events, now, self._wait, False
             self._stopped_since.clear()
             self._foreign, self._torn = (None, 0.0), ""
@@ -259,9 +273,9 @@ class Guard:
             if idle >= self._next_report:  # who is busy elsewhere says so now and then, should somebody wait
                 self._next_report = 2 * idle
                 if "gone" not in map(condition, self._cards):  # else the store may be gone, too
-                    self._courier.exchange(report, fetch=False)
+                    self._courier.exchange(report)
             return
-        self._courier.exchange(report, fetch=wait is not None)
+        self._courier.exchange(report, fetch=() if wait is None else self._to_read(wait, report.beat))
         if wait is not None:
             found = self._evidence(report, wait, now) or self._confirmed(report)
             if found is not None:
@@ -290,12 +304,33 @@ class Guard:
         return self._gone(gone, own) if gone else None
 
     def _confirmed(self, own: Report) -> Failure | None:
-        """What the reports say, if they say it twice."""
+        """What the reports say, if they say it twice; that ranks wait for each other, if they do in later reports."""
         others, fresh = self._courier.reports(4 * self._interval + 1.0)
         found = find_failure(own, others, fresh=fresh, silence=self._silence, titles=self.titles)
-        now = (-1, "") if found is None else (own.events, found.kind)
-        before, self._suspected = self._suspected, now
-        return found if found is not None and before == now else None
+        if found is None:
+            self._suspected = -1, "", {}
+            return None
+        events, kind, beats = self._suspected
+        if (events, kind) != (own.events, found.kind):
+            self._suspected = own.events, found.kind, {report.rank: report.beat for report in others}
+            return None
+        if kind != "locked":
+            return found
+        # One that is long out of what it waited in may be unable to say so: a single call may keep the GIL.
+        later = {report.rank for report in others if report.rank in fresh and report.beat > beats.get(report.rank, -1)}
+        found = find_failure(own, others, fresh=later, silence=self._silence, titles=self.titles)
+        return found if found is not None and found.kind == kind else None
+
+    def _to_read(self, wait: Wait, beat: int) -> list[int]:
+        """Whose reports this rank reads now: those that it waits for if they are few, those of all in its turn.
+
+        Whoever is stuck finds the same, and one is enough to tell all; the store is one thread.
+        """
+        turns = -(-len(self._cards) // _READERS)
+        if (beat // _TURN + self.rank) % turns == 0:
+            return self._peers(range(len(self._cards)))
+        awaited = self._peers(wait.ranks)
+        return awaited if len(awaited) <= _READERS else []
 
     def _wait_now(self, now: float) -> tuple[Wait | None, int | None]:
         """What this rank waits in, and which thread does."""
@@ -348,7 +383,7 @@ class Guard:
             wait,
             self._note,
             counts={track.key: track.count for track in self.tracks},
-            recent={track.key: track.recent() for track in self.tracks},
+            recent={track.key: track.recent() for track in self.tracks if track.compared},
         )
 
     def _events(self) -> int:
