@@ -567,7 +567,9 @@ class ZeroEngine(EngineCheckpoints):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.mesh.guard is not None and not self.mesh.closed:
+            self.mesh.guard.note_error(error, ended=True)
         self.close()
 
     def reset(self) -> None:

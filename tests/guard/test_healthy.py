@@ -74,3 +74,22 @@ class _Slow(torch.autograd.Function):
 
 def test_training_in_another_thread(ranks: Launcher) -> None:
     assert ranks(2, timeout=60)(train_in_a_thread) == [[], []]
+
+
+def leave_a_block() -> str:
+    training = Training(1, PATIENT)
+    try:
+        with training.engine:
+            training.step()
+            if training.rank == 1:
+                raise LookupError("no such sample")
+            training.step()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_an_exception_that_leaves_the_block_of_an_engine_is_told(ranks: Launcher) -> None:
+    told, own = ranks(2, timeout=60)(leave_a_block)
+    assert own == "no such sample"
+    assert told.startswith("rank 1 raised LookupError: no such sample (test_healthy.py:"), told

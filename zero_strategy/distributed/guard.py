@@ -54,6 +54,7 @@ _TURN = 6
 """Reports of its own that a rank's turn to read takes: enough to suspect and to confirm."""
 _MANY = 64
 """Reports that are read at once to explain a broken connection."""
+_FLUSH_SECONDS = 1.0
 _TELL_AFTER = 10
 """Times `wait_seconds` before a rank says for whom it waits."""
 
@@ -120,7 +121,7 @@ class Guard:
         self._beat, self._next_report, self._warned = 0, 0.0, False
         self._stopped_since: dict[int, float] = {}
         self._foreign: tuple[FrameType | None, float] = (None, 0.0)
-        self._torn = ""
+        self._torn, self._ended = "", False
         self._told = False
         self._suspected: tuple[int, str, dict[int, int]] = (-1, "", {})
         self.watch = Watch()
@@ -174,16 +175,21 @@ class Guard:
         """This rank gets on, in whatever way."""
         self.ended += 1
 
-    def note(self, text: str) -> None:
-        """Something has befallen this rank, which the others should know if it comes to no collective any more."""
-        self._note, self._note_at = text, self._events()
+    def note(self, text: str, *, ended: bool = False) -> None:
+        """Something has befallen this rank, which the others should know if it comes to no collective any more.
+
+        Args:
+            text: What.
+            ended: It is known not to.
+        """
+        self._note, self._note_at, self._ended = text, self._events(), ended
         self._courier.tell(self._report(site_of(None), None, 0.0))
         self.watch.poke()
 
-    def note_error(self, error: BaseException) -> None:
+    def note_error(self, error: BaseException, *, ended: bool = False) -> None:
         """As `note`, of an exception on its way out of training; one that the guard has raised is known."""
         if self.failure is None and not isinstance(error, DesyncError):
-            self.note(_said(error))
+            self.note(_said(error), ended=ended)
 
     def fail(self, failure: Failure) -> Failure:
         """The ranks cannot go on: tell them, and break this rank's connections.
@@ -370,6 +376,9 @@ class Guard:
                 f"{foreign.name}, which cannot end: the process ends with exit code {EXIT_CODE}\n"
             )
             sys.stderr.flush()
+            flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+            flush.start()
+            flush.join(_FLUSH_SECONDS)  # nobody may read it any more
             os._exit(EXIT_CODE)
 
     def _report(self, site: Site, wait: Wait | None, idle: float) -> Report:
@@ -382,6 +391,7 @@ class Guard:
             str(site),
             wait,
             self._note,
+            self._ended and bool(self._note),
             counts={track.key: track.count for track in self.tracks},
             recent={track.key: track.recent() for track in self.tracks if track.compared},
         )
