@@ -312,12 +312,11 @@ class ZeroEngine(EngineCheckpoints):
             finally:
                 gatherer.leave(root, backward_follows=torch.is_grad_enabled())
 
-    def left_torn(self, phase: str) -> str:
-        """What an exception on this rank has left unfinished, in words, where the rank is in `phase` now; "": nothing.
-        """
-        if self.model.reducer.in_backward and phase != "backward":
+    def left_torn(self, phases: Collection[str]) -> str:
+        """What an exception has left unfinished, in words, where this rank's threads are in `phases`; "": nothing."""
+        if self.model.reducer.in_backward and "backward" not in phases:
             return "has left a backward with an exception"
-        if any(sharded.torn for sharded in self.optimizers) and phase != "step":
+        if any(sharded.torn for sharded in self.optimizers) and "step" not in phases:
             return "has left an optimizer step with an exception"
         return ""
 
@@ -568,7 +567,9 @@ class ZeroEngine(EngineCheckpoints):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.mesh.guard is not None and not self.mesh.closed:
+            self.mesh.guard.note_error(error, ended=True)
         self.close()
 
     def reset(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zero_strategy.distributed.guard import Guard
-from zero_strategy.distributed.sites import Site
 from zero_strategy.sharding.gatherer import InertHook
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def tell_guard(engine: ZeroEngine) -> None:
     engine.module.register_forward_hook(_After(guard), always_call=True)
     torn = weakref.WeakMethod(engine.left_torn)
 
-    def left_torn(site: Site) -> str:
+    def left_torn(phases: Collection[str]) -> str:
         method = torn()
-        return "" if method is None else method(site.phase)
+        return "" if method is None else method(phases)
 
     guard.torn = left_torn
 

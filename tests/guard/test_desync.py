@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from zero_strategy.config import load_config
 from zero_strategy.distributed.desync import Begun, Report, Wait, find_failure, positions
-from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.failure_board import Failure, FailureBoard
+from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import ProcessCard, condition, own_card
 from zero_strategy.distributed.sites import site_of, site_of_error
 from zero_strategy.distributed.tracks import subject
@@ -122,6 +125,75 @@ def test_processes() -> None:
         child.kill()
         child.wait()
     assert condition(card) == "gone"
+
+
+def test_processes_that_cannot_be_looked_at() -> None:
+    """No descriptor is left, as data loaders may have it: that says nothing of others."""
+    card, (soft, hard) = own_card(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert condition(card) == "running"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        assert condition(card) == "unknown"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_the_end_of_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, with the exception that ended it; not that of a fork, which has all of its memory."""
+    store, unseen = dist.FileStore(str(tmp_path / "store"), 2), own_card()._replace(started=1)
+    guard = Guard(0, [own_card(), unseen], lambda: store, "end", wait_seconds=9.0, silence_seconds=9.0)
+    monkeypatch.setattr(sys, "last_value", LookupError("no such sample"), raising=False)
+    assert guard._evidence(Report(0), Wait("x", (0, 1)), 0.0) is None  # it could not be seen from the beginning
+    child = os.fork()
+    if child == 0:
+        guard._at_exit()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert FailureBoard(store, "zero_strategy/guard/end").first() is None
+    guard._at_exit()
+    found = FailureBoard(store, "zero_strategy/guard/end").first()
+    assert found is not None and found.text == "rank 0 raised LookupError: no such sample, and has ended"
+    guard.close()
+
+
+def guard_of(world: int, tmp_path: Path) -> Guard:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    return Guard(0, [own_card()] * world, lambda: store, "one", wait_seconds=9.0, silence_seconds=9.0)
+
+
+def test_ranks_wait_for_each_other_only_if_they_say_so_again(tmp_path: Path) -> None:
+    """A rank that keeps the GIL after a barrier cannot say that it has left it."""
+    guard, barrier = guard_of(2, tmp_path), Wait("torch.distributed.barrier", (0, 1), group=(0, 1))
+    own = Report(0, wait=Wait("torch.distributed.all_reduce", (0, 1), group=(0, 1)))
+    for beat in (1, 2):
+        guard._courier._learn(Report(1, beat, wait=barrier))
+    assert [guard._confirmed(own) for _ in range(3)] == [None, None, None]
+    guard._courier._learn(Report(1, 3, wait=barrier))
+    found = guard._confirmed(own)
+    assert found is not None and found.kind == "locked"
+    guard.close()
+
+
+def test_meetings_that_were_given_up_are_not_compared(tmp_path: Path) -> None:
+    guard = guard_of(2, tmp_path)
+    for compared in (True, False):
+        guard.track(str(compared), [0, 1], compared=compared).begin("state_dict()")
+    report = guard._report(site_of(None), None, 0.0)
+    assert report.recent == {"True 0-1": {1: ("state_dict()", "", 0, "")}} and len(report.counts) == 2
+    guard.close()
+
+
+def test_few_ranks_read_the_reports_of_all_at_a_time(tmp_path: Path) -> None:
+    guard = guard_of(1000, tmp_path)
+    for ranks in (range(1000), (0, 7)):
+        reads = [guard._to_read(Wait("x", tuple(ranks)), beat) for beat in range(6 * 63)]
+        assert sum(len(read) == 999 for read in reads) == 6
+        assert {len(read) for read in reads} == {999, 0 if len(ranks) > 2 else 1}
+    assert guard._to_read(Wait("x", (0, 1)), 6 * 63) == list(range(1, 1000))
+    guard.close()
+    small = guard_of(4, tmp_path)
+    assert all(small._to_read(Wait("x", ALL), beat) == [1, 2, 3] for beat in range(20))
+    small.close()
 
 
 def test_sites() -> None:

@@ -182,6 +182,8 @@ def test_what_was_read_ahead_is_not_read_again_unless_it_changed(tmp_path: Path,
     keys = {"unchanged": frozenset("b")}
     for step in range(6):
         slots.read_ahead(chunks_of(made, **keys) if step != 2 else chunks_of(made, **keys)[1:])
+        if step == 5:
+            slots.read_ahead(chunks_of(made, **keys))  # another micro-batch
         b.add_all(torch.full((5000,), float(expected[0] * 2 + 2)), first=True)  # as gradients do after that
         if step == 3:
             a.write(2500, torch.full((100,), 70.0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,8 +24,6 @@ class Courier:
     """This rank's way to a failure board and to the others' reports.
 
     Args:
-        rank: This one, in the world.
-        world_size: Number of ranks.
         connect: Makes the connection to the store, when it is first needed.
         key: Keeps boards apart; equal on all ranks.
 
@@ -33,10 +31,9 @@ class Courier:
         known: The failure that all ranks know of.
     """
 
-    def __init__(self, rank: int, world_size: int, connect: Callable[[], Any], key: str) -> None:
+    def __init__(self, connect: Callable[[], Any], key: str) -> None:
         self.known: Failure | None = None
         self._connect, self._key = connect, f"zero_strategy/guard/{key}"
-        self._others = [other for other in range(world_size) if other != rank]
         self._worker = BackgroundWorker("zero-courier")
         self._store: Any = None
         self._board: FailureBoard | None = None
@@ -44,8 +41,8 @@ class Courier:
         self._under_way: Future[None] | None = None
         self._reports: dict[int, tuple[Report, float]] = {}
 
-    def exchange(self, own: Report | None, *, fetch: bool) -> None:
-        """Begin to leave a report, to look for a failure, and to fetch the others' reports; unless that goes on yet."""
+    def exchange(self, own: Report | None, *, fetch: Collection[int] = ()) -> None:
+        """Begin to leave a report, to look for a failure, and to fetch reports of these; unless that goes on yet."""
         if self._lost or (self._under_way is not None and not self._under_way.done()):
             return
 
@@ -61,7 +58,7 @@ class Courier:
     def tell(self, own: Report) -> None:
         """Leave a report, and return when that is done, or takes too long."""
         if not self._lost:
-            self._answered(self._worker.submit(lambda: self._exchange(own, False)))
+            self._answered(self._worker.submit(lambda: self._exchange(own, ())))
 
     def post(self, failure: Failure) -> Failure:
         """Post a failure; returns the one that was first, as far as that can be found out."""
@@ -77,7 +74,7 @@ class Courier:
         """The failure that was posted first, waiting so long for one."""
         end = time.monotonic() + seconds
         while self.known is None and not self._lost and time.monotonic() < end:
-            self.exchange(None, fetch=False)
+            self.exchange(None)
             time.sleep(0.05)
         return self.known
 
@@ -86,12 +83,12 @@ class Courier:
         now, found = time.monotonic(), dict(self._reports)
         return [each for each, _ in found.values()], {rank for rank, (_, at) in found.items() if now - at < age}
 
-    def _exchange(self, own: Report | None, fetch: bool) -> None:
+    def _exchange(self, own: Report | None, fetch: Collection[int]) -> None:
         board = self._open()
         if own is not None:
             self._store.set(f"{self._key}/at/{own.rank}", json.dumps(own.encode()))
         self.known = self.known or board.first()
-        for rank in self._others if fetch else ():
+        for rank in fetch:
             key = f"{self._key}/at/{rank}"
             if rank in self._reports or self._store.check([key]):
                 self._learn(Report.decode(json.loads(self._store.get(key))))

@@ -30,10 +30,11 @@ class Wait:
 
     Attributes:
         what: In words: "all_gather of `layers.3`".
-        ranks: World ranks that take part.
+        ranks: World ranks that it takes to end.
         track: Numbers these collectives; empty if they are not ours.
         number: Which one of its track.
-        message: It is for one message of a pipeline, which has a watch of its own.
+        message: It is for one message: of a pipeline, which has a watch of its own, or of somebody else.
+        group: World ranks that take part, where that is not ours.
     """
 
     what: str
@@ -41,6 +42,7 @@ class Wait:
     track: str = ""
     number: int = 0
     message: bool = False
+    group: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Report:
             track: {int(number): (kind, of, nbytes, dtype) for number, (kind, of, nbytes, dtype) in rows.items()}
             for track, rows in values.pop("recent").items()
         }
-        return cls(**values, recent=recent, wait=None if wait is None else Wait(**{**wait, "ranks": (*wait["ranks"],)}))
+        if wait is not None:
+            wait = Wait(**{**wait, "ranks": (*wait["ranks"],), "group": (*wait["group"],)})
+        return cls(**values, recent=recent, wait=wait)
 
     def position(self) -> str:
         """In words."""
@@ -210,7 +214,7 @@ def _has_come(report: Report | None, wait: Wait) -> bool:
     if wait.track:
         return report.counts.get(wait.track, 0) >= wait.number
     theirs = report.wait
-    return theirs is not None and not theirs.track and (theirs.what, theirs.ranks) == (wait.what, wait.ranks)
+    return theirs is not None and not theirs.track and (theirs.what, theirs.group) == (wait.what, wait.group)
 
 
 def _locked(own: Report, reports: Mapping[int, Report], fresh: Collection[int], titles: Titles) -> Failure | None:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ from zero_strategy.distributed.desync import (
 )
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.processes import ProcessCard, condition
-from zero_strategy.distributed.sites import Foreign, Site, site_of, site_of_error
+from zero_strategy.distributed.sites import Foreign, Site, phases, site_of, site_of_error
 from zero_strategy.distributed.tracks import Track, Watched
 from zero_strategy.distributed.watch import Watch
 
@@ -48,6 +48,13 @@ _REASON_SECONDS = 1.0
 """How long a broken connection waits for its reason, which is posted before, and for a process to be gone."""
 _FOREIGN_SECONDS = 1.0
 """How long a collective of somebody else may go on after a failure: mostly it ends by itself."""
+_READERS = 16
+"""Ranks that read the reports of all at a time."""
+_TURN = 6
+"""Reports of its own that a rank's turn to read takes: enough to suspect and to confirm."""
+_MANY = 64
+"""Reports that are read at once to explain a broken connection."""
+_FLUSH_SECONDS = 1.0
 _TELL_AFTER = 10
 """Times `wait_seconds` before a rank says for whom it waits."""
 
@@ -79,7 +86,8 @@ class Guard:
         ended: Waits that are over.
         titles: Ranks in words.
         tracks: What is numbered.
-        torn: Says, in words, what an exception has left unfinished on this rank; "": nothing.
+        torn: Says, in words, what an exception has left unfinished on this rank, where its threads are in these
+            parts of a step; "": nothing.
         watch: The thread.
     """
 
@@ -94,42 +102,53 @@ class Guard:
         silence_seconds: float,
         strict: bool = False,
     ) -> None:
-        self.rank, self.strict, self._cards = rank, strict, list(cards)
+        # Every rank is there now: one that cannot be seen (another user's, on systems that hide those) is no evidence.
+        self._cards = [card._replace(host="") if condition(card) == "gone" else card for card in cards]
+        self.rank, self.strict = rank, strict
         self._wait, self._silence = wait_seconds, silence_seconds
         self.failure: Failure | None = None
         self.waiting: dict[int, Waiting] = {}
         self.ended = 0
         self.titles: Titles = title_of
-        self.torn: Callable[[Site], str] = _nothing
+        self.torn: Callable[[Collection[str]], str] = _nothing
         self.tracks: list[Track] = []
         self._breaks: list[Callable[[], None]] = []
         self._note, self._note_at = "", -1
         self._lock = threading.Lock()
-        self._courier = Courier(rank, len(cards), connect, key)
+        self._courier = Courier(connect, key)
         self._interval = wait_seconds / _LOOKS
         self._seen, self._since, self._looked = -1, time.monotonic(), time.monotonic()
         self._beat, self._next_report, self._warned = 0, 0.0, False
         self._stopped_since: dict[int, float] = {}
         self._foreign: tuple[FrameType | None, float] = (None, 0.0)
+        self._torn, self._ended = "", False
         self._told = False
-        self._suspected: tuple[int, str] = (-1, "")
+        self._suspected: tuple[int, str, dict[int, int]] = (-1, "", {})
         self.watch = Watch()
         self.watch.add(self)
-        self._at_exit = partial(_tell_exit, rank, self._courier)
+        self._at_exit = partial(_tell_exit, rank, self._courier, os.getpid())
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
     # ---- what ranks do ----
 
-    def track(self, name: str, ranks: Sequence[int], on_failure: Callable[[], None] | None = None) -> Track:
+    def track(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        on_failure: Callable[[], None] | None = None,
+        *,
+        compared: bool = True,
+    ) -> Track:
         """Number the collectives of some ranks.
 
         Args:
             name: Tells tracks of the same ranks apart; equal on all of them.
             ranks: World ranks.
             on_failure: Breaks this rank's connections.
+            compared: Different ones of the same number are a failure. Not where one may be given up (`withdraw`).
         """
-        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks))
+        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared))
         if on_failure is not None:
             self.add_break(on_failure)
         return track
@@ -156,16 +175,21 @@ class Guard:
         """This rank gets on, in whatever way."""
         self.ended += 1
 
-    def note(self, text: str) -> None:
-        """Something has befallen this rank, which the others should know if it comes to no collective any more."""
-        self._note, self._note_at = text, self._events()
+    def note(self, text: str, *, ended: bool = False) -> None:
+        """Something has befallen this rank, which the others should know if it comes to no collective any more.
+
+        Args:
+            text: What.
+            ended: It is known not to.
+        """
+        self._note, self._note_at, self._ended = text, self._events(), ended
         self._courier.tell(self._report(site_of(None), None, 0.0))
         self.watch.poke()
 
-    def note_error(self, error: BaseException) -> None:
+    def note_error(self, error: BaseException, *, ended: bool = False) -> None:
         """As `note`, of an exception on its way out of training; one that the guard has raised is known."""
         if self.failure is None and not isinstance(error, DesyncError):
-            self.note(_said(error))
+            self.note(_said(error), ended=ended)
 
     def fail(self, failure: Failure) -> Failure:
         """The ranks cannot go on: tell them, and break this rank's connections.
@@ -202,7 +226,7 @@ class Guard:
     def _cause(self, error: BaseException | None, watched: Watched) -> Failure:
         own = self._report(site_of(watched.thread), watched.wait(), 0.0)
         end, gone = time.monotonic() + _REASON_SECONDS, list[int]()
-        self._courier.exchange(None, fetch=True)
+        self._courier.exchange(None, fetch=self._peers(watched.track.ranks)[:_MANY])
         while not gone and time.monotonic() < end:
             time.sleep(0.05)
             gone = [rank for rank in self._peers(watched.track.ranks) if condition(self._cards[rank]) == "gone"]
@@ -230,10 +254,10 @@ class Guard:
         if events != self._seen or late > max(2.0, 5 * self._interval):  # or this process was stopped itself
             if self._note and events != self._note_at:
                 self._note = ""
-                self._courier.exchange(self._report(Site("", "", None), None, 0.0), fetch=False)
+                self._courier.exchange(self._report(Site("", "", None), None, 0.0))
             self._seen, self._since, self._next_report, self._warned = events, now, self._wait, False
             self._stopped_since.clear()
-            self._foreign = None, 0.0
+            self._foreign, self._torn = (None, 0.0), ""
             return self._interval
         if (idle := now - self._since) >= self._wait or self._note:
             self._alert(now, idle)
@@ -247,16 +271,17 @@ class Guard:
             return
         wait, thread = self._wait_now(now)
         site = site_of(thread)
-        if not self._note and (torn := self.torn(site)):
+        torn, self._torn = self._torn, "" if self._note else self.torn(phases())
+        if self._torn and self._torn == torn:  # twice: what is asked is not of one moment
             self._note, self._note_at = torn, self._events()
         report = self._report(site, wait, idle)
         if wait is None and not self._note:
             if idle >= self._next_report:  # who is busy elsewhere says so now and then, should somebody wait
                 self._next_report = 2 * idle
                 if "gone" not in map(condition, self._cards):  # else the store may be gone, too
-                    self._courier.exchange(report, fetch=False)
+                    self._courier.exchange(report)
             return
-        self._courier.exchange(report, fetch=wait is not None)
+        self._courier.exchange(report, fetch=() if wait is None else self._to_read(wait, report.beat))
         if wait is not None:
             found = self._evidence(report, wait, now) or self._confirmed(report)
             if found is not None:
@@ -285,12 +310,33 @@ class Guard:
         return self._gone(gone, own) if gone else None
 
     def _confirmed(self, own: Report) -> Failure | None:
-        """What the reports say, if they say it twice."""
+        """What the reports say, if they say it twice; that ranks wait for each other, if they do in later reports."""
         others, fresh = self._courier.reports(4 * self._interval + 1.0)
         found = find_failure(own, others, fresh=fresh, silence=self._silence, titles=self.titles)
-        now = (-1, "") if found is None else (own.events, found.kind)
-        before, self._suspected = self._suspected, now
-        return found if found is not None and before == now else None
+        if found is None:
+            self._suspected = -1, "", {}
+            return None
+        events, kind, beats = self._suspected
+        if (events, kind) != (own.events, found.kind):
+            self._suspected = own.events, found.kind, {report.rank: report.beat for report in others}
+            return None
+        if kind != "locked":
+            return found
+        # One that is long out of what it waited in may be unable to say so: a single call may keep the GIL.
+        later = {report.rank for report in others if report.rank in fresh and report.beat > beats.get(report.rank, -1)}
+        found = find_failure(own, others, fresh=later, silence=self._silence, titles=self.titles)
+        return found if found is not None and found.kind == kind else None
+
+    def _to_read(self, wait: Wait, beat: int) -> list[int]:
+        """Whose reports this rank reads now: those that it waits for if they are few, those of all in its turn.
+
+        Whoever is stuck finds the same, and one is enough to tell all; the store is one thread.
+        """
+        turns = -(-len(self._cards) // _READERS)
+        if (beat // _TURN + self.rank) % turns == 0:
+            return self._peers(range(len(self._cards)))
+        awaited = self._peers(wait.ranks)
+        return awaited if len(awaited) <= _READERS else []
 
     def _wait_now(self, now: float) -> tuple[Wait | None, int | None]:
         """What this rank waits in, and which thread does."""
@@ -300,9 +346,12 @@ class Guard:
             if (watched := track.oldest_under_way()) is not None:
                 return watched.wait(), None
         foreign = site_of(None).foreign
+        if foreign is None:
+            self._foreign = None, 0.0  # a frame keeps what its callers hold
         if foreign is None or self._foreign_seconds(foreign, now) < self._wait:
             return None, None
-        return Wait(f"torch.distributed.{foreign.name}", foreign.ranks), None
+        what = f"torch.distributed.{foreign.name}"
+        return Wait(what, foreign.awaited, message=foreign.message, group=foreign.ranks), None
 
     def _foreign_seconds(self, foreign: Foreign, now: float) -> float:
         """Since when the main thread is known to be in this call."""
@@ -327,6 +376,9 @@ class Guard:
                 f"{foreign.name}, which cannot end: the process ends with exit code {EXIT_CODE}\n"
             )
             sys.stderr.flush()
+            flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+            flush.start()
+            flush.join(_FLUSH_SECONDS)  # nobody may read it any more
             os._exit(EXIT_CODE)
 
     def _report(self, site: Site, wait: Wait | None, idle: float) -> Report:
@@ -339,8 +391,9 @@ class Guard:
             str(site),
             wait,
             self._note,
+            self._ended and bool(self._note),
             counts={track.key: track.count for track in self.tracks},
-            recent={track.key: track.recent() for track in self.tracks},
+            recent={track.key: track.recent() for track in self.tracks if track.compared},
         )
 
     def _events(self) -> int:
@@ -350,7 +403,7 @@ class Guard:
         return [rank for rank in ranks if rank != self.rank]
 
 
-def _nothing(site: Site) -> str:
+def _nothing(phases: Collection[str]) -> str:
     return ""
 
 
@@ -359,9 +412,9 @@ def _said(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}" + (f" ({site})" if str(site) else "")
 
 
-def _tell_exit(rank: int, courier: Courier) -> None:
+def _tell_exit(rank: int, courier: Courier, pid: int) -> None:
     """At exit: an exception that has ended the process is the last thing that the others hear of it."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    if error is not None and not isinstance(error, DesyncError):
+    if error is not None and not isinstance(error, DesyncError) and os.getpid() == pid:  # not in a fork of it
         with contextlib.suppress(Exception):
             courier.post(Failure("raised", rank, f"rank {rank} {_said(error)}, and has ended", {}))

@@ -44,7 +44,10 @@ def _host_of(pid: int) -> str:
 
 def own_card() -> ProcessCard:
     """This process's."""
-    fields = _fields(os.getpid())
+    try:
+        fields = _fields(os.getpid())
+    except OSError:
+        fields = None
     return ProcessCard(host(), os.getpid(), int(fields[_STARTED]) if fields else 0)
 
 
@@ -52,14 +55,18 @@ def condition(card: ProcessCard) -> Condition:
     """Of a process; `unknown` for those of other hosts. One that a debugger holds is running."""
     if not card.host or card.host != _host_of(os.getpid()):
         return "unknown"
-    fields = _fields(card.pid)
+    try:
+        fields = _fields(card.pid)
+    except OSError:  # such as too many open files: of this process
+        return "unknown"
     if fields is None or int(fields[_STARTED]) != card.started or fields[_STATE] in "ZXx":
         return "gone"
     return "stopped" if fields[_STATE] == "T" else "running"
 
 
 def _fields(pid: int) -> list[str] | None:
+    """None: there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None

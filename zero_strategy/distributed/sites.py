@@ -31,6 +31,17 @@ _COLLECTIVES = (
 )  # fmt: skip
 
 
+_MESSAGES = {
+    "send": "group_dst", "send_object_list": "group_dst", "recv": "group_src", "recv_object_list": "group_src",
+}  # fmt: skip
+_TO_ONE = {"gather": "group_dst", "gather_object": "group_dst", "reduce": "group_dst"}
+_FROM_ONE = {
+    "broadcast": "group_src", "broadcast_object_list": "group_src", "scatter": "group_src",
+    "scatter_object_list": "group_src",
+}  # fmt: skip
+"""What not all ranks leave together, and the argument that names the one rank."""
+
+
 class Foreign(NamedTuple):
     """A collective of torch.distributed that a thread is in.
 
@@ -38,11 +49,15 @@ class Foreign(NamedTuple):
         name: Of the function.
         ranks: World ranks that take part.
         frame: Of the call: whoever keeps it can tell this call from later ones.
+        awaited: Those of them that cannot have left it, whatever it is that keeps this rank.
+        message: It is between two ranks.
     """
 
     name: str
     ranks: tuple[int, ...]
     frame: FrameType
+    awaited: tuple[int, ...]
+    message: bool = False
 
 
 class Site(NamedTuple):
@@ -71,6 +86,12 @@ def site_of(thread: int | None) -> Site:
         elsewhere = _read(list(_outwards(frames.get(main))))
         return Site(found.phase or elsewhere.phase, elsewhere.place, found.foreign)
     return found
+
+
+def phases() -> set[str]:
+    """The parts of a step in which any thread is: training need not be in the main one."""
+    frames = [frame for first in list(sys._current_frames().values()) for frame in _outwards(first)]
+    return {_phase(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames}
 
 
 def site_of_error(error: BaseException) -> Site:
@@ -107,12 +128,29 @@ def _foreign(frames: list[FrameType]) -> Foreign | None:
             found = frame
     if found is None or not dist.is_initialized():
         return None
-    group = found.f_locals.get("group")
+    arguments = found.f_locals
     try:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = tuple(dist.get_process_group_ranks(arguments.get("group")))
     except Exception:  # not a group of this rank's, or one that is gone
-        ranks = list(range(dist.get_world_size()))
-    return Foreign(found.f_code.co_name, tuple(ranks), found)
+        ranks = tuple(range(dist.get_world_size()))
+    name = found.f_code.co_name
+    argument = {**_MESSAGES, **_TO_ONE, **_FROM_ONE}.get(name)
+    if argument is None:
+        return Foreign(name, ranks, found, ranks)
+    number = arguments.get(argument)
+    one = ranks[number] if isinstance(number, int) and 0 <= number < len(ranks) else None
+    return Foreign(name, ranks, found, _awaited(name, ranks, one, dist.get_rank()), name in _MESSAGES)
+
+
+def _awaited(name: str, ranks: tuple[int, ...], one: int | None, own: int) -> tuple[int, ...]:
+    """Whom a rank waits for that is in a collective of all with one, or in a message."""
+    if name in _MESSAGES:
+        return () if one is None else (one,)
+    if len(ranks) == 2 or one is None:
+        return ranks if len(ranks) == 2 else ()
+    if one == own or name.startswith("broadcast"):  # others have done their part, perhaps; a broadcast is passed on
+        return ()
+    return (one,)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

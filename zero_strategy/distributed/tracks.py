@@ -98,13 +98,14 @@ class Track:
         guard: Whose it is.
         key: Names it; equal on all of its ranks.
         ranks: World ranks that take part.
+        compared: The others' of the same number are the same.
 
     Attributes:
         count: Collectives begun.
     """
 
-    def __init__(self, guard: Guard, key: str, ranks: Sequence[int]) -> None:
-        self.guard, self.key, self.ranks = guard, key, tuple(ranks)
+    def __init__(self, guard: Guard, key: str, ranks: Sequence[int], compared: bool = True) -> None:
+        self.guard, self.key, self.ranks, self.compared = guard, key, tuple(ranks), compared
         self.count = 0
         self._recent: deque[tuple[int, str, Subject, int, Any]] = deque(maxlen=_KEPT)
         self._works: deque[Watched] = deque(maxlen=_KEPT)

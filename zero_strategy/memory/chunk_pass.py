@@ -106,9 +106,12 @@ class ChunkSlots:
         Raises:
             OSError: If the tier fails, or has failed to write what was in the slots; TornRecordError.
         """
+        wanted = chunks[: len(self._slots)]
+        if len(self._early) == len(wanted) and all(map(_ReadAhead.serves, self._early, wanted)):
+            return  # several backwards before one step, or one that was skipped
         self.forget_ahead()
         try:
-            for slot, chunk in enumerate(chunks[: len(self._slots)]):
+            for slot, chunk in enumerate(wanted):
                 self._settle_slot(slot)
                 begun = _ReadAhead(chunk, [], _what_to_read(chunk))
                 self._early.append(begun)
