@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -37,6 +36,7 @@ from zero_strategy.distributed.desync import (
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.processes import ProcessCard, condition
 from zero_strategy.distributed.sites import Foreign, Site, phases, site_of, site_of_error
+from zero_strategy.distributed.stacks import as_text, stacks
 from zero_strategy.distributed.tracks import Track, Watched
 from zero_strategy.distributed.watch import Watch
 
@@ -369,8 +369,7 @@ class Guard:
             return
         foreign = None if self.waiting else site_of(None).foreign
         if foreign is not None and self._foreign_seconds(foreign, now) > _FOREIGN_SECONDS:
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            stack = "" if frame is None else "".join(traceback.format_stack(frame))
+            stack = as_text(stacks().get(threading.main_thread().ident or 0, []))
             sys.stderr.write(
                 f"{stack}DesyncError: {self.failure.text}\n{self.titles(self.rank)} waits in torch.distributed."
                 f"{foreign.name}, which cannot end: the process ends with exit code {EXIT_CODE}\n"

@@ -4,10 +4,9 @@ whether it waits in a collective that is not ours.
 
 from __future__ import annotations
 
-import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from zero_strategy.distributed.stacks import Call, frame_at, stacks
 
 _BELOW = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers")
 _FORWARD, _BACKWARD, _STEP = "forward", "backward", "step"
@@ -79,61 +80,64 @@ class Site(NamedTuple):
 
 def site_of(thread: int | None) -> Site:
     """Where a thread is, by its identifier; None: the main thread. What it cannot say, the main thread may."""
-    frames, main = sys._current_frames(), threading.main_thread().ident
-    own = list(_outwards(frames.get(thread if thread is not None else main or 0)))
-    found = _read(own)
-    if not found.place and thread != main and main is not None:  # a thread of autograd's
-        elsewhere = _read(list(_outwards(frames.get(main))))
-        return Site(found.phase or elsewhere.phase, elsewhere.place, found.foreign)
-    return found
+    found, main = stacks(), threading.main_thread().ident or 0
+    thread = main if thread is None else thread
+    own = found.get(thread, [])
+    site = _read(own)._replace(foreign=_foreign(thread, own))
+    if not site.place and thread != main:  # a thread of autograd's
+        elsewhere = _read(found.get(main, []))
+        return site._replace(phase=site.phase or elsewhere.phase, place=elsewhere.place)
+    return site
 
 
 def phases() -> set[str]:
     """The parts of a step in which any thread is: training need not be in the main one."""
-    frames = [frame for first in list(sys._current_frames().values()) for frame in _outwards(first)]
-    return {_phase(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames}
+    return {_phase(call.file, call.function) for calls in stacks().values() for call in calls}
 
 
 def site_of_error(error: BaseException) -> Site:
-    """Where an exception was raised."""
-    frames, trace = list[FrameType](), error.__traceback__
-    places = {}
+    """Where an exception was raised, which this thread has caught."""
+    calls, trace = list[Call](), error.__traceback__
+    outer = None if trace is None else trace.tb_frame.f_back
     while trace is not None:
-        frames.append(trace.tb_frame)
-        places[trace.tb_frame] = trace.tb_lineno
+        calls.insert(0, _call(trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    if not frames:
-        return Site("", "", None)
-    found = _read([*reversed(frames), *list(_outwards(frames[0]))[1:]])
-    users = next((frame for frame in reversed(frames) if not _is_library(frame.f_code.co_filename)), None)
-    if users is None:
-        return found
-    return found._replace(place=f"{Path(users.f_code.co_filename).name}:{places[users]}", foreign=None)
+    while outer is not None:
+        calls.append(_call(outer, outer.f_lineno))
+        outer = outer.f_back
+    return _read(calls)
 
 
-def _read(frames: list[FrameType]) -> Site:
-    phases = [_phase(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
+def _call(frame: FrameType, line: int) -> Call:
+    return Call(frame.f_code.co_filename, frame.f_code.co_name, line)
+
+
+def _read(calls: Sequence[Call]) -> Site:
+    phases = [_phase(call.file, call.function) for call in calls]
     phase = _BACKWARD if _BACKWARD in phases else next(filter(None, phases), "")
-    users = next((frame for frame in frames if not _is_library(frame.f_code.co_filename)), None)
-    place = "" if users is None else f"{Path(users.f_code.co_filename).name}:{users.f_lineno}"
-    return Site(phase, place, _foreign(frames))
+    users = next((call for call in calls if not _is_library(call.file)), None)
+    return Site(phase, "" if users is None else f"{Path(users.file).name}:{users.line}", None)
 
 
-def _foreign(frames: list[FrameType]) -> Foreign | None:
+def _foreign(thread: int, calls: Sequence[Call]) -> Foreign | None:
     """The outermost of nested calls, for objects are gathered by tensors."""
-    c10d, found = dist.distributed_c10d.__file__, None
-    for frame in frames:
-        name = frame.f_code.co_name
-        if frame.f_code.co_filename == c10d and not name.startswith("_") and name.startswith(_COLLECTIVES):
-            found = frame
-    if found is None or not dist.is_initialized():
+    c10d = dist.distributed_c10d.__file__
+    known = [
+        number
+        for number, call in enumerate(calls)
+        if call.file == c10d and not call.function.startswith("_") and call.function.startswith(_COLLECTIVES)
+    ]
+    if not known or not dist.is_initialized():
         return None
+    depth = known[-1]
+    name, found = calls[depth].function, frame_at(thread, depth)
+    if found is None or (found.f_code.co_filename, found.f_code.co_name) != (c10d, name):
+        return None  # it has ended meanwhile
     arguments = found.f_locals
     try:
         ranks = tuple(dist.get_process_group_ranks(arguments.get("group")))
     except Exception:  # not a group of this rank's, or one that is gone
         ranks = tuple(range(dist.get_world_size()))
-    name = found.f_code.co_name
     argument = {**_MESSAGES, **_TO_ONE, **_FROM_ONE}.get(name)
     if argument is None:
         return Foreign(name, ranks, found, ranks)
@@ -151,12 +155,6 @@ def _awaited(name: str, ranks: tuple[int, ...], one: int | None, own: int) -> tu
     if one == own or name.startswith("broadcast"):  # others have done their part, perhaps; a broadcast is passed on
         return ()
     return (one,)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @cache
