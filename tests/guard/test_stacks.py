@@ -26,7 +26,7 @@ main, seen = threading.main_thread().ident, [0]
 def watch():
     while True:
         assert stacks()[main][-1].function == "<module>"
-        phases(), site_of(None)
+        phases(stacks()), site_of(None)
         for depth in range(8):
             frame = frame_at(main, depth)
             assert frame is None or isinstance(frame.f_locals, dict)

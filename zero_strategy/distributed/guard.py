@@ -35,7 +35,7 @@ from zero_strategy.distributed.desync import (
 )
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.processes import ProcessCard, condition
-from zero_strategy.distributed.sites import Foreign, Site, phases, site_of, site_of_error
+from zero_strategy.distributed.sites import Foreign, Site, Stacks, phases, site_of, site_of_error
 from zero_strategy.distributed.stacks import as_text, stacks
 from zero_strategy.distributed.tracks import Track, Watched
 from zero_strategy.distributed.watch import Watch
@@ -55,6 +55,8 @@ _TURN = 6
 _MANY = 64
 """Reports that are read at once to explain a broken connection."""
 _FLUSH_SECONDS = 1.0
+_RARELY = 5.0
+"""Seconds between looks where nothing has moved for long, and nobody waits: this engine is not in use."""
 _TELL_AFTER = 10
 """Times `wait_seconds` before a rank says for whom it waits."""
 
@@ -260,18 +262,23 @@ class Guard:
             self._foreign, self._torn = (None, 0.0), ""
             return self._interval
         if (idle := now - self._since) >= self._wait or self._note:
-            self._alert(now, idle)
-            return self._interval / 2
+            waits = self._alert(now, idle)
+            return self._interval / 2 if waits else min(max(self._interval / 2, idle / 8), max(self._interval, _RARELY))
         return self._interval
 
-    def _alert(self, now: float, idle: float) -> None:
-        """Nothing has moved for long: tell the others, and find out about them."""
+    def _alert(self, now: float, idle: float) -> bool:
+        """Nothing has moved for long: tell the others, and find out about them.
+
+        Returns:
+            Whether this rank waits for others, or they may for it.
+        """
         if (known := self._courier.known) is not None:
             self.fail(known)
-            return
-        wait, thread = self._wait_now(now)
-        site = site_of(thread)
-        torn, self._torn = self._torn, "" if self._note else self.torn(phases())
+            return True
+        now_in = stacks()
+        wait, thread = self._wait_now(now, now_in)
+        site = site_of(thread, now_in)
+        torn, self._torn = self._torn, "" if self._note else self.torn(phases(now_in))
         if self._torn and self._torn == torn:  # twice: what is asked is not of one moment
             self._note, self._note_at = torn, self._events()
         report = self._report(site, wait, idle)
@@ -280,7 +287,7 @@ class Guard:
                 self._next_report = 2 * idle
                 if "gone" not in map(condition, self._cards):  # else the store may be gone, too
                     self._courier.exchange(report)
-            return
+            return bool(self._foreign[0] or self._torn)
         self._courier.exchange(report, fetch=() if wait is None else self._to_read(wait, report.beat))
         if wait is not None:
             found = self._evidence(report, wait, now) or self._confirmed(report)
@@ -291,6 +298,7 @@ class Guard:
                 others, _ = self._courier.reports(0.0)
                 where = positions([report, *(each for each in others if each.rank in wait.ranks)], self.titles)
                 _logger.warning("no progress for %.0f s, and no rank is known to have failed: %s", idle, where)
+        return True
 
     def _evidence(self, own: Report, wait: Wait, now: float) -> Failure | None:
         """What the processes of this host show."""
@@ -338,14 +346,14 @@ class Guard:
         awaited = self._peers(wait.ranks)
         return awaited if len(awaited) <= _READERS else []
 
-    def _wait_now(self, now: float) -> tuple[Wait | None, int | None]:
+    def _wait_now(self, now: float, found: Stacks) -> tuple[Wait | None, int | None]:
         """What this rank waits in, and which thread does."""
         for thread, waiting in list(self.waiting.items()):
             return waiting.wait(), thread
         for track in self.tracks:
             if (watched := track.oldest_under_way()) is not None:
                 return watched.wait(), None
-        foreign = site_of(None).foreign
+        foreign = site_of(None, found).foreign
         if foreign is None:
             self._foreign = None, 0.0  # a frame keeps what its callers hold
         if foreign is None or self._foreign_seconds(foreign, now) < self._wait:

@@ -78,9 +78,17 @@ class Site(NamedTuple):
         return ", ".join(filter(None, (self.phase, self.place)))
 
 
-def site_of(thread: int | None) -> Site:
-    """Where a thread is, by its identifier; None: the main thread. What it cannot say, the main thread may."""
-    found, main = stacks(), threading.main_thread().ident or 0
+Stacks = dict[int, list[Call]]
+
+
+def site_of(thread: int | None, found: Stacks | None = None) -> Site:
+    """Where a thread is, by its identifier; None: the main thread. What it cannot say, the main thread may.
+
+    Args:
+        thread: Which.
+        found: All stacks; None: as they are now.
+    """
+    found, main = stacks() if found is None else found, threading.main_thread().ident or 0
     thread = main if thread is None else thread
     own = found.get(thread, [])
     site = _read(own)._replace(foreign=_foreign(thread, own))
@@ -90,9 +98,9 @@ def site_of(thread: int | None) -> Site:
     return site
 
 
-def phases() -> set[str]:
+def phases(found: Stacks) -> set[str]:
     """The parts of a step in which any thread is: training need not be in the main one."""
-    return {_phase(call.file, call.function) for calls in stacks().values() for call in calls}
+    return {_phase(call.file, call.function) for calls in found.values() for call in calls}
 
 
 def site_of_error(error: BaseException) -> Site:
