@@ -22,9 +22,9 @@ def busy(end):
     while time.monotonic() < end:
         sum(numbers(6))
 
-main, seen = threading.main_thread().ident, [0]
+main, seen, over = threading.main_thread().ident, [0], threading.Event()
 def watch():
-    while True:
+    while not over.is_set():
         assert stacks()[main][-1].function == "<module>"
         phases(stacks()), site_of(None)
         for depth in range(8):
@@ -32,9 +32,13 @@ def watch():
             assert frame is None or isinstance(frame.f_locals, dict)
         seen[0] += 1
 
-for _ in range(2):
-    threading.Thread(target=watch, daemon=True).start()
+threads = [threading.Thread(target=watch) for _ in range(2)]
+for thread in threads:
+    thread.start()
 busy(time.monotonic() + 1.0)
+over.set()
+for thread in threads:
+    thread.join()
 assert seen[0] > 3, seen
 print("alive")
 """
