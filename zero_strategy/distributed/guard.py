@@ -55,7 +55,7 @@ _TURN = 6
 _MANY = 64
 """Reports that are read at once to explain a broken connection."""
 _FLUSH_SECONDS = 1.0
-_RARELY = 5.0
+_RARELY = 3.0
 """Seconds between looks where nothing has moved for long, and nobody waits: this engine is not in use."""
 _TELL_AFTER = 10
 """Times `wait_seconds` before a rank says for whom it waits."""
@@ -120,6 +120,7 @@ class Guard:
         self._courier = Courier(connect, key)
         self._interval = wait_seconds / _LOOKS
         self._seen, self._since, self._looked = -1, time.monotonic(), time.monotonic()
+        self._asked = self._interval
         self._beat, self._next_report, self._warned = 0, 0.0, False
         self._stopped_since: dict[int, float] = {}
         self._foreign: tuple[FrameType | None, float] = (None, 0.0)
@@ -248,12 +249,17 @@ class Guard:
 
     def look(self) -> float:
         """See `watch.Looker`."""
-        now, events = time.monotonic(), self._events()
-        late, self._looked = now - self._looked, now
+        now = time.monotonic()
+        late, self._looked = now - self._looked - self._asked, now
+        self._asked = self._look(now, late)
+        return self._asked
+
+    def _look(self, now: float, late: float) -> float:
+        events = self._events()
         if self.failure is not None:
             self._end_foreign(now)
             return self._interval
-        if events != self._seen or late > max(2.0, 5 * self._interval):  # or this process was stopped itself
+        if events != self._seen or late > max(2.0, 4 * self._interval):  # or this process was stopped itself
             if self._note and events != self._note_at:
                 self._note = ""
                 self._courier.exchange(self._report(Site("", "", None), None, 0.0))
