@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -195,3 +196,15 @@ def test_attention_that_compiles_itself_is_measured() -> None:
     result(query * weight)
     found = profile.result()
     assert found is not None and found.calls[0].kept == query.nbytes and found.calls[0].cost > 0
+
+
+def test_what_a_measured_forward_kept_is_let_go() -> None:
+    x, kept = torch.randn(4, 4, requires_grad=True), []
+
+    def run() -> Tensor:
+        result = torch.tanh(x)  # keeps its own result for the backward
+        kept.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    StepProfile(frozenset()).measure(0, nn.Module(), run, [x])
+    assert kept[0].expired()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tests.activation.test_exact import NETS, trains
@@ -172,3 +173,12 @@ def test_nothing_moves_on_the_cpu(ranks: Launcher) -> None:
     engine = engine_of(seeded(Transformer, 2), "full")
     assert engine.activations.store is None
     assert len(engine.activations.forwards) == 2
+
+
+def test_a_forward_without_backward_is_let_go() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    with ActivationStore(CPU, frozenset()).unit(nn.Module()):
+        small = torch.tanh(x)  # too small to move: kept as it is
+    kept = StorageWeakRef(small.untyped_storage())
+    del small
+    assert kept.expired()

@@ -77,11 +77,14 @@ class _UnitMemory:
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
         """Called by autograd for each tensor that it keeps."""
+        # A parameter stays itself, since its data may be another tensor by then (stage 3). A result that is kept as
+        # itself would hold itself, and all that leads to it, where no backward follows.
+        here = tensor if tensor.is_leaf else tensor.detach()
         if not is_plain(tensor) or tensor.is_meta:
-            return tensor
+            return here
         storage = tensor.untyped_storage()
         if storage.nbytes() < PAGE or storage._cdata in self._stays:
-            return tensor
+            return here
         # What is changed in place afterwards is other memory.
         key = (StorageWeakRef(storage), tensor._version)
         moved = self.store.moved.get(key)

@@ -67,7 +67,7 @@ class StepProfile:
 
         def pack(tensor: Tensor) -> Tensor:
             add_storage(kept, tensor, known)
-            return tensor
+            return tensor.detach()  # else a result that is kept would hold itself, and what leads to it
 
         devices = sorted({tensor.device.index for tensor in inputs if tensor.device.type == "cuda"})
         eager = torch.compiler.set_stance("force_eager")  # nothing is compiled inside of a dispatch mode

@@ -163,7 +163,7 @@ def _counting(own: set[int]) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
             storages[storage._cdata] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # else a result that is kept would hold itself
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages
