@@ -23,6 +23,8 @@ class PermanentObjects:
         """All that is alive now, too."""
         enabled = gc.isenabled()
         gc.disable()
+        # What a thread held during the last collection may be garbage by now, and would stay: engines, groups, threads.
+        gc.collect()
         # `gc.get_freeze_count` would tell whether all this was undone, but it counts: 0.05 s for what torch loads.
         self._ring = weakref.ref(_Ring())
         gc.freeze()
@@ -32,5 +34,4 @@ class PermanentObjects:
     def restore(self) -> None:
         """After `gc.unfreeze` and a collection by whomever: once more. Else there is nothing to do, in no time."""
         if self._ring() is None:
-            gc.collect()
             self.add_all()
