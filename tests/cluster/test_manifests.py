@@ -21,8 +21,8 @@ FOLDER = ROOT / "examples" / "cluster"
 SCRIPTS = sorted([*FOLDER.glob("*.sh"), *FOLDER.glob("*.sbatch")])
 PROGRAMS = ("srun", "scontrol", "scancel", "torchrun", "python")
 JOB = {
-    "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[03-06]", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "32",
-    "SLURM_CPUS_PER_TASK": "16",
+    "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[03-06]", "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "16",
 }  # fmt: skip
 
 
