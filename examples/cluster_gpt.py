@@ -10,7 +10,6 @@ Also under srun, and as one process. The number of ranks may change from start t
 import argparse
 import json
 import math
-import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,6 +34,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replicate", type=int, default=1, help="copies of the sharded state, such as one per host")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps, of all starts together")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="losses are exchanged so often")
     parser.add_argument("--batch-size", type=int, default=32, help="windows of a step, of all ranks together")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--bf16", action="store_true", help="bf16 weights with fp32 master weights")
@@ -74,10 +74,12 @@ def main(argv: list[str] | None = None) -> float:
     config = load_config(
         stage=args.stage,
         mesh={"replicate": args.replicate},
-        checkpoint={"keep_last": 2},
+        checkpoint={"keep_last": 2, "timeout_seconds": args.timeout_seconds},
         timeout_seconds=args.timeout_seconds,
+        rendezvous_seconds=min(args.timeout_seconds, 60.0),
     )
     mean = math.nan
+    losses: list[torch.Tensor] = []
     with ZeroEngine(model, config, compute_dtype=torch.bfloat16 if args.bf16 else None, device=device) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
         engine.attach(optimizer)
@@ -102,24 +104,28 @@ def main(argv: list[str] | None = None) -> float:
                 optimizer.zero_grad()
                 schedule.step()
                 step = number + 1
-                mean = report(loss.detach(), step, args.folder)
+                losses.append(loss.detach())
+                if step % args.log_every == 0 or step == args.steps:
+                    mean = report(losses, step, args.folder)
+                    losses.clear()
                 if step % args.save_every == 0 or step == args.steps:
                     save()
                 boundary()
     return mean
 
 
-def report(loss: torch.Tensor, step: int, folder: Path) -> float:
-    """The mean over ranks, which rank 0 prints and writes down."""
-    total = loss.double()
+def report(losses: list[torch.Tensor], step: int, folder: Path) -> float:
+    """Means over ranks of the last steps' losses, which rank 0 writes down; prints and returns that of `step`."""
+    total, ranks = torch.stack(losses).double(), dist.get_world_size()
     dist.all_reduce(total)
-    mean, ranks = total.item() / dist.get_world_size(), dist.get_world_size()
+    means: list[float] = (total / ranks).tolist()
     if dist.get_rank() == 0:
-        print(f"step {step:5}  {mean / math.log(2):.4f} bits per byte", flush=True)
+        print(f"step {step:5}  {means[-1] / math.log(2):.4f} bits per byte", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOSSES, "a") as file:
-            file.write(json.dumps({"step": step, "loss": mean, "ranks": ranks, "pid": os.getpid()}) + "\n")
-    return mean
+            for number, mean in enumerate(means, step - len(means) + 1):
+                file.write(json.dumps({"step": number, "loss": mean, "ranks": ranks}) + "\n")
+    return means[-1]
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 INTERFACE = "veth0"
+_ESTABLISHED = "01"
+"""A state in /proc/net/tcp."""
 _ISOLATED = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -65,11 +68,22 @@ class Host:
         run("ip", "-n", self.namespace, *words)
 
     def lose(self) -> None:
-        """All its processes are killed, then its link goes down."""
+        """All its processes are killed, and when their connections have ended with them its link goes down."""
         self.kill()
+        end = time.monotonic() + 30
+        while self._connections():
+            assert time.monotonic() < end, f"processes of {self.namespace} live on"
+            time.sleep(0.01)
         self.ip("link", "set", INTERFACE, "down")
 
+    def _connections(self) -> int:
+        """Those that are open at this end."""
+        table = ["ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+        lines = subprocess.run(table, capture_output=True, text=True, check=True).stdout.splitlines()
+        return sum(line.split()[3] == _ESTABLISHED for line in lines)
+
     def kill(self) -> None:
+        """The first process of each PID namespace, and by that all."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
