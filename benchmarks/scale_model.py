@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
     workload, machine = workload_of(options), machine_of(options)
     report: dict[str, Any] = {}
-    origin = "as measured on two gloo ranks of a 2-core machine"
+    origin = "assumed; --measure or --fitted takes what was measured"
     if options.measure:
         here, checks, measured = fit_and_check(QUICK if options.quick else MeasurePlan(), (_FITTED, 4))
         print(show_fit(here, checks), end="\n\n")

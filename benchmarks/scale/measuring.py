@@ -41,14 +41,14 @@ class MeasurePlan:
         steps: Of each model and stage.
     """
 
-    nbytes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-    repeats: int = 15
-    depths: tuple[int, ...] = (2, 6, 12)
+    nbytes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+    repeats: int = 9
+    depths: tuple[int, ...] = (2, 4, 8)
     width: int = 256
     rows: int = 2
-    length: int = 64
+    length: int = 32
     stages: tuple[int, ...] = (1, 2, 3)
-    steps: int = 9
+    steps: int = 5
 
 
 @dataclass(frozen=True)
