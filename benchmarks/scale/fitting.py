@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """One measurement: the median of the slowest rank, of `nbytes` in all."""
+    """One measurement: the least of the slowest rank's, of `nbytes` in all."""
 
     kind: str
     ranks: int
