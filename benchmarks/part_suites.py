@@ -21,7 +21,7 @@ from benchmarks import checkpoint, disk_speed, file_io, offload, optimizer_step,
 from benchmarks.ratios import Ratio
 from benchmarks.suite import Options, Row, Suite, row_of, rows_of
 
-_NO_FIO = "fio: not installed: apt install fio"
+_NO_FIO = "fio is not installed: apt install fio"
 
 
 def _quietly(main: Callable[[Sequence[str]], Any], *arguments: object) -> Any:

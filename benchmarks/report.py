@@ -12,6 +12,8 @@ from typing import Any
 from benchmarks.suite import Row
 
 _NO_PICTURES = "pictures: matplotlib is not installed: pip install -e '.[bench]', then --redraw"
+_LARGE = 20.0
+"""A ratio that needs a logarithmic axis, so that the others can be told apart."""
 _LEGEND = (
     "Ratio: the other's figure over ours (for speeds: ours over the other's), median with its 95 % interval; above 1 "
     "ours is better."
@@ -97,7 +99,10 @@ def picture(path: Path, suite: str, rows: Sequence[Row]) -> str | None:
     drawing = Figure(figsize=(10, 1.2 + 0.28 * len(rows)), layout="constrained")
     axes = drawing.subplots()
     colors = ["tab:green" if row.low >= 1 else "tab:red" if row.high < 1 else "tab:gray" for row in rows]
-    axes.barh(range(len(rows)), ratios, color=colors, xerr=[below, above], ecolor="black", capsize=2)
+    widths = [ratio - 1 for ratio in ratios]
+    if max(ratios) > _LARGE:
+        axes.set_xscale("log")
+    axes.barh(range(len(rows)), widths, left=1.0, color=colors, xerr=[below, above], ecolor="black", capsize=2)
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)

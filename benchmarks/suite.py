@@ -85,10 +85,10 @@ class Options:
         if peer not in self.peers:
             return False
         if peer in _OTHERS and importlib.util.find_spec(peer) is None:
-            self.skip(f"{peer}: not installed: {_OTHERS[peer]}")
+            self.skip(f"{peer} is not installed: {_OTHERS[peer]}")
             return False
         if (lacking := missing(peer)) is not None:
-            self.skip(f"{peer}: {lacking}")
+            self.skip(lacking)
             return False
         return True
 
