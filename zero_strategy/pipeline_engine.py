@@ -121,7 +121,9 @@ class PipelineEngine(ZeroEngine):
         alone = module.num_stages == 1
         limit = timedelta(seconds=resolved.config.timeout_seconds)
         self.pipe = Communicator(
-            None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"), CommunicationCounters()
+            None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"),
+            CommunicationCounters(),
+            owns=True,
         )
         self.model.norm_groups.append(self.pipe)
         self.mesh.further.append(self.pipe)

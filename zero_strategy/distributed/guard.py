@@ -75,6 +75,9 @@ class Guard:
 
     Args:
         rank: This one, in the world.
+    The watch's thread holds this while it looks. So nothing here leads to the engine, its communicators or groups: one
+    that is dropped meanwhile goes all the same.
+
         cards: All ranks' processes.
         connect: Makes a connection to the key-value store.
         key: Keeps engines apart; equal on all ranks.
@@ -87,9 +90,8 @@ class Guard:
         waiting: What threads wait in.
         ended: Waits that are over.
         titles: Ranks in words.
-        tracks: What is numbered.
         torn: Says, in words, what an exception has left unfinished on this rank, where its threads are in these
-            parts of a step; "": nothing.
+            parts of a step; "": nothing. Called in the watch's thread, so it should hold nothing that is large.
         watch: The thread.
     """
 
@@ -113,8 +115,8 @@ class Guard:
         self.ended = 0
         self.titles: Titles = title_of
         self.torn: Callable[[Collection[str]], str] = _nothing
-        self.tracks: list[Track] = []
-        self._breaks: list[Callable[[], None]] = []
+        self._tracks: list[weakref.ref[Track]] = []
+        self._breaks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._note, self._note_at = "", -1
         self._lock = threading.Lock()
         self._courier = Courier(connect, key)
@@ -148,17 +150,25 @@ class Guard:
         Args:
             name: Tells tracks of the same ranks apart; equal on all of them.
             ranks: World ranks.
-            on_failure: Breaks this rank's connections.
+            on_failure: See `add_break`.
             compared: Different ones of the same number are a failure. Not where one may be given up (`withdraw`).
         """
-        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared))
+        track = Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared)
+        self._tracks.append(weakref.ref(track))
         if on_failure is not None:
             self.add_break(on_failure)
         return track
 
     def add_break(self, on_failure: Callable[[], None]) -> None:
-        """Call this when ranks cannot go on; it ends waits."""
-        self._breaks.append(on_failure)
+        """Call this when ranks cannot go on; it ends waits. A method, whose object is held weakly."""
+        self._breaks.append(weakref.WeakMethod(on_failure))
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)  # the last is the first: the reason is told before any connection breaks
+
+    @property
+    def tracks(self) -> list[Track]:
+        """What is numbered, as far as somebody uses it."""
+        return [track for reference in self._tracks if (track := reference()) is not None]
 
     def check(self) -> None:
         """Raise if the ranks cannot go on.
@@ -203,9 +213,10 @@ class Guard:
         with self._lock:
             if self.failure is None:
                 self.failure = self._courier.post(failure)
-                for end in self._breaks:
-                    with contextlib.suppress(Exception):
-                        end()
+                for reference in self._breaks:
+                    if (end := reference()) is not None:
+                        with contextlib.suppress(Exception):
+                            end()
         self.watch.poke()
         return self.failure
 

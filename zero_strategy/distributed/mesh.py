@@ -152,7 +152,7 @@ class Mesh:
         limit = timedelta(seconds=timeout)
 
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
-            return Communicator(own_group(lists, timeout=limit, backend=backend), counters)
+            return Communicator(own_group(lists, timeout=limit, backend=backend), counters, owns=True)
 
         rows = [list(lane[row * shard : (row + 1) * shard]) for lane in lanes for row in range(replicate)]
         columns = [list(lane[column::shard]) for lane in lanes for column in range(shard)]
