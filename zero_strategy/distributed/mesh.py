@@ -223,7 +223,8 @@ class Mesh:
         connect = partial(own_store, team.size)
         self.guard = guard = Guard(
             team.rank, cards, connect, name,
-            wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds, strict=strict,
+            wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds,
+            unheard_seconds=settings.unheard_seconds, strict=strict,
         )  # fmt: skip
         for communicator, what, lists in (
             (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
