@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_strategy.memory.tier import PendingIO
 
 if TYPE_CHECKING:
-    from zero_strategy.memory.chunked import OffloadedVector
+    from zero_strategy.memory.vectors import OffloadedVector
 
 
 @dataclass

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from zero_strategy.engine import ZeroEngine
-    from zero_strategy.memory.chunked import OffloadedVector
+    from zero_strategy.memory.vectors import OffloadedVector
     from zero_strategy.sharding.parameters import ParameterBucket
 
 EXCHANGES = ("gather", "reduce", "replicate")

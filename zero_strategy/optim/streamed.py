@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
-from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector
+from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.opening import SLOTS
+from zero_strategy.memory.parts import OffloadedPart
+from zero_strategy.memory.vectors import OffloadedVector
 from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import FileKind, LatePiece, Piece
-from zero_strategy.memory.chunked import OffloadedPart
+from zero_strategy.memory.parts import OffloadedPart
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving.tensor_pieces import pieces_in_whole
 from zero_strategy.sharding import layout

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from zero_strategy.distributed import PendingWork
-from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
+from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.parts import OffloadedPart
+from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
 from zero_strategy.ops.arguments import FLOATS
 from zero_strategy.sharding.buffer_reuse import BufferReuse
 from zero_strategy.sharding.dtensors import held_by, like, local_gradient, local_values
