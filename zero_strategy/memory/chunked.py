@@ -96,6 +96,25 @@ class ChunkStore:
         assert known is None or (known.numel, known.dtype) == (spec.numel, spec.dtype)
         return known or self.add({name: spec})[name]
 
+    def add_spares(self, wanted: Iterable[tuple[OffloadedVector, int]]) -> None:
+        """Give chunks in files one more place, where they have none yet: by vector and number.
+
+        Raises:
+            OSError: If the tier has no room; then none has got one.
+        """
+        missing = [(vector, number) for vector, number in wanted if number not in vector.spares]
+        sizes = {name: size for vector, number in missing for name, size in vector.spare_records([number]).items()}
+        if sizes:
+            self.tier.reserve(sizes)
+        for vector, number in missing:
+            vector.spares.add(number)
+
+    @property
+    def spare_bytes(self) -> tuple[int, int]:
+        """Bytes that spare places ask for and take."""
+        found = [vector.spare_bytes for vector in self.vectors.values()]
+        return sum(asked for asked, _ in found), sum(taken for _, taken in found)
+
     def new_number(self) -> int:
         """Keeps the names of several owners apart."""
         return next(self._numbers)
@@ -145,8 +164,8 @@ class ChunkStore:
         (name, number), (memory, changed) = next(iter(self._cache.items()))
         if changed[0]:
             vector = self.vectors[name]
-            self.tier.write(vector.record(number), memory).wait()
-            vector.written[number] = True
+            self.tier.write(vector.target(number), memory).wait()
+            vector.wrote(number)
         del self._cache[name, number]
 
     def write_changes(self) -> None:

@@ -63,6 +63,8 @@ def ledger_of(engine: ZeroEngine) -> Ledger:
         ledger.add(Entry("communication", tier_on_host(device), Owner(name), kept, kept))
     snapshot = engine.saver.snapshot_bytes
     ledger.add(Entry("snapshot", "host", Owner("checkpoint"), snapshot, snapshot))
+    asked, taken = engine.saver.snapshot_file_bytes
+    ledger.add(Entry("snapshot", "nvme", Owner("checkpoint"), asked, taken))
     return ledger
 
 

@@ -135,7 +135,18 @@ class OffloadStores:
 
     def in_files(self) -> bool:
         """Whether anything is kept in files."""
-        return "nvme" in self._tiers
+        return self.files is not None
+
+    @property
+    def files(self) -> Tier | None:
+        """The tier in files, if anything is kept there."""
+        return self._tiers.get("nvme")
+
+    @property
+    def spare_bytes(self) -> tuple[int, int]:
+        """Bytes in files of places for what changes while a save in the background goes on: asked for, and taken."""
+        found = [store.spare_bytes for store in self.stores]
+        return sum(asked for asked, _ in found), sum(taken for _, taken in found)
 
     def settle(self) -> None:
         """Wait for what steps and reductions have left under way; all of it, also where some fails.

@@ -5,11 +5,16 @@
 
 Vectors of one bucket are cut at the same elements, so a step takes one chunk of each and needs no more memory than a
 few chunks, however large a bucket or a parameter is. The head of a vector (`memory.cuts`) may be kept on the device.
+
+    places of a chunk in files    present     its values
+                                  aside       values to come (early steps)
+                                  held        what a save in the background reads; often the present ones
+    new values                    go to the present place; where that is held, to the free one, the present one then
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.memory.chunk_pass import Chunk
+from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.parts import OffloadedPart
 from zero_strategy.memory.tier import Tier
 
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
 
 _ONLY = "values"
 _KEYS = frozenset({_ONLY})
+_FIRST, _SECOND, _SPARE, _NONE = 0, 1, 2, -1
+"""Places of a chunk: the one that all have, that of vectors which have them `twice`, the one of `spares`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class OffloadedVector:
         kept: The head, where it is kept on the device.
         twice: Chunks of the rest have a second place, for values to come.
         staying: How many of the first chunks in the tier stay in host memory instead.
+        spares: Numbers of chunks that have one more place in the tier, so that what a save reads can stay.
         version: Grows with every change of its values.
     """
 
@@ -72,7 +81,10 @@ class OffloadedVector:
         if spec.device is not None and self.cuts.head:
             self.kept = torch.empty(self.cuts.head, dtype=spec.dtype, device=spec.device)
         self.written = [False] * len(self.chunks)
-        self._second = [False] * len(self.chunks)
+        self.spares: set[int] = set()
+        self._present = [_FIRST] * len(self.chunks)
+        self._aside = [_SECOND if spec.twice and n >= self.cuts.heads else _NONE for n in range(len(self.chunks))]
+        self._held = [_NONE] * len(self.chunks)
 
     @property
     def tier(self) -> Tier:
@@ -136,19 +148,30 @@ class OffloadedVector:
         """Bytes of second places in the tier."""
         return (self.numel - max(self.cuts.head, self.staying_stop)) * self.dtype.itemsize if self.twice else 0
 
-    def records(self) -> dict[str, int]:
-        """What it needs off the device: bytes by record."""
-        return {record: size for found in self._records() for record, size in found.items()}
-
     def records_in(self, tier: Tier) -> dict[str, int]:
         """What it needs in one tier: bytes by record."""
-        first = self._first
-        return {
+        spare = self.spare_records(self.spares) if tier is self.store.tier else {}
+        return spare | {
             record: size
-            for number, found in enumerate(self._records(), first)
+            for number, found in enumerate(self._records(), self._first)
             if self.tier_of(number) is tier
             for record, size in found.items()
         }
+
+    def spare_records(self, numbers: Iterable[int]) -> dict[str, int]:
+        """One more place for each of these chunks: bytes by record."""
+        return {self._place(number, _SPARE): self.chunk_bytes(number) for number in numbers}
+
+    @property
+    def spare_bytes(self) -> tuple[int, int]:
+        """Bytes that spare places ask for and take."""
+        sizes = list(map(self.chunk_bytes, self.spares))
+        return sum(sizes), sum(map(HostMemory.rounded, sizes))
+
+    def chunk_bytes(self, number: int) -> int:
+        """Bytes of a chunk."""
+        start, stop = self.chunks[number]
+        return (stop - start) * self.dtype.itemsize
 
     def costs(self) -> list[int]:
         """What each chunk would take in host memory, in bytes, from the first on that is not on the device."""
@@ -157,20 +180,53 @@ class OffloadedVector:
     def _records(self) -> Iterator[dict[str, int]]:
         """By chunk, from the first on that is not on the device: bytes by record."""
         for number in range(self._first, len(self.chunks)):
-            start, stop = self.chunks[number]
-            size = (stop - start) * self.dtype.itemsize
-            yield {self.record(number): size} | ({self.aside(number): size} if number >= self.cuts.heads else {})
+            places = [_FIRST] if self._aside[number] == _NONE else [_FIRST, _SECOND]
+            yield {self._place(number, place): self.chunk_bytes(number) for place in places}
 
     def record(self, number: int) -> str:
         """The record of a chunk."""
-        return self._place(number, self._second[number])
+        return self._place(number, self._present[number])
 
     def aside(self, number: int) -> str:
-        """The record of a chunk's values to come; where there are no second places: the only one."""
-        return self._place(number, self._second[number] ^ self.twice)
+        """The record of a chunk's values to come; where there are no second places: that of its values."""
+        return self.record(number) if self._aside[number] == _NONE else self._place(number, self._aside[number])
 
-    def _place(self, number: int, second: bool) -> str:
-        return f"{self.name}/{number}+" if second else f"{self.name}/{number}"
+    def target(self, number: int) -> str:
+        """The record to which new values of a chunk are written: what is held stays as it is."""
+        return self._place(number, self._target(number))
+
+    def wrote(self, number: int) -> None:
+        """New values of a chunk are on their way to its `target`."""
+        self._present[number] = self._target(number)
+        self.written[number] = True
+
+    def hold(self, number: int) -> str | None:
+        """Let a chunk's values stay where they are until it is held again, whatever is written meanwhile.
+
+        Returns:
+            Their record; None if the chunk was never written. What lies in memory cannot be held.
+        """
+        assert number in self.spares and not self.is_resident(number)
+        self._held[number] = self._present[number] if self.written[number] else _NONE
+        return self.record(number) if self.written[number] else None
+
+    def mark_torn(self, number: int, reason: str) -> None:
+        """Refuse to read a chunk in the tier until it is written anew; what is held of it is as good as before."""
+        if number >= self._first:
+            self.tier_of(number).mark_torn([self.target(number)], reason)
+            self._present[number] = self._target(number)
+
+    def _target(self, number: int) -> int:
+        present = self._present[number]
+        return self._free(number) if present == self._held[number] else present
+
+    def _free(self, number: int) -> int:
+        """The place where neither values nor values to come are, nor what is held."""
+        taken = (self._present[number], self._aside[number], self._held[number])
+        return next(place for place in (_FIRST, _SPARE, _SECOND) if place not in taken)
+
+    def _place(self, number: int, place: int) -> str:
+        return f"{self.name}/{number}" + "+" * place
 
     def resident_aside(self, number: int, *, copied: bool) -> Tensor:
         """The memory of a resident chunk's values to come; with `copied` it begins with the present ones."""
@@ -187,7 +243,8 @@ class OffloadedVector:
         """Let the values to come of a chunk be its values."""
         assert self.twice and number >= self.cuts.heads
         self.store.drop(self, number)
-        self._second[number] = not self._second[number]
+        before, self._present[number] = self._present[number], self._aside[number]
+        self._aside[number] = self._free(number) if before == self._held[number] else before
         self.written[number] = True
         self.version += 1
 

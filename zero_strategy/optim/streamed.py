@@ -343,7 +343,7 @@ def _tear(chunks: Sequence[Work]) -> None:
     for chunk in chunks:
         for key, vector in chunk.vectors.items():
             if key not in (GRADIENT, NEXT):
-                vector.tier_of(chunk.number).mark_torn([vector.record(chunk.number)], "a step stopped half-way")
+                vector.mark_torn(chunk.number, "a step stopped half-way")
 
 
 def _overlap(update: Update, chunk: Work) -> tuple[int, int]:
