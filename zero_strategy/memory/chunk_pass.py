@@ -75,6 +75,9 @@ class ChunkSlots:
 
     Args:
         count: Slots: one is worked on, half of the others are being filled, half written.
+
+    Attributes:
+        failure: What could not be read ahead, until somebody is told.
     """
 
     def __init__(self, count: int) -> None:
@@ -83,6 +86,7 @@ class ChunkSlots:
         self._ahead = count // 2
         self._writes: dict[int, tuple[Chunk, list[PendingIO]]] = {}
         self._early: list[_ReadAhead] = []
+        self.failure: OSError | None = None
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +137,12 @@ class ChunkSlots:
         self._early, dropped = self._early[:first], self._early[first:]
         with contextlib.suppress(Exception):  # nobody wants them
             wait_all([pending for each in dropped for pending in each.pending])
+
+    def tell_failure(self) -> None:
+        """Raise what could not be read ahead, once."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
 
     def run(
         self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], object], *, wait: bool = True

@@ -182,8 +182,7 @@ class ChunkStore:
     def flush(self) -> None:
         """Write what was changed, and keep no chunk in memory."""
         self.write_changes()
-        with self.transferring:
-            self.transfers.settle()
+        self._settle_transfers()
 
     def settle(self) -> None:
         """Wait for what passes have left under way; no pass goes on meanwhile.
@@ -191,9 +190,14 @@ class ChunkStore:
         Raises:
             OSError: If something could not be written; what that was is refused from then on.
         """
-        for slots in self.passes:
-            slots.forget_ahead()
-            slots.settle()
+        with contextlib.ExitStack() as all_of_it:
+            all_of_it.callback(self._settle_transfers)
+            for slots in self.passes:
+                all_of_it.callback(slots.tell_failure)
+                all_of_it.callback(slots.settle)
+                all_of_it.callback(slots.forget_ahead)
+
+    def _settle_transfers(self) -> None:
         with self.transferring:
             self.transfers.settle()
 

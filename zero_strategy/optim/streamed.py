@@ -103,7 +103,6 @@ class StreamedStep:
     def __init__(self, store: ChunkStore, copies: bool = False) -> None:
         self._store, self._copies, self._slots = store, copies, ChunkSlots(SLOTS)
         self._last: list[Chunk] = []
-        self._failure: OSError | None = None
         store.passes.append(self._slots)
 
     @property
@@ -135,9 +134,7 @@ class StreamedStep:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
             refused until a checkpoint is loaded.
         """
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._slots.tell_failure()
         chunks = self.chunks(updates, vectors)
         self._prepare(chunks, vectors)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
@@ -175,13 +172,13 @@ class StreamedStep:
                 store.write_changes()
             self._slots.read_ahead(self._last)
         except OSError as error:
-            self._failure = error
+            self._slots.failure = error
         except RuntimeError:  # a torn record, which the step will meet, too
             self._last = []
 
     def forget(self) -> None:
         """Return when nothing of steps is read or written any more; errors are nobody's."""
-        self._last, self._failure = [], None
+        self._last, self._slots.failure = [], None
         self._slots.forget_ahead()
         with contextlib.suppress(OSError):
             self._slots.settle()
