@@ -20,6 +20,7 @@ from tests.launcher import Launcher
 from zero_strategy.config import load_config, resolve
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.backends import IO_VARIABLE
+from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
 from zero_strategy.optim import FusedAdamW, FusedLamb, FusedLion
 from zero_strategy.optim.full_state import (
@@ -362,7 +363,7 @@ def as_on_a_device(folder: Path) -> list[str]:
             states = engine.optimizers[0]._offloaded
             if states is not None:
                 assert engine.offloaded.optimizer is not None
-                states._step = StreamedStep(engine.offloaded.optimizer, copies=True)
+                states._step = StreamedStep(engine.offloaded.optimizer, DeviceCopies(torch.device("cpu")))
             train(engine, optimizer, range(5))
             results.append(outcome(engine, optimizer))
     return [wrong for i in (1, 2, 4, 5) for wrong in unequal(results[i], results[i // 3 * 3])]

@@ -12,11 +12,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from zero_strategy.memory.allowance import Allowance
 from zero_strategy.memory.chunk_pass import ChunkSlots
 from zero_strategy.memory.cuts import Cuts, head_numel
+from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.tier import Tier
@@ -36,6 +38,8 @@ class ChunkStore:
         cached_chunks: How many chunks reads and writes of ranges keep in memory.
         ratio: The part of every vector that is not its head.
         allowance: Host memory for the first chunks of vectors; None: there is none.
+        pinned: Page-lock that memory.
+        copies: By which whole vectors go to a device; default: at once.
 
     Attributes:
         memory: Where those chunks are.
@@ -54,10 +58,12 @@ class ChunkStore:
         ratio: float = 1.0,
         allowance: Allowance | None = None,
         pinned: bool = False,
+        copies: DeviceCopies | None = None,
     ) -> None:
         assert chunk_numel > 0 and cached_chunks > 0
         self._allowance, self.memory = allowance or Allowance(0), HostTier(pinned)
         self.tier, self.chunk_numel, self.ratio, self.lock = tier, chunk_numel, ratio, threading.RLock()
+        self.copies = copies or DeviceCopies(torch.device("cpu"))
         self.vectors: dict[str, OffloadedVector] = {}
         self.passes: list[ChunkSlots] = []
         self.transfers, self.transferring = ChunkSlots(TRANSFER_SLOTS), threading.Lock()

@@ -12,6 +12,7 @@ from zero_strategy.distributed.together import together
 from zero_strategy.memory.allowance import Allowance
 from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
 from zero_strategy.memory.chunked import TRANSFER_SLOTS, ChunkStore
+from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.drive_speed import DriveSpeed, probe
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.nvme import NvmeTier
@@ -92,7 +93,10 @@ class OffloadStores:
         size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
         allowance = self._allowance if may_stay and self._stays(tier) else None
         pinned = self._device.type == "cuda"
-        store = ChunkStore(self._tiers[tier], size, ratio=ratio, allowance=allowance, pinned=pinned)
+        copies = DeviceCopies(self._device)
+        store = ChunkStore(
+            self._tiers[tier], size, ratio=ratio, allowance=allowance, pinned=pinned, copies=copies
+        )
         store.observed = self._mesh.observed
         return store
 

@@ -257,16 +257,21 @@ class OffloadedVector:
         return found
 
     def read_all(self, out: Tensor) -> None:
-        """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
-        away = []
+        """Copy all of it into `out`, past the cache; the next chunk is read while one is copied.
+
+        On a GPU `out` is filled beside what it computes, and complete when this returns.
+        """
+        away, landings = [], []
         with self.store.observed.span("copy", self.name, out.numel() * out.element_size()):
             for number, (begin, end) in enumerate(self.chunks):
                 if (chunk := self.resident(number)) is None:
                     away.append(number)
                 else:
-                    out[begin:end].copy_(chunk)
+                    landings.append(self.store.copies.up(chunk, out[begin:end]))
             if away:
                 self._read_away(away, out)
+            for landing in landings:
+                landing.on_host()
 
     def _read_away(self, numbers: list[int], out: Tensor) -> None:
         """The chunks of these numbers, which have to be read."""
@@ -275,7 +280,8 @@ class OffloadedVector:
         chunks = [Chunk(number, *self.chunks[number], {_ONLY: self}, unchanged=_KEYS) for number in numbers]
 
         def copy(chunk: Chunk, held: dict[str, Tensor]) -> None:
-            out[chunk.start : chunk.stop].copy_(held[_ONLY])
+            # The slot's memory is read into again at once.
+            self.store.copies.up(held[_ONLY], out[chunk.start : chunk.stop]).on_host()
 
         with self.store.transferring:
             self.store.transfers.run(chunks, copy)
