@@ -211,9 +211,28 @@ class MemoryPlan:
         if early:  # how chunks are divided into passes is a matter of time: all slots have all keys
             widest = {key: max(nbytes for (_, k), nbytes in slots.items() if k == key) for _, key in slots}
             slots = {(slot, key): nbytes for slot in range(min(number, SLOTS)) for key, nbytes in widest.items()}
-        for name, nbytes in (("optimizer step", sum(slots.values())), ("transfers", self._transfers(units, rank))):
+        step = sum(slots.values()) + self._copy_rooms(units, rank)
+        for name, nbytes in (("optimizer step", step), ("transfers", self._transfers(units, rank))):
             if nbytes:
                 yield Entry("staging", "host", Owner(name), nbytes, nbytes)
+
+    def _copy_rooms(self, units: Units, rank: int) -> int:
+        """At most: page-locked memory through which a step's gradients and weights pass, of two chunks each way."""
+        if self.device_type == "cpu" or self.offload.optimizer == "none":
+            return 0
+        placement, down, up = placement_of(self.resolved), 0, 0
+        gradients = self.offload.gradient_tier(self.resolved.gradient_reduction) == "none"
+        for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
+            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            pieces, cuts = bucket.pieces(start, stop), self.offload.cuts(stop - start)
+            for begin, end in cuts.chunks[cuts.heads :]:
+                parts = [min(end, p.offset + p.numel) - max(begin, p.offset) for p in pieces]
+                sizes = [part for part in parts if part > 0]
+                weights = sum(round_up(part * bucket.dtype.itemsize, 64) for part in sizes)
+                weights = weights if self.offload.parameters == "none" else 0
+                fetched = sum(round_up(part * bucket.gradient_dtype.itemsize, 64) for part in sizes) * gradients
+                down, up = max(down, fetched + weights * (not bucket.master)), max(up, weights)
+        return 2 * (round_up(down, BLOCK) + round_up(up, BLOCK))
 
     def _transfers(self, units: Units, rank: int) -> int:
         """Memory through which whole vectors in files pass: slices to be gathered, and reduced gradients."""

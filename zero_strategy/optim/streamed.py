@@ -164,14 +164,14 @@ class StreamedStep:
         self._prepare(chunks, vectors)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
-        self._slots.check_ahead([chunk for chunk in chunks if chunk.vectors])
+        self._slots.check_ahead(chunks)
         for chunk in chunks:
             for key, vector in chunk.vectors.items():
                 vector.version += key not in chunk.unchanged
         steps: Numbers = dict(numbers or {})
         chunks = [(early or {}).get(chunk.key, chunk) for chunk in chunks]
         waiting = [_adopt(chunk) if chunk.aside else chunk for chunk in chunks]
-        waiting = [chunk for chunk in waiting if chunk.vectors]
+        waiting = [chunk for chunk in waiting if chunk.vectors or not chunk.adopted]
         copies = self._begin_copies([chunk for chunk in waiting if not chunk.adopted])
 
         def work(chunk: Chunk, held: dict[str, Tensor]) -> None:
@@ -189,7 +189,7 @@ class StreamedStep:
         finally:
             if copies is not None:
                 copies.end()
-        self._last = [_bare(chunk) for chunk in chunks if chunk.vectors] if early is None else []
+        self._last = list(map(_bare, chunks)) if early is None else []
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
