@@ -56,6 +56,22 @@ class VectorSpec:
     headless: bool = False
 
 
+def add_scaled(target: Tensor, values: Tensor, factor: float, *, first: bool) -> None:
+    """Add `values`, which may be changed, times a factor; with `first` replace what is there. One pass where that does.
+
+    The same bits as multiplying `values` in place, and then adding or copying them.
+    """
+    if first and factor != 1.0 and (values.dtype, values.device) == (target.dtype, target.device):
+        torch.mul(values, factor, out=target)
+        return
+    if factor != 1.0:
+        values.mul_(factor)
+    if first:
+        target.copy_(values)
+    else:
+        target.add_(values.to(target.device))
+
+
 class OffloadedVector:
     """A 1-D vector in a tier.
 
@@ -295,12 +311,18 @@ class OffloadedVector:
                 chunk[low - held : high - held] = flat[low - start : high - start]
 
     def add_all(
-        self, values: Tensor, *, first: bool, look: Callable[[int, Tensor], object] | None = None
+        self,
+        values: Tensor,
+        *,
+        first: bool,
+        look: Callable[[int, Tensor], object] | None = None,
+        factor: float = 1.0,
     ) -> None:
         """Add to every element, or with `first` replace it; goes on writing when this returns.
 
         Args:
-            values: (numel,), of any dtype and device.
+            values: (numel,), of any dtype and device; they may be changed.
+            factor: What they are multiplied by first.
             look: Takes the first element's number and the sums, chunk by chunk, while they are in memory.
         """
         chunks = [
@@ -309,11 +331,8 @@ class OffloadedVector:
         ]
 
         def add(chunk: Chunk, held: dict[str, Tensor]) -> None:
-            target, here = held[_ONLY], values[chunk.start : chunk.stop]
-            if first:
-                target.copy_(here)
-            else:
-                target.add_(here.to(target.device))
+            target = held[_ONLY]
+            add_scaled(target, values[chunk.start : chunk.stop], factor, first=first)
             if look is not None:
                 look(chunk.start, target)
 
