@@ -250,10 +250,10 @@ def saved(cases: list[Case], directory: str) -> list[list[list[Entry]]]:
 
 def test_snapshot_of_a_save_in_the_background(ranks: Launcher, tmp_path: Path) -> None:
     common = {"nvme_path": [str(tmp_path / "state")], "staging_bytes": 1 << 16, "probe_seconds": 0}
-    in_files = [tiers for tiers in TIERS if "nvme" in tiers.values()]
+    in_files = [tiers for tiers in TIERS if "nvme" in tiers.values()][1::3]
     cases = [Case(0, None), Case(3, torch.bfloat16)]
     cases += [Case(3, torch.bfloat16, options={"offload": common | tiers}) for tiers in in_files]
-    cases += [Case(stage, None, options={"offload": common | {"optimizer": "nvme"}}) for stage in (0, 2)]
+    cases += [Case(stage, torch.bfloat16, options={"offload": common | {"optimizer": "nvme"}}) for stage in (0, 2)]
     for results in ranks(2)(saved, cases, str(tmp_path / "saved")):
         for case, (held, foreseen) in zip(cases, results, strict=True):
             in_memory = not case.options

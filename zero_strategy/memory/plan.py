@@ -224,14 +224,11 @@ class MemoryPlan:
         gradients = self.offload.gradient_tier(self.resolved.gradient_reduction) == "none"
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
             start, stop = bucket.owned(placement, rank % self.resolved.shard)
-            pieces, cuts = bucket.pieces(start, stop), self.offload.cuts(stop - start)
-            for begin, end in cuts.chunks[cuts.heads :]:
-                parts = [min(end, p.offset + p.numel) - max(begin, p.offset) for p in pieces]
-                sizes = [part for part in parts if part > 0]
-                weights = sum(round_up(part * bucket.dtype.itemsize, 64) for part in sizes)
-                weights = weights if self.offload.parameters == "none" else 0
-                fetched = sum(round_up(part * bucket.gradient_dtype.itemsize, 64) for part in sizes) * gradients
-                down, up = max(down, fetched + weights * (not bucket.master)), max(up, weights)
+            cuts, edges = self.offload.cuts(stop - start), 64 * len(bucket.layout.segments)
+            most = min(cuts.size, cuts.numel - cuts.head)
+            weights = (most * bucket.dtype.itemsize + edges) * (self.offload.parameters == "none" and most > 0)
+            fetched = (most * bucket.gradient_dtype.itemsize + edges) * (gradients and most > 0)
+            down, up = max(down, fetched + weights * (not bucket.master)), max(up, weights)
         return 2 * (round_up(down, BLOCK) + round_up(up, BLOCK))
 
     def _transfers(self, units: Units, rank: int) -> int:

@@ -34,13 +34,12 @@ class _Room:
         for landing in self.landings:
             landing.on_host()
         self.landings = []
-        ends, end = [], 0
+        begins, end = [], 0
         for tensor in like:
+            begins.append(end)
             end += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-            ends.append(end)
         if end and (self.memory is None or self.memory.nbytes < end):
             self.memory = HostMemory(end, pinned=pinned)
-        begins = [0, *ends[:-1]]
         return [
             torch.empty(0, dtype=tensor.dtype)
             if self.memory is None or not tensor.numel()

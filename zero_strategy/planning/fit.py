@@ -135,16 +135,29 @@ def _late_steps(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
 def _less_staying(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
     """More of what is in files read and written, as little as will do."""
     if plan.offload.in_files and kept_bytes(plan):
-        most = largest_resident(plan, lambda other: fits(other, budget), 0, plan.offload.resident_bytes)
+        most = _largest_resident(plan, budget, 0, plan.offload.resident_bytes)
         if most is not None:
             yield Change((f"offload.resident_bytes: {most}",), with_resident(plan, most))
+
+
+def _largest_resident(plan: MemoryPlan, budget: Budget, low: int, high: int | None = None) -> int | None:
+    """By the rank that is the fullest as it is, for a plan of each rank takes long; then looked at for all."""
+    rank = plan.fullest_rank()
+
+    def fits_one(other: MemoryPlan) -> bool:
+        return all(need.fits for need in needs(other, budget, other.ledger(rank)))
+
+    found = largest_resident(plan, fits_one, low, high)
+    if found is None or fits(with_resident(plan, found), budget):
+        return found
+    return largest_resident(plan, lambda other: fits(other, budget), low, high)
 
 
 def suggestions(plan: MemoryPlan, budget: Budget) -> list[str]:
     """What a plan that fits could do with the memory that is left."""
     if not plan.offload.in_files or budget.host is None or not fits(plan, budget):
         return []
-    most = largest_resident(plan, lambda other: fits(other, budget), plan.offload.resident_bytes)
+    most = _largest_resident(plan, budget, plan.offload.resident_bytes)
     if most is None or most <= kept_bytes(plan):
         return []
     saved = moved_bytes(plan) - moved_bytes(with_resident(plan, most))
