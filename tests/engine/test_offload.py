@@ -222,6 +222,10 @@ def test_every_optimizer(ranks: Launcher, tmp_path: Path, optimizer: str) -> Non
             assert wrong == []
 
 
+def test_an_optimizer_of_which_nothing_is_in_the_tier(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(1)(compare, 1, "sgd", None, tmp_path, "cpu", steps=3) == [[]]
+
+
 def save_and_go_on(folder: Path, source: dict[str, Any], target: dict[str, Any]) -> list[str]:
     """Train, save, train on; and the same from the checkpoint under another setting."""
     engine, optimizer = make(3, "adamw", torch.bfloat16, source)
