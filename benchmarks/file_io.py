@@ -35,9 +35,10 @@ import torch
 from benchmarks.ratios import TURNS, Ratio, bootstrap, round_ratio
 from zero_strategy.memory import probe
 from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
-from zero_strategy.memory.chunked import ChunkStore, VectorSpec
+from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.file_queue import Kind
 from zero_strategy.memory.nvme import NvmeTier
+from zero_strategy.memory.vectors import VectorSpec
 
 SEQUENTIAL_BYTES, BUCKET_BYTES, BUFFERS = 16 << 20, 64 << 20, 4
 SUITES = ("sequential read", "sequential write", "bucket read", "bucket write", "update")

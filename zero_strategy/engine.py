@@ -236,6 +236,8 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
 
     def detach(self) -> None:
         """Let go of all optimizers, for example to attach new ones; their states are dropped."""
+        if self.offloaded.in_files():
+            self.saver.rest()  # a save in the background reads them there
         for sharded in self.optimizers:
             sharded.detach()
         for check in self._checks:

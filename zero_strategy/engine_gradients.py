@@ -82,7 +82,7 @@ class EngineGradients:
                 raise RuntimeError(f"{problem}; gradients were not clipped")
             coefficient = norm.coefficient(max_norm)
             for sharded in self._chosen(optimizer):
-                sharded.scale_gradients(coefficient, only)
+                sharded.gradients.scale(coefficient, only)
         return torch.tensor(norm.value, dtype=torch.float32)
 
     def clip_grad_value_(
@@ -100,7 +100,7 @@ class EngineGradients:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
         only = None if parameters is None else {id(parameter) for parameter in parameters}
         for sharded in self._chosen(optimizer):
-            sharded.clip_values(clip_value, only)
+            sharded.gradients.clip_values(clip_value, only)
 
     def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
         """Norm of the mean gradients over all ranks. A collective."""
@@ -108,7 +108,7 @@ class EngineGradients:
 
     def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         self.model.reducer.settle()
-        parts = [sharded.norm_shards(norm_type, only) for sharded in self._chosen(optimizer)]
+        parts = [sharded.gradients.shards(norm_type, only) for sharded in self._chosen(optimizer)]
         shards = [shard for found, _, _ in parts for shard in found]
         factors = [factor for _, found, _ in parts for factor in found]
         seen: list[tuple[Tensor, Tensor]] = []
@@ -141,7 +141,7 @@ class EngineGradients:
         if self.scaler is None:
             return True
         sharded = self._engine.sharded(optimizer)
-        finite = sharded.norm(float("inf")).finite
-        sharded.scale_gradients(1.0 / (scale or self.scaler.scale))
+        finite = sharded.gradients.norm(float("inf")).finite
+        sharded.gradients.scale(1.0 / (scale or self.scaler.scale))
         sharded.skip_next = not finite
         return finite

@@ -185,7 +185,7 @@ class ClippedTwice(ShardedRun):
     def clip(self, max_norm: float) -> Tensor:
         norm = super().clip(max_norm)
         for sharded in self.engine.optimizers:
-            sharded.scale_gradients(min(1.0, max_norm / (float(norm) + 1e-6)))
+            sharded.gradients.scale(min(1.0, max_norm / (float(norm) + 1e-6)))
         return norm
 
 

@@ -20,6 +20,7 @@ from tests.launcher import Launcher
 from zero_strategy.config import load_config, resolve
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.backends import IO_VARIABLE
+from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
 from zero_strategy.optim import FusedAdamW, FusedLamb, FusedLion
 from zero_strategy.optim.full_state import (
@@ -221,6 +222,10 @@ def test_every_optimizer(ranks: Launcher, tmp_path: Path, optimizer: str) -> Non
             assert wrong == []
 
 
+def test_an_optimizer_of_which_nothing_is_in_the_tier(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(1)(compare, 1, "sgd", None, tmp_path, "cpu", steps=3) == [[]]
+
+
 def save_and_go_on(folder: Path, source: dict[str, Any], target: dict[str, Any]) -> list[str]:
     """Train, save, train on; and the same from the checkpoint under another setting."""
     engine, optimizer = make(3, "adamw", torch.bfloat16, source)
@@ -362,7 +367,7 @@ def as_on_a_device(folder: Path) -> list[str]:
             states = engine.optimizers[0]._offloaded
             if states is not None:
                 assert engine.offloaded.optimizer is not None
-                states._step = StreamedStep(engine.offloaded.optimizer, copies=True)
+                states._step = StreamedStep(engine.offloaded.optimizer, DeviceCopies(torch.device("cpu")))
             train(engine, optimizer, range(5))
             results.append(outcome(engine, optimizer))
     return [wrong for i in (1, 2, 4, 5) for wrong in unequal(results[i], results[i // 3 * 3])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -59,6 +60,46 @@ def beside_another(folder: Path) -> list[str]:
 def test_runs_that_share_a_directory(ranks: Launcher, tmp_path: Path) -> None:
     for wrong in ranks(2)(beside_another, tmp_path):
         assert wrong == []
+
+
+def failed_ahead(folder: Path) -> tuple[str, list[str]]:
+    """A write behind a step fails, and is met by the next backward; no step follows, but a load of a checkpoint."""
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["none"])
+    train(engine, optimizer, range(3))
+    engine.save(folder / "saved")
+    train(engine, optimizer, range(3, 6))
+    expected = outcome(engine, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(IO_VARIABLE, "python")
+        engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["gradients in memory"])
+        real, calls, limit = os.pwritev, list[int](), [1 << 30]
+
+        def write(fd: int, memory: list[memoryview], at: int) -> int:
+            calls.append(at)
+            if len(calls) == limit[0]:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(fd, memory, at)
+
+        patch.setattr(os, "pwritev", write)
+        train(engine, optimizer, range(2))
+        for step in (2, 3):  # which update the same parameters
+            engine.offloaded.settle()
+            limit[0] = len(calls) if step == 3 else limit[0]
+            calls.clear()
+            train(engine, optimizer, range(step, step + 1))
+        engine.module(torch.ones(4, 37, dtype=torch.bfloat16), True).sum().backward()
+        store = engine.offloaded.optimizer
+        met = "" if store is None else str([slots.failure for slots in store.passes])
+        engine.reset()
+        optimizer.zero_grad()
+        engine.load(folder / "saved")
+        train(engine, optimizer, range(3, 6))
+        return met, unequal(outcome(engine, optimizer), expected)
+
+
+def test_a_failure_is_forgotten_with_what_failed(ranks: Launcher, tmp_path: Path) -> None:
+    ((met, wrong),) = ranks(1)(failed_ahead, tmp_path)
+    assert "Input/output error" in met and wrong == []
 
 
 def no_room(folder: Path, on_rank: int, stage: int) -> str:

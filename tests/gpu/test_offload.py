@@ -11,6 +11,8 @@ import torch
 from tests.gpu.test_cuda import nccl  # noqa: F401
 from tests.models import build, loss_fn, make_batch, param_groups
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.memory.device_copies import DeviceCopies
+from zero_strategy.memory.host_memory import HostMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +57,47 @@ def test_offloaded_state_trains_alike(
     engines[1].save(tmp_path / "saved")
     engines[0].load(tmp_path / "saved")
     assert all(torch.equal(a, b) for a, b in zip(*(e.full_state_dict().values() for e in engines), strict=True))
+
+
+def test_copies_beside_computing() -> None:
+    """Values that are computed late, copied down, changed on the host, and copied up to where they are read at once."""
+    device = torch.device("cuda")
+    copies, pinned = DeviceCopies(device), HostMemory(4 << 20, pinned=True)
+    host = pinned.bytes.view(torch.float32)
+    matrix = torch.eye(2048, device=device)
+    for turn in range(20):
+        value = torch.full((1 << 20,), float(turn), device=device)
+        for _ in range(5):  # the value is ready long after the copy was asked for
+            matrix = matrix @ matrix
+        value = value * matrix[0, 0]
+        landing = copies.down(value, host)
+        del value  # its memory may be used again, but not before it was copied
+        torch.full((1 << 20,), -1.0, device=device)
+        landing.on_host()
+        assert bool((host == turn).all())
+        host.add_(1)
+        target = torch.empty(1 << 20, device=device)
+        landing = copies.up(host, target)
+        landing.on_device()
+        assert bool((target == turn + 1).all())
+        landing.on_host()
+
+
+def test_a_save_in_the_background_of_state_in_files(nccl: object, tmp_path: Path) -> None:  # noqa: F811
+    """Weights on the device are copied into files at once, while the steps that follow change them."""
+    module = build("transformer").cuda()
+    offload = {"optimizer": "nvme", "nvme_path": [str(tmp_path / "state")], "probe_seconds": 0}
+    engine = ZeroEngine(module, {"stage": 2, "offload": offload}, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(param_groups(module))
+    engine.attach(optimizer)
+    for step in range(4):
+        batch = make_batch("transformer", step, 4)
+        loss_fn(module, type(batch)(batch.inputs.cuda(), batch.targets.cuda())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            engine.save(tmp_path / "now")
+            pending = engine.save(tmp_path / "later", asynchronous=True)
+    pending.wait()
+    files = sorted(path.relative_to(tmp_path / "now") for path in (tmp_path / "now").rglob("*.safetensors"))
+    assert files and all((tmp_path / "now" / f).read_bytes() == (tmp_path / "later" / f).read_bytes() for f in files)

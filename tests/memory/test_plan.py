@@ -231,28 +231,35 @@ def test_an_unknown_optimizer_is_named() -> None:
         optimizer_state("Shampoo")
 
 
-def saved(stage: int, dtype: torch.dtype | None, directory: str) -> tuple[list[Entry], list[Entry]]:
-    case = Case(stage, dtype)
-    engine, optimizer = trained(case)
-    engine.save(directory, asynchronous=True).wait()
-    with torch.device("meta"):
-        model = Odd()
-    plan = load_config(stage=stage, units={"min_numel": 0}).plan(
-        model, world_size=dist.get_world_size(), compute_dtype=dtype, optimizer=optimizer, device="cpu"
-    )
-    return engine.ledger().merged(), plan.ledger(dist.get_rank()).held().merged()
+def saved(cases: list[Case], directory: str) -> list[list[list[Entry]]]:
+    """By case: entries of a snapshot in the ledger and in the plan."""
+    found = []
+    for number, case in enumerate(cases):
+        engine, optimizer = trained(case)
+        engine.save(f"{directory}/{number}", asynchronous=True).wait()
+        with torch.device("meta"):
+            model = Odd()
+        plan = load_config(stage=case.stage, units={"min_numel": 0}, **case.options).plan(
+            model, world_size=dist.get_world_size(), compute_dtype=case.dtype, optimizer=optimizer, device="cpu"
+        )
+        ledgers = engine.ledger().merged(), plan.ledger(dist.get_rank()).held().merged()
+        found.append([[entry for entry in entries if entry.category == "snapshot"] for entries in ledgers])
+        engine.detach()
+    return found
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, None), (3, torch.bfloat16)])
-def test_snapshot_of_a_save_in_the_background(
-    ranks: Launcher, tmp_path: Path, stage: int, dtype: torch.dtype | None
-) -> None:
-    for held, foreseen in ranks(2)(saved, stage, dtype, str(tmp_path / "saved")):
-        snapshots = [
-            [(entry.tier, entry.taken) for entry in entries if entry.category == "snapshot"]
-            for entries in (held, foreseen)
-        ]
-        assert snapshots[0] == snapshots[1] and snapshots[0][0][1] > 0
+def test_snapshot_of_a_save_in_the_background(ranks: Launcher, tmp_path: Path) -> None:
+    common = {"nvme_path": [str(tmp_path / "state")], "staging_bytes": 1 << 16, "probe_seconds": 0}
+    in_files = [tiers for tiers in TIERS if "nvme" in tiers.values()][1::3]
+    cases = [Case(0, None), Case(3, torch.bfloat16)]
+    cases += [Case(3, torch.bfloat16, options={"offload": common | tiers}) for tiers in in_files]
+    cases += [Case(stage, torch.bfloat16, options={"offload": common | {"optimizer": "nvme"}}) for stage in (0, 2)]
+    for results in ranks(2)(saved, cases, str(tmp_path / "saved")):
+        for case, (held, foreseen) in zip(cases, results, strict=True):
+            in_memory = not case.options
+            assert [(each.tier, each.taken) for each in held] == [(each.tier, each.taken) for each in foreseen], case
+            assert in_memory or held == foreseen, str(case)
+            assert [each.tier for each in held] == ["host" if in_memory else "nvme"] and held[0].taken > 0
 
 
 TIERS = [

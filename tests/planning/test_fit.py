@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from zero_strategy.checkpoint_commands.show import size
 from zero_strategy.config import load_config
+from zero_strategy.memory.allowance import PAGE_BYTES
+from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.machine import Machine
 from zero_strategy.memory.offload import Offload
 from zero_strategy.memory.plan import MemoryPlan
-from zero_strategy.memory.shapes import gpt_shape
-from zero_strategy.planning.fit import Budget, changes_that_fit, fits, needs, notes
+from zero_strategy.memory.shapes import ModelShape, gpt_shape
+from zero_strategy.planning.fit import Budget, changes_that_fit, fits, needs, notes, suggestions
 from zero_strategy.planning.largest import largest_models
+from zero_strategy.planning.resident import kept_bytes, moved_bytes, with_resident
 from zero_strategy.planning.sources import family_shape
 
 GB = 10**9
 
 
-def plan(stage: int = 0, world: int = 4, device: str = "cuda", **options: object) -> MemoryPlan:
-    """A GPT of 0.96e9 parameters."""
+LARGE, SMALL = gpt_shape(1536, 32, 32000), gpt_shape(1536, 6, 32000)
+"""GPTs of 0.96e9 and 0.22e9 parameters."""
+
+
+def plan(
+    stage: int = 0, world: int = 4, device: str = "cuda", shape: ModelShape = LARGE, **options: object
+) -> MemoryPlan:
+    """Of a GPT."""
     defaults: dict[str, object] = {"compute_dtype": torch.bfloat16, "snapshots": False}
-    model = gpt_shape(1536, 32, 32000)
-    return load_config(stage=stage).plan(model, world_size=world, device=device, **(defaults | options))
+    return load_config(stage=stage).plan(shape, world_size=world, device=device, **(defaults | options))
 
 
 def what(found: MemoryPlan, budget: Budget) -> list[tuple[str, ...]]:
@@ -111,12 +121,19 @@ def test_bytes_of_offload_are_those_of_the_design() -> None:
 
     Beside the elements there are what is left of last pages, and four bytes of step count per tensor.
     """
+
+    def rooms(ledger: Ledger) -> int:
+        """Through which gradients and weights pass: a fixed number of chunks, whatever the size of the model."""
+        found = ledger.only(category="staging", tier="host").total.taken
+        assert 0 < found <= 4 * 4 * Offload().chunk_numel
+        return found
+
     count = plan().model.parameters
     for world in (1, 4):
         cpu = plan(2, world, offload=Offload(optimizer="cpu")).ledger()
-        assert 15.999 < world * cpu.tier_bytes("host") / count < 16.001
+        assert 15.999 < world * (cpu.tier_bytes("host") - rooms(cpu)) / count < 16.001
         kept = plan(2, world, offload=Offload(optimizer="cpu", gradients="none")).ledger()
-        assert 11.999 < world * kept.tier_bytes("host") / count < 12.001
+        assert 11.999 < world * (kept.tier_bytes("host") - rooms(kept)) / count < 12.001
         assert cpu.held().only(tier="device", category="optimizer state").total.taken == 0
         early = plan(2, world, offload=Offload(optimizer="nvme", early_step="on")).ledger()
         assert 13.99 < world * early.only(category="early step").total.taken / count < 14.01
@@ -134,6 +151,65 @@ def test_bytes_of_offload_are_those_of_the_design() -> None:
 def test_offload_of_parameters_needs_stage_3() -> None:
     with pytest.raises(ValueError, match=r"offload.parameters is 'cpu' at stage 2; it needs stage 3"):
         plan(2, offload=Offload(optimizer="cpu", parameters="cpu"))
+
+
+IN_FILES = Offload(optimizer="nvme", parameters="nvme")
+
+
+def resident(nbytes: int, **options: object) -> MemoryPlan:
+    return plan(3, 1, shape=SMALL, offload=replace(IN_FILES, resident_bytes=nbytes), **options)
+
+
+def in_files(found: MemoryPlan, category: str) -> int:
+    return found.ledger().only(tier="nvme", category=category).total.taken
+
+
+def room_for(found: MemoryPlan, more: int = 0) -> Budget:
+    """Host memory that is just enough."""
+    return Budget(device=100 * GB, host=found.ledger().tier_bytes("host") + more, disk=100 * GB, margin=0.0)
+
+
+def test_less_that_stays_is_proposed_first_and_as_much_as_fits() -> None:
+    now, enough = resident(GB), resident(GB // 5)
+    budget = room_for(enough)
+    assert not fits(now, budget) and suggestions(now, budget) == []
+    first = changes_that_fit(now, budget)[0]
+    ((name, value),) = [each.split(": ") for each in first.what]
+    assert name == "offload.resident_bytes" and first.plan.offload.resident_bytes == int(value)
+    assert fits(first.plan, budget) and int(value) >= kept_bytes(enough) > 0.19 * GB
+    largest = with_resident(now, int(value) + 2 * enough.offload.chunk_numel * 2 + PAGE_BYTES)
+    assert not fits(largest, budget)
+    assert first.what not in what(now, replace(budget, host=GB // 20))
+
+
+def test_nothing_stays_of_what_is_not_in_files() -> None:
+    now = plan(3, 1, offload=Offload(optimizer="cpu", resident_bytes=GB))
+    found = what(now, Budget(device=100 * GB, host=GB))
+    assert not any("resident_bytes" in part for change in found for part in change)
+    assert suggestions(now, Budget(device=100 * GB, host=100 * GB)) == []
+
+
+def test_room_that_is_left_is_suggested_for_what_is_in_files() -> None:
+    for now in (resident(0), resident(GB // 5), plan(2, 2, shape=SMALL, offload=Offload(optimizer="nvme"))):
+        budget = room_for(now, int(0.15 * GB))
+        if now.ranks_per_host > 1:
+            budget = replace(budget, host=now.ranks_per_host * (budget.host or 0))
+        (said,) = suggestions(now, budget)
+        found = re.fullmatch(r"offload.resident_bytes could be (\d+): saves (.*) read and written per step", said)
+        assert found is not None
+        then = with_resident(now, int(found[1]))
+        assert fits(then, budget) and kept_bytes(then) == int(found[1]) > kept_bytes(now)
+        parameters, gradients = (in_files(now, each) - in_files(then, each) for each in ("parameters", "gradients"))
+        saved = moved_bytes(now) - moved_bytes(then)
+        assert saved == pytest.approx(4 * parameters + 2 * gradients, rel=1e-3)
+        assert saved > 0 and found[2] == size(saved)
+        largest = with_resident(now, int(found[1]) + 2 * now.offload.chunk_numel * 4 + PAGE_BYTES)
+        assert not fits(largest, budget)
+    assert suggestions(resident(0), room_for(resident(0))) == []
+    assert suggestions(resident(0), replace(budget, host=None)) == []
+    everything = resident(100 * GB)
+    assert moved_bytes(everything) == 0 and in_files(everything, "parameters") == 0
+    assert suggestions(everything, Budget(device=100 * GB, host=100 * GB)) == []
 
 
 def test_notes_name_the_limit_and_the_way_out() -> None:

@@ -126,7 +126,8 @@ class CheckpointConfig(Section):
 
     asynchronous: bool = True
     """Saves of a framework's own checkpoint callbacks go on in the background from a copy in host memory of this
-    rank's share (as many bytes as it writes). What `engine.save` does is its caller's choice."""
+    rank's share (as many bytes as it writes); where state is offloaded to files, from as many bytes there. What
+    `engine.save` does is its caller's choice."""
 
     while_saving: str = field(default="wait", metadata=one_of("wait", "refuse"))
     """What a save does while another one of the same engine is under way: ``wait`` for it, or ``refuse`` with an

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from zero_strategy.memory.tier import PendingIO
+from zero_strategy.memory.tier import PendingIO, wait_all
 
 if TYPE_CHECKING:
-    from zero_strategy.memory.chunked import OffloadedVector
+    from zero_strategy.memory.vectors import OffloadedVector
 
 
 @dataclass
@@ -75,6 +75,9 @@ class ChunkSlots:
 
     Args:
         count: Slots: one is worked on, half of the others are being filled, half written.
+
+    Attributes:
+        failure: What could not be read ahead, until somebody is told.
     """
 
     def __init__(self, count: int) -> None:
@@ -83,6 +86,7 @@ class ChunkSlots:
         self._ahead = count // 2
         self._writes: dict[int, tuple[Chunk, list[PendingIO]]] = {}
         self._early: list[_ReadAhead] = []
+        self.failure: OSError | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +136,13 @@ class ChunkSlots:
         """Wait for the reads of chunks from this one on, and forget them."""
         self._early, dropped = self._early[:first], self._early[first:]
         with contextlib.suppress(Exception):  # nobody wants them
-            _wait([pending for each in dropped for pending in each.pending])
+            wait_all([pending for each in dropped for pending in each.pending])
+
+    def tell_failure(self) -> None:
+        """Raise what could not be read ahead, once."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
 
     def run(
         self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], object], *, wait: bool = True
@@ -158,7 +168,7 @@ class ChunkSlots:
                         self._settle_slot(ahead % count)
                     keys = chunks[ahead].unchanged if there else chunks[ahead].vectors.keys()
                     self._read(chunks[ahead], ahead % count, reads.setdefault(ahead, []), keys)
-                _wait(reads.pop(index))
+                wait_all(reads.pop(index))
                 begun = True
                 work(chunk, self._held(chunk, index % count))
                 self._write(chunk, index % count)
@@ -168,7 +178,7 @@ class ChunkSlots:
             # What is being raised matters more. Nothing stays under way: a write that ended later would be taken for
             # one that mends what is torn, and a read would come into memory of the next pass.
             with contextlib.suppress(Exception):
-                _wait([pending for part in reads.values() for pending in part])
+                wait_all([pending for part in reads.values() for pending in part])
             with contextlib.suppress(Exception):
                 self.settle()
             if begun:
@@ -195,7 +205,7 @@ class ChunkSlots:
             return
         chunk, pending = self._writes.pop(slot)
         try:
-            _wait(pending)
+            wait_all(pending)
         except BaseException:
             _mark_torn([chunk])
             raise
@@ -231,10 +241,10 @@ class ChunkSlots:
         for key, vector in chunk.vectors.items():
             if key in chunk.unchanged or vector.is_resident(chunk.number):
                 continue
-            record = vector.aside(chunk.number) if chunk.aside else vector.record(chunk.number)
+            record = vector.aside(chunk.number) if chunk.aside else vector.target(chunk.number)
             pending.append(vector.tier.write(record, self._memory(chunk, slot, key)))
-            if record == vector.record(chunk.number):
-                vector.written[chunk.number] = True
+            if not chunk.aside or record == vector.record(chunk.number):
+                vector.wrote(chunk.number)
 
     def _held(self, chunk: Chunk, slot: int) -> dict[str, Tensor]:
         """The chunk's part of every vector, in memory."""
@@ -264,18 +274,5 @@ def _mark_torn(chunks: Sequence[Chunk]) -> None:
         if chunk.aside:  # what is there is of no use, and what counts is as it was
             continue
         for key, vector in chunk.vectors.items():
-            record = vector.record(chunk.number)
-            if key not in chunk.unchanged and record in vector.records():
-                vector.tier_of(chunk.number).mark_torn([record], "a pass over it stopped half-way")
-
-
-def _wait(pending: Sequence[PendingIO]) -> None:
-    """Waits for all, also where one has failed."""
-    error: BaseException | None = None
-    for each in pending:
-        try:
-            each.wait()
-        except BaseException as caught:
-            error = error or caught
-    if error is not None:
-        raise error
+            if key not in chunk.unchanged:
+                vector.mark_torn(chunk.number, "a pass over it stopped half-way")

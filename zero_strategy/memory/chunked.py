@@ -1,11 +1,7 @@
-"""Vectors that live below the device's memory, in chunks: what an optimizer keeps of a bucket, on NVMe.
+"""The vectors in one tier, and the few of their chunks that are in memory.
 
-    bucket's owned elements   |---- chunk 0 ----|---- chunk 1 ----|-- 2 --|
-    vectors of it             master 0, 1, 2;  exp_avg 0, 1, 2;  exp_avg_sq 0, 1, 2      each one record of the tier
-
-Vectors of one bucket are cut at the same elements, so a step takes one chunk of each and needs no more memory than a
-few chunks, however large a bucket or a parameter is. Everything else (loading, saving, a look at one parameter) reads
-and writes ranges through a few cached chunks. The head of a vector (`memory.cuts`) may be kept on the device.
+A step takes whole chunks (`memory.chunk_pass`). Everything else (loading, saving, a look at one parameter) reads and
+writes ranges of vectors (`memory.vectors`) through the chunks that are cached here.
 """
 
 from __future__ import annotations
@@ -14,342 +10,23 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from zero_strategy.memory.allowance import Allowance
-from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
+from zero_strategy.memory.chunk_pass import ChunkSlots
 from zero_strategy.memory.cuts import Cuts, head_numel
+from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.tier import Tier
+from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
 from zero_strategy.observing import Observed
 
 TRANSFER_SLOTS = 3
 """Chunks that are in memory while a whole vector is read or added to."""
-_ONLY = "values"
-_KEYS = frozenset({_ONLY})
-
-
-@dataclass(frozen=True)
-class VectorSpec:
-    """What a vector is to be.
-
-    Attributes:
-        numel: Its elements.
-        dtype: Their dtype.
-        fill: What elements are that were never written.
-        device: Where its head is kept; None: in the tier, as the rest.
-        twice: Chunks of the rest have a second place, for values to come.
-        headless: It has no values for the head at all.
-    """
-
-    numel: int
-    dtype: torch.dtype
-    fill: float = 0.0
-    device: torch.device | None = None
-    twice: bool = False
-    headless: bool = False
-
-
-class OffloadedVector:
-    """A 1-D vector in a tier.
-
-    Attributes:
-        store: Its tier, with the chunks that are in memory.
-        name: Unique in its store.
-        numel: Its elements.
-        dtype: Their dtype.
-        fill: What elements are that were never written.
-        cuts: Of its chunks.
-        kept: The head, where it is kept on the device.
-        twice: Chunks of the rest have a second place, for values to come.
-        staying: How many of the first chunks in the tier stay in host memory instead.
-        version: Grows with every change of its values.
-    """
-
-    def __init__(self, store: ChunkStore, name: str, spec: VectorSpec) -> None:
-        self.store, self.name, self.numel, self.dtype, self.fill = store, name, spec.numel, spec.dtype, spec.fill
-        self.cuts = store.cuts(spec.numel)
-        self.kept: Tensor | None = None
-        self.twice, self._headless, self.version, self.staying = spec.twice, spec.headless, 0, 0
-        if spec.device is not None and self.cuts.head:
-            self.kept = torch.empty(self.cuts.head, dtype=spec.dtype, device=spec.device)
-        self.written = [False] * len(self.chunks)
-        self._second = [False] * len(self.chunks)
-
-    @property
-    def tier(self) -> Tier:
-        """Where it lives."""
-        return self.store.tier
-
-    def tier_of(self, number: int) -> Tier:
-        """Where the records of a chunk are."""
-        return self.store.memory if number < self._first + self.staying else self.store.tier
-
-    @property
-    def _first(self) -> int:
-        """The first chunk that is not kept on the device."""
-        return 0 if self.kept is None and not self._headless else self.cuts.heads
-
-    def resident(self, number: int, *, filled: bool = True) -> Tensor | None:
-        """A chunk where it lies in memory (a kept head: the device's); None if it has to be read and written.
-
-        Without `filled`, one that was never written holds anything.
-        """
-        if self.kept is not None and number < self.cuts.heads:
-            chunk = self.kept[slice(*self.chunks[number])]
-        else:
-            memory = self.tier_of(number).resident(self.record(number))
-            if memory is None:
-                return None
-            chunk = memory.view(self.dtype)
-        if not self.written[number]:
-            if filled:
-                chunk.fill_(self.fill)
-            self.written[number] = True
-        return chunk
-
-    def is_resident(self, number: int) -> bool:
-        """Whether a chunk lies in memory."""
-        on_device = self.kept is not None and number < self.cuts.heads
-        return on_device or self.tier_of(number).resident(self.record(number)) is not None
-
-    @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """First and one-past-last element of every chunk."""
-        return self.cuts.chunks
-
-    @property
-    def in_tier(self) -> tuple[int, int]:
-        """First and one-past-last element that is not on the device."""
-        return (0 if self.kept is None and not self._headless else self.cuts.head), self.numel
-
-    @property
-    def staying_stop(self) -> int:
-        """One past the last element that stays in host memory; the first of `in_tier` if none does."""
-        return self.chunks[self._first + self.staying - 1][1] if self.staying else self.in_tier[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements in the tier, second places left out."""
-        return (self.numel - self.staying_stop) * self.dtype.itemsize
-
-    @property
-    def nbytes_aside(self) -> int:
-        """Bytes of second places in the tier."""
-        return (self.numel - max(self.cuts.head, self.staying_stop)) * self.dtype.itemsize if self.twice else 0
-
-    def records(self) -> dict[str, int]:
-        """What it needs off the device: bytes by record."""
-        return {record: size for found in self._records() for record, size in found.items()}
-
-    def records_in(self, tier: Tier) -> dict[str, int]:
-        """What it needs in one tier: bytes by record."""
-        first = self._first
-        return {
-            record: size
-            for number, found in enumerate(self._records(), first)
-            if self.tier_of(number) is tier
-            for record, size in found.items()
-        }
-
-    def costs(self) -> list[int]:
-        """What each chunk would take in host memory, in bytes, from the first on that is not on the device."""
-        return [sum(found.values()) for found in self._records()]
-
-    def _records(self) -> Iterator[dict[str, int]]:
-        """By chunk, from the first on that is not on the device: bytes by record."""
-        for number in range(self._first, len(self.chunks)):
-            start, stop = self.chunks[number]
-            size = (stop - start) * self.dtype.itemsize
-            yield {self.record(number): size} | ({self.aside(number): size} if number >= self.cuts.heads else {})
-
-    def record(self, number: int) -> str:
-        """The record of a chunk."""
-        return self._place(number, self._second[number])
-
-    def aside(self, number: int) -> str:
-        """The record of a chunk's values to come; where there are no second places: the only one."""
-        return self._place(number, self._second[number] ^ self.twice)
-
-    def _place(self, number: int, second: bool) -> str:
-        return f"{self.name}/{number}+" if second else f"{self.name}/{number}"
-
-    def resident_aside(self, number: int, *, copied: bool) -> Tensor:
-        """The memory of a resident chunk's values to come; with `copied` it begins with the present ones."""
-        memory = self.tier_of(number).resident(self.aside(number))
-        assert memory is not None and number >= self.cuts.heads
-        values = memory.view(self.dtype)
-        if copied and self.twice:
-            present = self.resident(number)
-            assert present is not None
-            values.copy_(present)
-        return values
-
-    def adopt(self, number: int) -> None:
-        """Let the values to come of a chunk be its values."""
-        assert self.twice and number >= self.cuts.heads
-        self.store.drop(self, number)
-        self._second[number] = not self._second[number]
-        self.written[number] = True
-        self.version += 1
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), in memory of their own."""
-        found = torch.empty(stop - start, dtype=self.dtype)
-        for number, low, high, held in self.cuts.overlapping(start, stop):
-            with self.store.lock:
-                found[low - start : high - start] = self.store.cached(self, number)[low - held : high - held]
-        return found
-
-    def read_all(self, out: Tensor) -> None:
-        """Copy all of it into `out`, past the cache; the next chunk is read while one is copied."""
-        away = []
-        with self.store.observed.span("copy", self.name, out.numel() * out.element_size()):
-            for number, (begin, end) in enumerate(self.chunks):
-                if (chunk := self.resident(number)) is None:
-                    away.append(number)
-                else:
-                    out[begin:end].copy_(chunk)
-            if away:
-                self._read_away(away, out)
-
-    def _read_away(self, numbers: list[int], out: Tensor) -> None:
-        """The chunks of these numbers, which have to be read."""
-        with self.store.lock:
-            self.store.flush()
-        chunks = [Chunk(number, *self.chunks[number], {_ONLY: self}, unchanged=_KEYS) for number in numbers]
-
-        def copy(chunk: Chunk, held: dict[str, Tensor]) -> None:
-            out[chunk.start : chunk.stop].copy_(held[_ONLY])
-
-        with self.store.transferring:
-            self.store.transfers.run(chunks, copy)
-
-    def write(self, start: int, values: Tensor) -> None:
-        """Replace the elements from `start` on."""
-        flat = values.detach().reshape(-1)
-        for number, low, high, held in self.cuts.overlapping(start, start + flat.numel()):
-            with self.store.lock:
-                chunk = self.store.cached(self, number, change=True)
-                chunk[low - held : high - held] = flat[low - start : high - start]
-
-    def add_all(
-        self, values: Tensor, *, first: bool, look: Callable[[int, Tensor], object] | None = None
-    ) -> None:
-        """Add to every element, or with `first` replace it; goes on writing when this returns.
-
-        Args:
-            values: (numel,), of any dtype and device.
-            look: Takes the first element's number and the sums, chunk by chunk, while they are in memory.
-        """
-        chunks = [
-            Chunk(number, *place, {_ONLY: self}, unread=_KEYS if first else frozenset())
-            for number, place in enumerate(self.chunks)
-        ]
-
-        def add(chunk: Chunk, held: dict[str, Tensor]) -> None:
-            target, here = held[_ONLY], values[chunk.start : chunk.stop]
-            if first:
-                target.copy_(here)
-            else:
-                target.add_(here.to(target.device))
-            if look is not None:
-                look(chunk.start, target)
-
-        self.version += 1
-        with self.store.lock:
-            self.store.flush()
-        with self.store.transferring, self.store.observed.span("copy", self.name, self.numel * self.dtype.itemsize):
-            self.store.transfers.run(chunks, add, wait=False)
-
-    def change(self, start: int, stop: int, how: Callable[[Tensor], object]) -> None:
-        """Change elements [start, stop) in place, a few at a time."""
-        for number, low, high, held in self.cuts.overlapping(start, stop):
-            with self.store.lock:
-                how(self.store.cached(self, number, change=True)[low - held : high - held])
-
-    def blank(self) -> None:
-        """Let all elements be what they are filled with; nothing is written."""
-        self.version += 1
-        self.store.forget(self)
-        self.written = [False] * len(self.written)
-
-    def part(self, start: int, shape: torch.Size | tuple[int, ...]) -> OffloadedPart:
-        """A range of it, as a tensor of this shape that has to be read."""
-        return OffloadedPart(self, start, torch.Size(shape))
-
-
-class OffloadedPart:
-    """What stands for a tensor whose values are in a tier.
-
-    Attributes:
-        vector: Of which it is a part.
-        start: Its first element there.
-        shape: Of the tensor.
-        powers: What is known of its values without reading them: p, the sum of |x| ** p in float64 (inf: the largest
-            |x|), and how many x are not finite.
-    """
-
-    def __init__(self, vector: OffloadedVector, start: int, shape: torch.Size) -> None:
-        self.vector, self.start, self.shape = vector, start, shape
-        self.powers: tuple[float, float, int] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor."""
-        return self.vector.dtype
-
-    def numel(self) -> int:
-        """Elements."""
-        return self.shape.numel()
-
-    def read(self) -> Tensor:
-        """The values, in memory of their own."""
-        return self.vector.read(self.start, self.start + self.numel()).view(self.shape)
-
-    def write(self, values: Tensor) -> None:
-        """Replace the values."""
-        self.vector.write(self.start, values)
-
-    def narrow(self, start: int, stop: int) -> OffloadedPart:
-        """Elements [start, stop) of it, flat."""
-        return self.vector.part(self.start + start, (stop - start,))
-
-
-def visit(parts: Sequence[OffloadedPart], look: Callable[[list[int], list[Tensor]], object]) -> None:
-    """Look at values in order of where they lie, as few at once as a chunk has; the next chunk is read meanwhile.
-
-    Args:
-        parts: In any order.
-        look: Takes positions in `parts`, and for each a flat view of some of its values, not to be written to.
-    """
-    by_vector: dict[int, tuple[OffloadedVector, dict[int, list[int]]]] = {}
-    for position, part in enumerate(parts):
-        _, places = by_vector.setdefault(id(part.vector), (part.vector, {}))
-        for number, *_ in part.vector.cuts.overlapping(part.start, part.start + part.numel()):
-            places.setdefault(number, []).append(position)
-    for vector, places in by_vector.values():
-
-        def show(chunk: Chunk, held: dict[str, Tensor], places: dict[int, list[int]] = places) -> None:
-            found = []
-            for position in places[chunk.number]:
-                part = parts[position]
-                low, high = max(chunk.start, part.start), min(chunk.stop, part.start + part.numel())
-                found.append(held[_ONLY][low - chunk.start : high - chunk.start])
-            look(places[chunk.number], found)
-
-        with vector.store.lock:
-            vector.store.flush()
-        chunks = [
-            Chunk(number, *vector.chunks[number], {_ONLY: vector}, unchanged=_KEYS) for number in sorted(places)
-        ]
-        with vector.store.transferring:
-            vector.store.transfers.run(chunks, show)
 
 
 class ChunkStore:
@@ -361,6 +38,8 @@ class ChunkStore:
         cached_chunks: How many chunks reads and writes of ranges keep in memory.
         ratio: The part of every vector that is not its head.
         allowance: Host memory for the first chunks of vectors; None: there is none.
+        pinned: Page-lock that memory.
+        copies: By which whole vectors go to a device; default: at once.
 
     Attributes:
         memory: Where those chunks are.
@@ -379,10 +58,12 @@ class ChunkStore:
         ratio: float = 1.0,
         allowance: Allowance | None = None,
         pinned: bool = False,
+        copies: DeviceCopies | None = None,
     ) -> None:
         assert chunk_numel > 0 and cached_chunks > 0
         self._allowance, self.memory = allowance or Allowance(0), HostTier(pinned)
         self.tier, self.chunk_numel, self.ratio, self.lock = tier, chunk_numel, ratio, threading.RLock()
+        self.copies = copies or DeviceCopies(torch.device("cpu"))
         self.vectors: dict[str, OffloadedVector] = {}
         self.passes: list[ChunkSlots] = []
         self.transfers, self.transferring = ChunkSlots(TRANSFER_SLOTS), threading.Lock()
@@ -420,6 +101,25 @@ class ChunkStore:
         known = self.vectors.get(name)
         assert known is None or (known.numel, known.dtype) == (spec.numel, spec.dtype)
         return known or self.add({name: spec})[name]
+
+    def add_spares(self, wanted: Iterable[tuple[OffloadedVector, int]]) -> None:
+        """Give chunks in files one more place, where they have none yet: by vector and number.
+
+        Raises:
+            OSError: If the tier has no room; then none has got one.
+        """
+        missing = [(vector, number) for vector, number in wanted if number not in vector.spares]
+        sizes = {name: size for vector, number in missing for name, size in vector.spare_records([number]).items()}
+        if sizes:
+            self.tier.reserve(sizes)
+        for vector, number in missing:
+            vector.spares.add(number)
+
+    @property
+    def spare_bytes(self) -> tuple[int, int]:
+        """Bytes that spare places ask for and take."""
+        found = [vector.spare_bytes for vector in self.vectors.values()]
+        return sum(asked for asked, _ in found), sum(taken for _, taken in found)
 
     def new_number(self) -> int:
         """Keeps the names of several owners apart."""
@@ -470,8 +170,8 @@ class ChunkStore:
         (name, number), (memory, changed) = next(iter(self._cache.items()))
         if changed[0]:
             vector = self.vectors[name]
-            self.tier.write(vector.record(number), memory).wait()
-            vector.written[number] = True
+            self.tier.write(vector.target(number), memory).wait()
+            vector.wrote(number)
         del self._cache[name, number]
 
     def write_changes(self) -> None:
@@ -488,8 +188,7 @@ class ChunkStore:
     def flush(self) -> None:
         """Write what was changed, and keep no chunk in memory."""
         self.write_changes()
-        with self.transferring:
-            self.transfers.settle()
+        self._settle_transfers()
 
     def settle(self) -> None:
         """Wait for what passes have left under way; no pass goes on meanwhile.
@@ -497,9 +196,14 @@ class ChunkStore:
         Raises:
             OSError: If something could not be written; what that was is refused from then on.
         """
-        for slots in self.passes:
-            slots.forget_ahead()
-            slots.settle()
+        with contextlib.ExitStack() as all_of_it:
+            all_of_it.callback(self._settle_transfers)
+            for slots in self.passes:
+                all_of_it.callback(slots.tell_failure)
+                all_of_it.callback(slots.settle)
+                all_of_it.callback(slots.forget_ahead)
+
+    def _settle_transfers(self) -> None:
         with self.transferring:
             self.transfers.settle()
 

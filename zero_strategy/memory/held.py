@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from zero_strategy.engine import ZeroEngine
-    from zero_strategy.memory.chunked import OffloadedVector
+    from zero_strategy.memory.vectors import OffloadedVector
     from zero_strategy.sharding.parameters import ParameterBucket
 
 EXCHANGES = ("gather", "reduce", "replicate")
@@ -63,6 +63,8 @@ def ledger_of(engine: ZeroEngine) -> Ledger:
         ledger.add(Entry("communication", tier_on_host(device), Owner(name), kept, kept))
     snapshot = engine.saver.snapshot_bytes
     ledger.add(Entry("snapshot", "host", Owner("checkpoint"), snapshot, snapshot))
+    asked, taken = engine.saver.snapshot_file_bytes
+    ledger.add(Entry("snapshot", "nvme", Owner("checkpoint"), asked, taken))
     return ledger
 
 

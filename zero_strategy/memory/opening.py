@@ -12,6 +12,7 @@ from zero_strategy.distributed.together import together
 from zero_strategy.memory.allowance import Allowance
 from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
 from zero_strategy.memory.chunked import TRANSFER_SLOTS, ChunkStore
+from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.drive_speed import DriveSpeed, probe
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.nvme import NvmeTier
@@ -92,7 +93,10 @@ class OffloadStores:
         size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
         allowance = self._allowance if may_stay and self._stays(tier) else None
         pinned = self._device.type == "cuda"
-        store = ChunkStore(self._tiers[tier], size, ratio=ratio, allowance=allowance, pinned=pinned)
+        copies = DeviceCopies(self._device)
+        store = ChunkStore(
+            self._tiers[tier], size, ratio=ratio, allowance=allowance, pinned=pinned, copies=copies
+        )
         store.observed = self._mesh.observed
         return store
 
@@ -135,7 +139,18 @@ class OffloadStores:
 
     def in_files(self) -> bool:
         """Whether anything is kept in files."""
-        return "nvme" in self._tiers
+        return self.files is not None
+
+    @property
+    def files(self) -> Tier | None:
+        """The tier in files, if anything is kept there."""
+        return self._tiers.get("nvme")
+
+    @property
+    def spare_bytes(self) -> tuple[int, int]:
+        """Bytes in files of places for what changes while a save in the background goes on: asked for, and taken."""
+        found = [store.spare_bytes for store in self.stores]
+        return sum(asked for asked, _ in found), sum(taken for _, taken in found)
 
     def settle(self) -> None:
         """Wait for what steps and reductions have left under way; all of it, also where some fails.

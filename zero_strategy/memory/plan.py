@@ -125,8 +125,8 @@ class MemoryPlan:
             ledger.add(Entry("buffers", "device", Owner(name), nbytes, self._allocated(nbytes)))
         for entry in (*self._exchange_buffers(units, rank), *self._staging(units, rank)):
             ledger.add(entry)
-        if self.snapshots and not self.offload.in_files and rank < shard:  # the first replica writes for all
-            ledger.add(self._snapshot(units, rank))
+        if self.snapshots and rank < shard:  # the first replica writes for all
+            ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
         for entry in peaks_of(units, self.resolved.config, self.device_type):
             ledger.add(entry)
         device, host = self._activation_bytes()
@@ -211,9 +211,25 @@ class MemoryPlan:
         if early:  # how chunks are divided into passes is a matter of time: all slots have all keys
             widest = {key: max(nbytes for (_, k), nbytes in slots.items() if k == key) for _, key in slots}
             slots = {(slot, key): nbytes for slot in range(min(number, SLOTS)) for key, nbytes in widest.items()}
-        for name, nbytes in (("optimizer step", sum(slots.values())), ("transfers", self._transfers(units, rank))):
+        step = sum(slots.values()) + self._copy_rooms(units, rank)
+        for name, nbytes in (("optimizer step", step), ("transfers", self._transfers(units, rank))):
             if nbytes:
                 yield Entry("staging", "host", Owner(name), nbytes, nbytes)
+
+    def _copy_rooms(self, units: Units, rank: int) -> int:
+        """At most: page-locked memory through which a step's gradients and weights pass, of two chunks each way."""
+        if self.device_type == "cpu" or self.offload.optimizer == "none":
+            return 0
+        placement, down, up = placement_of(self.resolved), 0, 0
+        gradients = self.offload.gradient_tier(self.resolved.gradient_reduction) == "none"
+        for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
+            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            cuts, edges = self.offload.cuts(stop - start), 64 * len(bucket.layout.segments)
+            most = min(cuts.size, cuts.numel - cuts.head)
+            weights = (most * bucket.dtype.itemsize + edges) * (self.offload.parameters == "none" and most > 0)
+            fetched = (most * bucket.gradient_dtype.itemsize + edges) * (gradients and most > 0)
+            down, up = max(down, fetched + weights * (not bucket.master)), max(up, weights)
+        return 2 * (round_up(down, BLOCK) + round_up(up, BLOCK))
 
     def _transfers(self, units: Units, rank: int) -> int:
         """Memory through which whole vectors in files pass: slices to be gathered, and reduced gradients."""
@@ -252,6 +268,31 @@ class MemoryPlan:
         if self.device_type == "cuda" and taken:
             taken = 1 << (taken - 1).bit_length()  # torch's pinned memory comes in powers of two
         return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
+
+    def _snapshot_in_files(self, units: Units, rank: int) -> Entry:
+        """One more place for what a save in the background writes: for chunks of tiers whole ones, else for pieces."""
+        sizes: list[int] = []
+        placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
+        for bucket in (bucket for unit in units for bucket in unit):
+            bounds = bucket.layout.slice_bounds(shard_rank)
+            pieces, owned = bucket.pieces(*bounds), bucket.owned(placement, shard_rank)
+            moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
+            states = ([4] * bucket.master + [moment] * self.optimizer.moments) if bucket.trainable else []
+            for start, stop, tier, itemsizes in (
+                (*bounds, self.offload.parameters, [bucket.dtype.itemsize]),
+                (*owned, self.offload.optimizer, states),
+            ):
+                if tier == "none":
+                    found = [piece.numel for piece in pieces]
+                else:
+                    cuts, lead = self.offload.cuts(stop - start), bounds[0] - start
+                    places = [(lead + each.offset, lead + each.offset + each.numel) for each in pieces]
+                    numbers = {number for place in places for number, *_ in cuts.overlapping(*place)}
+                    found = [end - begin for begin, end in (cuts.chunks[number] for number in numbers)]
+                sizes += [numel * itemsize for itemsize in itemsizes for numel in found]
+        if rank == 0:
+            sizes += [self._buffer_bytes(buffer) for buffer in self.model.buffers.values() if buffer.persistent]
+        return Entry("snapshot", "nvme", Owner("checkpoint"), sum(sizes), sum(round_up(each, BLOCK) for each in sizes))
 
 
 def _fill_slots(slots: dict[int, int], turns: Iterable[int], nbytes: int) -> None:

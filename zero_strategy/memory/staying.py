@@ -26,6 +26,16 @@ class Staying:
 
 def staying(units: Units, resolved: ResolvedConfig, offload: Offload) -> dict[int, Staying]:
     """What stays of every bucket, by its id: of parameters first, unit by unit, then of gradients."""
+    return _given(units, resolved, offload)[0]
+
+
+def staying_bytes(units: Units, resolved: ResolvedConfig, offload: Offload) -> int:
+    """Bytes of what stays: the least `offload.resident_bytes` by which it does."""
+    return offload.resident_bytes - _given(units, resolved, offload)[1]
+
+
+def _given(units: Units, resolved: ResolvedConfig, offload: Offload) -> tuple[dict[int, Staying], int]:
+    """What stays, and the bytes that are left."""
     buckets = [bucket for unit in units for bucket in unit]
     allowance = Allowance(offload.resident_bytes)
     weights, gradients = dict[int, int](), dict[int, int]()
@@ -38,7 +48,8 @@ def staying(units: Units, resolved: ResolvedConfig, offload: Offload) -> dict[in
             cuts = offload.cuts(stop - start)
             sizes = [(high - low) * bucket.gradient_dtype.itemsize for low, high in cuts.chunks]
             gradients[id(bucket)] = allowance.take(sizes[cuts.heads :])
-    return {id(each): Staying(weights.get(id(each), 0), gradients.get(id(each), 0)) for each in buckets}
+    found = {id(each): Staying(weights.get(id(each), 0), gradients.get(id(each), 0)) for each in buckets}
+    return found, allowance.left
 
 
 def stop_of(cuts: Cuts, count: int) -> int:

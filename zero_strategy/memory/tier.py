@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -50,3 +50,15 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Wait for what is under way and give all room back."""
+
+
+def wait_all(pending: Sequence[PendingIO]) -> None:
+    """Wait for all, also where one has failed; raises the first error."""
+    error: BaseException | None = None
+    for each in pending:
+        try:
+            each.wait()
+        except BaseException as caught:
+            error = error or caught
+    if error is not None:
+        raise error

@@ -15,7 +15,7 @@ those of weights on the device in a vector of their own, and the step adopts the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
-from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector
+from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.opening import SLOTS
+from zero_strategy.memory.parts import OffloadedPart
+from zero_strategy.memory.vectors import OffloadedVector
+from zero_strategy.optim.step_copies import StepCopies
 from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -90,24 +94,46 @@ class Work(Chunk):
         return int(weights.view(torch.int64).sum())  # buckets and chunks are of an even number of elements
 
 
+@dataclass
+class _Brought:
+    """What a device has given for the update of a part of a parameter on the host, and where new weights go.
+
+    Attributes:
+        gradient: In host memory; None: it is in a tier.
+        weights: Host memory for new ones, with the present ones where there is no master copy; None: in a tier.
+        target: Where they go.
+    """
+
+    gradient: Tensor | None = None
+    weights: Tensor | None = None
+    target: Tensor | None = None
+
+
+def _given(brought: Iterable[_Brought]) -> tuple[list[Tensor], list[Tensor]]:
+    """New weights on the host, and where they go."""
+    pairs = [(each.weights, each.target) for each in brought if each.weights is not None and each.target is not None]
+    return [weights for weights, _ in pairs], [target for _, target in pairs]
+
+
 class StreamedStep:
     """Carries steps out for one optimizer.
 
     Args:
         store: Where its state is.
-        copies: Treat every bucket as on a device whose memory the host cannot use.
+        copies: Treat every bucket as on a device whose memory the host cannot use, and copy by these; default: those
+            that are on one.
     """
 
-    def __init__(self, store: ChunkStore, copies: bool = False) -> None:
-        self._store, self._copies, self._slots = store, copies, ChunkSlots(SLOTS)
+    def __init__(self, store: ChunkStore, copies: DeviceCopies | None = None) -> None:
+        self._store, self._slots, self._forced = store, ChunkSlots(SLOTS), copies is not None
+        self._copies = None if copies is None else StepCopies(copies, pinned=False)
         self._last: list[Chunk] = []
-        self._failure: OSError | None = None
         store.passes.append(self._slots)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory that steps have taken."""
-        return self._slots.nbytes
+        return self._slots.nbytes + (0 if self._copies is None else self._copies.nbytes)
 
     @torch.no_grad()
     def run(
@@ -133,38 +159,83 @@ class StreamedStep:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
             refused until a checkpoint is loaded.
         """
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._slots.tell_failure()
         chunks = self.chunks(updates, vectors)
         self._prepare(chunks, vectors)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
-        self._slots.check_ahead([chunk for chunk in chunks if chunk.vectors])
+        self._slots.check_ahead(chunks)
         for chunk in chunks:
             for key, vector in chunk.vectors.items():
                 vector.version += key not in chunk.unchanged
         steps: Numbers = dict(numbers or {})
         chunks = [(early or {}).get(chunk.key, chunk) for chunk in chunks]
         waiting = [_adopt(chunk) if chunk.aside else chunk for chunk in chunks]
+        waiting = [chunk for chunk in waiting if chunk.vectors or not chunk.adopted]
+        copies = self._begin_copies([chunk for chunk in waiting if not chunk.adopted])
 
         def work(chunk: Chunk, held: dict[str, Tensor]) -> None:
             assert isinstance(chunk, Work)
             if chunk.adopted:
                 _fetch(chunk, held[NEXT])
             else:
-                self._update(rule, chunk, held, scale, steps)
+                self._update(rule, chunk, held, scale, steps, copies)
 
         try:
-            self._slots.run([chunk for chunk in waiting if chunk.vectors], work, wait=early is not None)
+            self._slots.run(waiting, work, wait=early is not None)
         except BaseException:
             _tear([chunk for chunk in chunks if chunk.aside])
             raise
-        self._last = [_bare(chunk) for chunk in chunks if chunk.vectors] if early is None else []
+        finally:
+            if copies is not None:
+                copies.end()
+        self._last = list(map(_bare, chunks)) if early is None else []
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
             update.state.update(steps[id(update.parameter)])
+
+    def _begin_copies(self, chunks: Sequence[Work]) -> StepCopies | None:
+        """Begin to bring what a step over these chunks needs of the device; None: nothing is there."""
+        devices = [update.bucket.device for chunk in chunks for update in chunk.updates if self._is_away(chunk, update)]
+        if not devices:
+            return None
+        if self._copies is None:
+            self._copies = StepCopies(DeviceCopies(devices[0]), pinned=True)
+        self._copies.begin([self._wanted(chunk) for chunk in chunks])
+        return self._copies
+
+    def _is_away(self, chunk: Work, update: Update) -> bool:
+        """Whether the bucket is on a device, and the chunk is updated on the host."""
+        return not chunk.on_device and (self._forced or update.bucket.device != _HOST)
+
+    def _wanted(self, chunk: Work) -> list[Tensor]:
+        """What an update of the chunk on the host needs of the device, in the order in which `_brought` takes it."""
+        found = []
+        for update in chunk.updates if not chunk.on_device else ():
+            if self._is_away(chunk, update):
+                low, high = _overlap(update, chunk)
+                if isinstance(update.gradient, Tensor):
+                    found.append(update.gradient[low - update.cut.offset : high - update.cut.offset])
+                if not chunk.vectors.keys() & {WEIGHTS, MASTER}:
+                    found.append(update.bucket.owned_values[low:high])
+        return found
+
+    def _brought(self, chunk: Work, copies: StepCopies) -> dict[int, _Brought]:
+        """What was brought for a chunk, by the position of the update, with room for new weights."""
+        away = [number for number, update in enumerate(chunk.updates) if self._is_away(chunk, update)]
+        arrived, found = iter(copies.take()), {number: _Brought() for number in away}
+        if WEIGHTS not in chunk.vectors:
+            places = {number: _overlap(chunk.updates[number], chunk) for number in away}
+            targets = [chunk.updates[number].bucket.owned_values[slice(*places[number])] for number in away]
+            for number, target, room in zip(away, targets, copies.new_weights(targets), strict=True):
+                found[number].target, found[number].weights = target, room
+        for number, each in found.items():
+            if isinstance(chunk.updates[number].gradient, Tensor):
+                each.gradient = next(arrived)
+            if each.weights is not None and MASTER not in chunk.vectors:
+                each.weights.copy_(next(arrived))
+        return found
 
     def read_ahead(self) -> None:
         """Begin to read what the next step begins with, if it is like the last one; what fails, that step raises."""
@@ -173,13 +244,13 @@ class StreamedStep:
                 store.write_changes()
             self._slots.read_ahead(self._last)
         except OSError as error:
-            self._failure = error
+            self._slots.failure = error
         except RuntimeError:  # a torn record, which the step will meet, too
             self._last = []
 
     def forget(self) -> None:
         """Return when nothing of steps is read or written any more; errors are nobody's."""
-        self._last, self._failure = [], None
+        self._last, self._slots.failure = [], None
         self._slots.forget_ahead()
         with contextlib.suppress(OSError):
             self._slots.settle()
@@ -269,12 +340,19 @@ class StreamedStep:
         return list(found.values())
 
     def _update(
-        self, rule: UpdateRule, chunk: Work, held: dict[str, Tensor], scale: float, steps: Numbers
+        self,
+        rule: UpdateRule,
+        chunk: Work,
+        held: dict[str, Tensor],
+        scale: float,
+        steps: Numbers,
+        copies: StepCopies | None = None,
     ) -> None:
         segments, back = [], []
+        brought = {} if copies is None else self._brought(chunk, copies)
         if NEXT in held and MASTER not in held:
             chunk.checksum = chunk.present_checksum()
-        for update in chunk.updates:
+        for number, update in enumerate(chunk.updates):
             low, high = _overlap(update, chunk)
             here = slice(low - chunk.start, high - chunk.start)
             home = update.bucket.device if chunk.on_device else _HOST
@@ -283,14 +361,19 @@ class StreamedStep:
                 weights = held[NEXT][here]
                 if MASTER not in held:
                     weights.copy_(update.bucket.owned_values[low:high])
-            elif weights.device != home or (self._copies and chunk.on_device == (WEIGHTS in held)):
+            elif (here_too := brought.get(number)) is not None:
+                weights = weights if here_too.weights is None else here_too.weights
+            elif weights.device != home or (self._forced and chunk.on_device and WEIGHTS in held):
                 away, weights = weights, weights.to(home, copy=True)
                 back.append((away, weights))
             parts = {key: values[here] for key, values in held.items()}
-            segments.append(_segment(update, low, high, weights, parts, home))
+            gradient = brought[number].gradient if number in brought else None
+            segments.append(_segment(update, low, high, weights, parts, home, gradient))
         rule.update(segments, scale)
         for away, weights in back:
             away.copy_(weights)
+        if copies is not None:
+            copies.give(*_given(brought.values()))
         for update, segment in zip(chunk.updates, segments, strict=True):
             low, _ = _overlap(update, chunk)
             numbers = {}
@@ -341,7 +424,7 @@ def _tear(chunks: Sequence[Work]) -> None:
     for chunk in chunks:
         for key, vector in chunk.vectors.items():
             if key not in (GRADIENT, NEXT):
-                vector.tier_of(chunk.number).mark_torn([vector.record(chunk.number)], "a step stopped half-way")
+                vector.mark_torn(chunk.number, "a step stopped half-way")
 
 
 def _overlap(update: Update, chunk: Work) -> tuple[int, int]:
@@ -350,15 +433,24 @@ def _overlap(update: Update, chunk: Work) -> tuple[int, int]:
 
 
 def _segment(
-    update: Update, low: int, high: int, weights: Tensor, held: dict[str, Tensor], home: torch.device
+    update: Update,
+    low: int,
+    high: int,
+    weights: Tensor,
+    held: dict[str, Tensor],
+    home: torch.device,
+    gradient: Tensor | None = None,
 ) -> Segment:
-    """Elements [low, high) of the owned ones as the rule takes them, on the device `home`."""
+    """Elements [low, high) of the owned ones as the rule takes them, on the device `home`; maybe the gradient is there.
+    """
     state = {
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }
     param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
-    if isinstance(update.gradient, Tensor):
+    if gradient is not None:
+        assert gradient.numel() == high - low
+    elif isinstance(update.gradient, Tensor):
         gradient = update.gradient[low - update.cut.offset : high - update.cut.offset].to(home)
     else:
         gradient = held[GRADIENT].to(home)

@@ -10,6 +10,7 @@ from zero_strategy.memory.ledger import TIERS, Ledger
 from zero_strategy.memory.machine import Machine
 from zero_strategy.memory.offload import TIER_ORDER, Offload
 from zero_strategy.memory.plan import MemoryPlan
+from zero_strategy.planning.resident import kept_bytes, largest_resident, moved_bytes, with_resident
 
 _MOST_RANKS = 4096
 _SMALL_SHM = 1 << 30
@@ -103,12 +104,13 @@ class Change:
 def changes_that_fit(plan: MemoryPlan, budget: Budget) -> list[Change]:
     """The smallest change after which the plan fits, and after it the first that fits of each other kind.
 
-    In order of cost: saves that wait, steps that begin after backward, a higher stage (more is sent), the ranks that
-    are there, offload to the host, then to drives, more ranks than are there. Empty if nothing helps, or it fits as it
-    is.
+    In order of cost: saves that wait, steps that begin after backward, less that stays in host memory, a higher stage
+    (more is sent), the ranks that are there, offload to the host, then to drives, more ranks than are there. Empty if
+    nothing helps, or it fits as it is.
     """
     found = []
-    for group in (_synchronous, _late_steps, _stages, _present_ranks, _to_host, _to_drives, _more_ranks):
+    groups = (_synchronous, _late_steps, _less_staying, _stages, _present_ranks, _to_host, _to_drives, _more_ranks)
+    for group in groups:
         first = next((change for change in group(plan, budget) if fits(change.plan, budget)), None)
         if first is None and plan.snapshots and group is not _synchronous:
             without = group(plan.changed(snapshots=False), budget)
@@ -128,6 +130,38 @@ def _late_steps(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
     """No second places for state that is offloaded already."""
     if plan.offload.early:
         yield Change((_LATE,), plan.changed(offload=replace(plan.offload, early_step="off")))
+
+
+def _less_staying(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """More of what is in files read and written, as little as will do."""
+    if plan.offload.in_files and kept_bytes(plan):
+        most = _largest_resident(plan, budget, 0, plan.offload.resident_bytes)
+        if most is not None:
+            yield Change((f"offload.resident_bytes: {most}",), with_resident(plan, most))
+
+
+def _largest_resident(plan: MemoryPlan, budget: Budget, low: int, high: int | None = None) -> int | None:
+    """By the rank that is the fullest as it is, for a plan of each rank takes long; then looked at for all."""
+    rank = plan.fullest_rank()
+
+    def fits_one(other: MemoryPlan) -> bool:
+        return all(need.fits for need in needs(other, budget, other.ledger(rank)))
+
+    found = largest_resident(plan, fits_one, low, high)
+    if found is None or fits(with_resident(plan, found), budget):
+        return found
+    return largest_resident(plan, lambda other: fits(other, budget), low, high)
+
+
+def suggestions(plan: MemoryPlan, budget: Budget) -> list[str]:
+    """What a plan that fits could do with the memory that is left."""
+    if not plan.offload.in_files or budget.host is None or not fits(plan, budget):
+        return []
+    most = _largest_resident(plan, budget, plan.offload.resident_bytes)
+    if most is None or most <= kept_bytes(plan):
+        return []
+    saved = moved_bytes(plan) - moved_bytes(with_resident(plan, most))
+    return [f"offload.resident_bytes could be {most}: saves {size(saved)} read and written per step"]
 
 
 def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:

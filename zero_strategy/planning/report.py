@@ -8,7 +8,7 @@ from zero_strategy.checkpoint_commands.show import size, table
 from zero_strategy.memory.ledger import Key
 from zero_strategy.memory.machine import Machine
 from zero_strategy.memory.plan import MemoryPlan
-from zero_strategy.planning.fit import Budget, Change, changes_that_fit, needs, notes
+from zero_strategy.planning.fit import Budget, Change, changes_that_fit, needs, notes, suggestions
 
 
 def report(plan: MemoryPlan, budget: Budget, machine: Machine, rank: int | None = None) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def report(plan: MemoryPlan, budget: Budget, machine: Machine, rank: int | None 
         "margin": budget.margin,
         "fits": fits,
         "changes": [] if fits else [_change(change) for change in changes_that_fit(plan, budget)],
+        "suggestions": suggestions(plan, budget) if fits else [],
         "machine": machine.__dict__,
         "notes": notes(plan, machine, ledger),
     }
@@ -76,6 +77,7 @@ def report_text(plan: MemoryPlan, found: dict[str, Any], machine: Machine, by: t
         parts[-1] += f"\nhost memory is bounded by {machine.host_bound}"
     if not found["fits"]:
         parts.append(_ways_out(found))
+    parts += found["suggestions"]
     parts += [f"note: {note}" for note in found["notes"]]
     return "\n\n".join(parts)
 

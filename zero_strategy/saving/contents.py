@@ -7,7 +7,7 @@ under the module's own names.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import FileKind, LatePiece, Piece
-from zero_strategy.memory.chunked import OffloadedPart
+from zero_strategy.memory.images import VectorReader, live_values
+from zero_strategy.memory.parts import OffloadedPart
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving.tensor_pieces import pieces_in_whole
 from zero_strategy.sharding import layout
@@ -151,10 +152,19 @@ def pieces_of(
     saved: Sequence[States],
     tables: Sequence[OptimizerTable],
     dtype: torch.dtype | None,
+    values_of: VectorReader = live_values,
 ) -> Iterator[tuple[FileKind, Piece | LatePiece]]:
     """All that this rank writes: views of live memory, weights converted to `dtype`, and what is to be read first.
 
     A collective of the tensor-parallel ranks if there are several.
+
+    Args:
+        engine: The engine.
+        order: Weights and buffers.
+        saved: By optimizer: this rank's states.
+        tables: By optimizer: what all ranks know of them.
+        dtype: Of weights; None: their own.
+        values_of: Gives what reads values of state in tiers; all of these, and nothing else, are read late.
     """
     if engine.mesh.replicate.rank:  # the first replica writes for all
         return
@@ -162,7 +172,7 @@ def pieces_of(
     for bucket in engine.model.buckets:
         for piece in _slice_pieces(bucket):
             if bucket.names[piece.index] in wanted:
-                for found in _weights_pieces(engine, bucket, piece, dtype):
+                for found in _weights_pieces(engine, bucket, piece, dtype, values_of):
                     yield "model", found
     if engine.mesh.rank == 0 and engine.mesh.tensor.rank == 0:
         for name, tensor in order:
@@ -171,7 +181,7 @@ def pieces_of(
                 yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, dtype)))
     for number, (states, table) in enumerate(zip(saved, tables, strict=True)):
         for kind, dtypes in table.kinds.items():
-            for state in _state_pieces(engine, states, kind, dtypes):
+            for state in _state_pieces(engine, states, kind, dtypes, values_of):
                 yield (str(number), kind), state
 
 
@@ -189,25 +199,31 @@ def _slice_pieces(bucket: ParameterBucket) -> Iterator[layout.Piece]:
 
 
 def _weights_pieces(
-    engine: ZeroEngine, bucket: ParameterBucket, piece: layout.Piece, dtype: torch.dtype | None
+    engine: ZeroEngine,
+    bucket: ParameterBucket,
+    piece: layout.Piece,
+    dtype: torch.dtype | None,
+    values_of: VectorReader,
 ) -> Iterator[Piece | LatePiece]:
     """A weight's slice as it is saved: from its master copy where that is finer and wanted."""
     stored = stored_dtype(bucket.dtype, dtype)
     finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
-    lead, at = bucket.slice.start - bucket.owned.start, piece.offset - piece.start
+    lead = bucket.slice.start - bucket.owned.start if finer else 0
+    at, vector = lead + piece.offset - piece.start, bucket.master_vector if finer else bucket.shard_vector
+    if vector is not None:
+        values = values_of(vector, at + piece.start, at + piece.stop)
+    else:
+        values = bucket.read_master if finer else bucket.read_shard
 
     def read(start: int, stop: int) -> Tensor:
-        start, stop = at + start, at + stop
-        values = bucket.read_master(lead + start, lead + stop) if finer else bucket.read_shard(start, stop)
-        return values.to(stored)
+        return values(at + start, at + stop).to(stored)
 
-    late = (bucket.master_vector if finer else bucket.shard_vector) is not None
-    bounds, name = (piece.start, piece.stop), bucket.names[piece.index]
-    return pieces_in_whole(bucket.parts[piece.index], engine.mesh.tensor, name, bounds, stored, read, late=late)
+    part, bounds, name = bucket.parts[piece.index], (piece.start, piece.stop), bucket.names[piece.index]
+    return pieces_in_whole(part, engine.mesh.tensor, name, bounds, stored, read, late=vector is not None)
 
 
 def _state_pieces(
-    engine: ZeroEngine, states: States, kind: str, dtypes: Mapping[str, torch.dtype]
+    engine: ZeroEngine, states: States, kind: str, dtypes: Mapping[str, torch.dtype], values_of: VectorReader
 ) -> Iterator[Piece | LatePiece]:
     for bucket in engine.model.buckets:
         lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
@@ -215,26 +231,28 @@ def _state_pieces(
             name, part = bucket.names[piece.index], bucket.parts[piece.index]
             if name not in dtypes:
                 continue
+            values: Callable[[int, int], Tensor]
             if kind == "master":
-                late = bucket.master_vector is not None
-                read = partial(_read_master, bucket, lead + piece.offset - piece.start)
+                at, held = lead + piece.offset - piece.start, bucket.master_vector
+                late, values = held is not None, bucket.read_master
             else:
-                late = engine.model.optimizer_store is not None
                 value = states[name][1][kind] if name in states else torch.empty(0, dtype=dtypes[name])
-                read = partial(_read_state, value, 0 if whole else -piece.start)
-            bounds = piece.start, piece.stop
-            yield from pieces_in_whole(part, engine.mesh.tensor, name, bounds, dtypes[name], read, late=late)
+                held, at = (value.vector, value.start) if isinstance(value, OffloadedPart) else (None, 0)
+                at -= 0 if whole else piece.start
+                late, values = engine.model.optimizer_store is not None, partial(_some, value)
+            if held is not None:
+                values = values_of(held, at + piece.start, at + piece.stop)
+            read, bounds = partial(_shifted, values, at), (piece.start, piece.stop)
+            for found in pieces_in_whole(part, engine.mesh.tensor, name, bounds, dtypes[name], read, late=late):
+                yield found if held is not None else found.loaded()
 
 
-def _read_master(bucket: ParameterBucket, lead: int, start: int, stop: int) -> Tensor:
-    return bucket.read_master(lead + start, lead + stop)
+def _shifted(values: Callable[[int, int], Tensor], at: int, start: int, stop: int) -> Tensor:
+    return values(at + start, at + stop)
 
 
-def _read_state(value: Any, lead: int, start: int, stop: int) -> Tensor:
-    if isinstance(value, OffloadedPart):
-        return value.vector.read(value.start + lead + start, value.start + lead + stop)
-    flat: Tensor = value.reshape(-1)
-    return flat[lead + start : lead + stop].contiguous()
+def _some(value: Tensor, start: int, stop: int) -> Tensor:
+    return value.reshape(-1)[start:stop].contiguous()
 
 
 def groups_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> list[dict[str, Any]]:

@@ -13,19 +13,22 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_strategy.checkpoint import CheckpointPlan, TensorSpec
+from zero_strategy.checkpoint import CheckpointPlan, FileKind, TensorSpec
 from zero_strategy.checkpoint.remote import is_remote
 from zero_strategy.checkpoint.retention import prune
 from zero_strategy.checkpoint.save_writer import in_file_order
 from zero_strategy.checkpoint.snapshot import Snapshot
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.distributed.save_board import SaveBoard, own_store
+from zero_strategy.distributed.together import together
+from zero_strategy.memory.images import StateImages
+from zero_strategy.memory.tier import Tier
 from zero_strategy.progress import progress
 from zero_strategy.saving import random_state, references
 from zero_strategy.saving.agreement import Agreed, Agreement
@@ -39,6 +42,7 @@ from zero_strategy.saving.contents import (
     states_of,
     stored_dtype,
 )
+from zero_strategy.saving.file_snapshot import AnyPiece, FileSnapshot
 from zero_strategy.saving.job import SaveJob
 from zero_strategy.saving.places import SavePlaces, parent_of, prune_remote
 
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
 OWN = "zero_strategy"
 """Key of the engine's own entry in the manifest's user metadata."""
 _IO_THREADS = 2
+Fixed = tuple[StateImages, list[tuple[FileKind, AnyPiece]]]
+"""Images of state in tiers, and the pieces that are to be saved."""
 
 
 class PendingSave:
@@ -76,14 +82,18 @@ class PendingSave:
         """Whether it is over and has failed, and nobody was told yet."""
         return self.done() and self._error is not None and not self._raised
 
+    def join(self) -> None:
+        """Return when it is over, well or not."""
+        if self._process == os.getpid():  # a forked child has no such thread
+            self._over.wait()  # not the thread's `join`, which does not survive an interruption
+
     def wait(self) -> None:
         """Return when the checkpoint is there.
 
         Raises:
             OSError, ValueError, RuntimeError: Why it is not, on this rank or on another; once.
         """
-        if self._process == os.getpid():  # a forked child has no such thread
-            self._over.wait()  # not `join`, which does not survive an interruption
+        self.join()
         atexit.unregister(self.wait)
         if self._error is not None and not self._raised:
             self._raised = True
@@ -158,6 +168,7 @@ class Saver:
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = weakref.proxy(engine)
         self._snapshot = Snapshot(pinned=torch.cuda.is_available())
+        self._file_snapshot: FileSnapshot | None = None
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None
         self._board: SaveBoard | None = None
@@ -176,6 +187,13 @@ class Saver:
     def snapshot_bytes(self) -> int:
         """Host memory kept for the snapshots of background saves."""
         return self._snapshot.nbytes
+
+    @property
+    def snapshot_file_bytes(self) -> tuple[int, int]:
+        """Bytes in files kept for them that are asked for and taken: copies, and places for what changes meanwhile."""
+        copies = (0, 0) if self._file_snapshot is None else self._file_snapshot.nbytes
+        spares = self._engine.offloaded.spare_bytes
+        return copies[0] + spares[0], copies[1] + spares[1]
 
     def failed(self) -> bool:
         """Whether a save in the background has failed and nobody was told."""
@@ -204,6 +222,11 @@ class Saver:
         elif not failed:
             action()
 
+    def rest(self) -> None:
+        """Return when no save reads this rank's state any more; what went wrong is told where it always is."""
+        if self._pending is not None:
+            self._pending.join()
+
     def busy(self) -> bool:
         """Whether a save goes on on this rank."""
         return self._pending is not None and not self._pending.done()
@@ -223,7 +246,6 @@ class Saver:
     ) -> PendingSave:
         """See `ZeroEngine.save`."""
         engine, settings = self._engine, self._engine.config.config.checkpoint
-        asynchronous = asynchronous and not engine.offloaded.in_files()  # a copy in memory is what there is no room for
         if weights_dtype is not None and optimizers:
             raise ValueError("weights_dtype is for weights alone, which cannot be resumed from: give optimizers=False")
         if settings.while_saving == "wait":
@@ -244,13 +266,17 @@ class Saver:
         pending = PendingSave(os.fspath(directory))
         try:
             order = [item for item in state_dict_entries(engine.module) if item[0] not in frozen]
+            fixed: Fixed | None = None
+            pieces = partial(pieces_of, engine, order, states, agreed.tables, weights_dtype)
+            if asynchronous and engine.offloaded.files is not None:
+                fixed = self._room_in_files(engine.offloaded.files, pieces)
+                asynchronous = fixed is not None
             plan = self._plan(whole.without(frozen), agreed.tables, weights_dtype)
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
             job = self._job(directory, plan, whole, agreed, board, groups, dict(user), dict(counters), update_latest)
             job.extra_files = {**extra_files, **extra_state_file(engine)}
             job.own_files = {**own_files, random_state.path_of(engine.mesh.team.rank): random_state.capture()}
-            live = pieces_of(engine, order, states, agreed.tables, weights_dtype)
-            job.pieces = self._snapshot.take(job.plan, live) if asynchronous else in_file_order(job.plan, live)
+            job.pieces = self._pieces(job.plan, pieces, fixed, asynchronous)
         except BaseException as error:
             board.fail(f"{type(error).__name__}: {error}")
             raise
@@ -264,6 +290,40 @@ class Saver:
                 job.run(threads=_IO_THREADS, bytes_per_second=None, tell=tell)
             pending.start(job, None, before, written=True)
         return pending
+
+    def _room_in_files(self, tier: Tier, pieces: Callable[..., Iterable[tuple[FileKind, AnyPiece]]]) -> Fixed | None:
+        """Get ready to fix state in files at this moment; None if some rank has no room for that. A collective."""
+        if self._file_snapshot is None:
+            self._file_snapshot = FileSnapshot(tier)
+        snapshot, images = self._file_snapshot, self._file_snapshot.begin()
+
+        def reserve() -> list[tuple[FileKind, AnyPiece]]:
+            live = list(pieces(values_of=images.reader))
+            snapshot.reserve(images, live)
+            return live
+
+        try:
+            return images, together(self._engine.mesh.team.control, reserve)
+        except (OSError, RuntimeError) as error:
+            warnings.warn(
+                f"a save in the background needs room in offload.nvme_path, so that the state it writes can change "
+                f"meanwhile; this one is written at once: {error}",
+                stacklevel=3,
+            )
+            return None
+
+    def _pieces(
+        self,
+        plan: CheckpointPlan,
+        pieces: Callable[..., Iterable[tuple[FileKind, AnyPiece]]],
+        fixed: Fixed | None,
+        asynchronous: bool,
+    ) -> Sequence[tuple[FileKind, AnyPiece]]:
+        """What this rank writes: live, or, in the background, such that training does not change it."""
+        if fixed is not None:
+            assert self._file_snapshot is not None
+            return self._file_snapshot.take(plan, *fixed)
+        return self._snapshot.take(plan, pieces()) if asynchronous else in_file_order(plan, pieces())
 
     def _job(
         self,

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from zero_strategy.distributed import PendingWork
-from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
+from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.parts import OffloadedPart
+from zero_strategy.memory.vectors import OffloadedVector, VectorSpec, add_scaled
 from zero_strategy.ops.arguments import FLOATS
 from zero_strategy.sharding.buffer_reuse import BufferReuse
 from zero_strategy.sharding.dtensors import local_gradient, local_values
@@ -195,10 +197,15 @@ class GradientBucket:
         mesh, own = self.bucket.mesh, self._sent[self.bucket.slice]
         if mesh.replicate.size > 1:
             mesh.replicate.all_reduce(own, self.bucket.names)
-        if mesh.world_size > 1:
+        if mesh.world_size > 1 and not self._divides_later:
             own.mul_(1.0 / mesh.world_size)
         if not self.bucket.placement.shard_optimizer:
             self._spread = mesh.reduce.all_gather(self._sent, of=self.bucket.names)
+
+    @property
+    def _divides_later(self) -> bool:
+        """Whether the sum becomes a mean on its way into the reduced gradients, without a pass over it."""
+        return self.bucket.placement.shard_optimizer and not self.per_step
 
     @torch.no_grad()
     def finish(self, *, keep: bool = True) -> None:
@@ -230,17 +237,15 @@ class GradientBucket:
         self._empty = False
 
     def _add(self, values: Tensor) -> None:
-        """Add the owned elements of a reduction to the sum of earlier ones."""
+        """Add the owned elements of a reduction to the sum of earlier ones; they may be changed."""
+        factor = 1.0 / self.bucket.mesh.world_size if self._divides_later else 1.0
         if self._store is not None:
             look = None if self._powers is None else self._powers.begin(self.bucket.pieces)
-            self._in_tier(self._store).add_all(values, first=self._empty, look=look)
+            self._in_tier(self._store).add_all(values, first=self._empty, look=look, factor=factor)
             return
         if self.reduced is None:
             self.reduced = torch.empty(values.numel(), dtype=self.dtype, device=self.bucket.device)
-        if self._empty:
-            self.reduced.copy_(values)
-        else:
-            self.reduced.add_(values)
+        add_scaled(self.reduced, values, factor, first=self._empty)
 
     def expect_norm(self, norm_type: float) -> None:
         """From the next reduction on know the norm of what is in a tier without reading it again."""

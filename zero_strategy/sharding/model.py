@@ -15,7 +15,8 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.distributed.together import together
-from zero_strategy.memory.chunked import ChunkStore, VectorSpec
+from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.vectors import VectorSpec
 from zero_strategy.progress import each
 from zero_strategy.sharding.dtensors import check_placement, held_by, tensor_ranks
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.distributed import Mesh, PendingWork
-from zero_strategy.memory.chunked import ChunkStore, OffloadedVector, VectorSpec
+from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
 from zero_strategy.sharding.dtensors import held_by, local_values, part_of, recast
 from zero_strategy.sharding.grouping import LOW_PRECISION
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout

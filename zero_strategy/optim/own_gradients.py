@@ -1,0 +1,87 @@
+"""The gradients of one optimizer on this rank: their norm, and what is done to them before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.optim.norm import GradientNorm, Shard, check_norm_type, global_norm
+from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.sharding.model import ShardedModel
+
+
+class OwnGradients:
+    """What clipping and unscaling ask of an optimizer.
+
+    Args:
+        model: The sharded model.
+        parameters: The optimizer's parameters, all of them the model's.
+    """
+
+    def __init__(self, model: ShardedModel, parameters: Callable[[], Iterator[nn.Parameter]]) -> None:
+        self._model, self._parameters = model, parameters
+
+    def _each(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int, Shard, float]]:
+        """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come.
+
+        Args:
+            only: Ids of the parameters that count; default: all.
+        """
+        found: dict[int, dict[int, tuple[Shard, float]]] = {}
+        for parameter in self._parameters():
+            if only is not None and id(parameter) not in only:
+                continue
+            place = self._model.place(parameter)
+            assert place is not None
+            gradients, index = self._model.gradient_of(place[0]), place[1]
+            if id(gradients) not in found:
+                found[id(gradients)] = gradients.scaled_gradients()
+            if index in found[id(gradients)]:
+                yield gradients, index, *found[id(gradients)][index]
+
+    def shards(
+        self, norm_type: float, only: Container[int] | None = None
+    ) -> tuple[list[Shard], list[float], list[str]]:
+        """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
+        check_norm_type(norm_type)  # before anybody expects it of gradients to come
+        for parameter in self._parameters():
+            place = self._model.place(parameter)
+            assert place is not None
+            self._model.gradient_of(place[0]).round_scales()
+            self._model.gradient_of(place[0]).expect_norm(norm_type)
+        shards, factors, names = [], [], []
+        for gradients, index, values, factor in self._each(only):
+            bucket = gradients.bucket
+            if not bucket.parts[index].counts:
+                continue  # the first tensor-parallel rank has the same
+            if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
+                pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(self._model.mesh.shard_rank))
+                cuts = [piece for piece in pieces if piece.index == index]
+                start, stop = (cuts[0].start, cuts[0].stop) if cuts else (0, 0)
+                values = values[start:stop] if isinstance(values, Tensor) else values.narrow(start, stop)
+            shards.append(values)
+            factors.append(factor)
+            names.append(bucket.names[index])
+        return shards, factors, names
+
+    def norm(self, norm_type: float = 2.0) -> GradientNorm:
+        """Their norm over all ranks. A collective."""
+        self._model.reducer.settle()
+        shards, factors, _ = self.shards(norm_type)
+        return global_norm(shards, norm_type, [*self._model.norm_groups], factors)
+
+    @torch.no_grad()
+    def scale(self, factor: float, only: Container[int] | None = None) -> None:
+        """Multiply the gradients; a fused step does it on its way."""
+        for gradients, index, _, _ in list(self._each(only)):
+            gradients.scale(index, factor)
+
+    @torch.no_grad()
+    def clip_values(self, limit: float, only: Container[int] | None = None) -> None:
+        """Clamp every element of the gradients to [-limit, limit]."""
+        self._model.reducer.settle()
+        for gradients, index, _, _ in list(self._each(only)):
+            gradients.change(index, partial(torch.clamp_, min=-limit, max=limit))
