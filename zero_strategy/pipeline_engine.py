@@ -319,6 +319,10 @@ class PipelineEngine(ZeroEngine):
         """Give replicas of tied weights the owners' values. A collective."""
         self._ties.publish(self.model.gathered)
 
+    def replicas(self) -> dict[str, Tensor]:
+        """This rank's copies of weights that another rank owns, by their names here; no copies of them, to be read."""
+        return {self._prefix + name: tensor for name, tensor in self._ties.values().items()}
+
     # ---- what is different for a part of a model ----
 
     @property

@@ -89,6 +89,10 @@ class TiedWeights:
             if replica.local_name != replica.name
         }
 
+    def values(self) -> dict[str, Tensor]:
+        """The replicas here, by their local names."""
+        return {each.local_name: each.tensor for replicas in self.replicas.values() for each in replicas}
+
     def removed(self) -> list[Tensor]:
         """The parameters that are replicas now."""
         return [weight for tie in self._ties if not tie.is_owner for weight in tie.weights.values()]
