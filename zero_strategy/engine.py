@@ -40,6 +40,7 @@ from zero_strategy.observing import Observed
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
+from zero_strategy.optim.gradient_parts import clamp_parts, norm_parts, scale_parts
 from zero_strategy.optim.membership import check_all_held, check_twice
 from zero_strategy.optim.norm import GradientStats, global_norm
 from zero_strategy.saving import Saver
@@ -366,7 +367,8 @@ class ZeroEngine(EngineCheckpoints):
         Args:
             max_norm: The bound.
             norm_type: Any positive p, or inf.
-            optimizer: Whose gradients; default: those of all attached optimizers together.
+            optimizer: Whose gradients; default: those of all attached optimizers together, or of all parameters if
+                none is attached.
             error_if_nonfinite: Raise, on every rank, instead of multiplying by nan.
             parameters: Those whose gradients count and are scaled, the same on all ranks; default: all.
 
@@ -386,8 +388,8 @@ class ZeroEngine(EngineCheckpoints):
                 problem = f"the gradient norm of order {norm_type} is {norm.value}"
                 raise RuntimeError(f"{problem}; gradients were not clipped")
             coefficient = norm.coefficient(max_norm)
-            for sharded in self._chosen(optimizer):
-                sharded.scale_gradients(coefficient, only)
+            for chosen in self._chosen(optimizer):
+                scale_parts(self.model, chosen, coefficient, only)
         return torch.tensor(norm.value, dtype=torch.float32)
 
     def clip_grad_value_(
@@ -404,16 +406,21 @@ class ZeroEngine(EngineCheckpoints):
         if clip_value < 0:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
         only = None if parameters is None else {id(parameter) for parameter in parameters}
-        for sharded in self._chosen(optimizer):
-            sharded.clip_values(clip_value, only)
+        for chosen in self._chosen(optimizer):
+            clamp_parts(self.model, chosen, clip_value, only)
 
     def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
-        """Norm of the mean gradients over all ranks. A collective."""
+        """Norm of the mean gradients over all ranks. A collective.
+
+        Args:
+            norm_type: Any positive p, or inf.
+            optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
+        """
         return self._norm(norm_type, optimizer, None)
 
     def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         self.model.reducer.settle()
-        parts = [sharded.norm_shards(norm_type, only) for sharded in self._chosen(optimizer)]
+        parts = [norm_parts(self.model, chosen, norm_type, only) for chosen in self._chosen(optimizer)]
         shards = [shard for found, _, _ in parts for shard in found]
         factors = [factor for _, found, _ in parts for factor in found]
         seen: list[tuple[Tensor, Tensor]] = []
@@ -422,8 +429,12 @@ class ZeroEngine(EngineCheckpoints):
             watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
         return norm
 
-    def _chosen(self, optimizer: Optimizer | None) -> list[ShardedOptimizer]:
-        return self.optimizers if optimizer is None else [self.sharded(optimizer)]
+    def _chosen(self, optimizer: Optimizer | None) -> list[list[nn.Parameter]]:
+        """The parameters of an optimizer, or of each; of the whole module where none is attached."""
+        if optimizer is None and not self.optimizers:
+            return [[parameter for _, parameter in self.model.names()]]
+        chosen = self.optimizers if optimizer is None else [self.sharded(optimizer)]
+        return [list(sharded.parameters()) for sharded in chosen]
 
     # ---- fp16 ----
 

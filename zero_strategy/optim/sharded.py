@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from zero_strategy.memory.chunked import OffloadedPart, OffloadedVector
 from zero_strategy.optim.early import EarlyStep
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
-from zero_strategy.optim.norm import GradientNorm, Shard, check_norm_type, global_norm
+from zero_strategy.optim.gradient_parts import norm_parts, scale_parts
+from zero_strategy.optim.norm import GradientNorm, Shard, global_norm
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
 from zero_strategy.optim.own_steps import rule_for_parts
 from zero_strategy.optim.streamed import Update
@@ -300,67 +300,15 @@ class ShardedOptimizer:
 
     # ---- gradients ----
 
-    def _gradients(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int, Shard, float]]:
-        """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come.
-
-        Args:
-            only: Ids of the parameters that count; default: all.
-        """
-        found: dict[int, dict[int, tuple[Shard, float]]] = {}
-        for parameter in self.parameters():
-            if only is not None and id(parameter) not in only:
-                continue
-            place = self.model.place(parameter)
-            assert place is not None
-            gradients, index = self.model.gradient_of(place[0]), place[1]
-            if id(gradients) not in found:
-                found[id(gradients)] = gradients.scaled_gradients()
-            if index in found[id(gradients)]:
-                yield gradients, index, *found[id(gradients)][index]
-
-    def norm_shards(
-        self, norm_type: float, only: Container[int] | None = None
-    ) -> tuple[list[Shard], list[float], list[str]]:
-        """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
-        check_norm_type(norm_type)  # before anybody expects it of gradients to come
-        for parameter in self.parameters():
-            place = self.model.place(parameter)
-            assert place is not None
-            self.model.gradient_of(place[0]).round_scales()
-            self.model.gradient_of(place[0]).expect_norm(norm_type)
-        shards, factors, names = [], [], []
-        for gradients, index, values, factor in self._gradients(only):
-            bucket = gradients.bucket
-            if not bucket.parts[index].counts:
-                continue  # the first tensor-parallel rank has the same
-            if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
-                pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(self.model.mesh.shard_rank))
-                cuts = [piece for piece in pieces if piece.index == index]
-                start, stop = (cuts[0].start, cuts[0].stop) if cuts else (0, 0)
-                values = values[start:stop] if isinstance(values, Tensor) else values.narrow(start, stop)
-            shards.append(values)
-            factors.append(factor)
-            names.append(bucket.names[index])
-        return shards, factors, names
-
     def norm(self, norm_type: float = 2.0) -> GradientNorm:
         """Norm of this optimizer's gradients over all ranks. A collective."""
         self.model.reducer.settle()
-        shards, factors, _ = self.norm_shards(norm_type)
+        shards, factors, _ = norm_parts(self.model, self.parameters(), norm_type)
         return global_norm(shards, norm_type, [*self.model.norm_groups], factors)
 
-    @torch.no_grad()
     def scale_gradients(self, factor: float, only: Container[int] | None = None) -> None:
-        """Multiply this optimizer's gradients; a fused step does it on its way."""
-        for gradients, index, _, _ in list(self._gradients(only)):
-            gradients.scale(index, factor)
-
-    @torch.no_grad()
-    def clip_values(self, limit: float, only: Container[int] | None = None) -> None:
-        """Clamp every element of this optimizer's gradients to [-limit, limit]."""
-        self.model.reducer.settle()
-        for gradients, index, _, _ in list(self._gradients(only)):
-            gradients.change(index, partial(torch.clamp_, min=-limit, max=limit))
+        """Multiply this optimizer's gradients, or those of the parameters with ids in `only`."""
+        scale_parts(self.model, self.parameters(), factor, only)
 
     # ---- state ----
 
