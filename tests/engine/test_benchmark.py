@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import recorder
 from benchmarks.ratios import bootstrap, round_ratio
 from benchmarks.step import default_pairs, main
 
@@ -42,3 +43,13 @@ def test_the_contenders_do_the_same_training(tmp_path: Path, capsys: pytest.Capt
     assert [entry["a"] for entry in report["pairs"]] == ["zero0", "zero1", "zero2", "zero3"]
     assert all(entry["same_training"] for entry in report["pairs"])
     assert "zero3 / fsdp2" in capsys.readouterr().out
+
+
+def test_the_recorder_is_timed_beside_an_engine_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "recorder.json"
+    small = ["--ranks", "1", "--model", "transformer-tiny", "--length", "8", "--rounds", "1"]
+    recorder.main([*small, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert "time of a step, over not recorded" in capsys.readouterr().out
+    assert found["recorded steps"] == 2 + 2 * 3 and [len(turns) for turns in found["samples"]] == [4]
+    assert 0 < found["of them the recorder's own"] < found["seconds of a recorded step"]
