@@ -44,9 +44,60 @@ print("alive")
 """
 
 
+COLLECTED = """
+import faulthandler, gc, threading, time
+from zero_strategy.distributed.stacks import frame_at
+
+class Ring:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        time.sleep(0)  # other threads run
+
+faulthandler.dump_traceback_later(60, exit=True)
+gc.collect()
+gc.freeze()
+main, over = threading.get_ident(), threading.Event()
+def watch():
+    objects = 0
+    while not over.is_set():
+        objects = objects % 40 + 1
+        gc.collect(0)
+        for _ in range(3):
+            Ring()
+        gc.set_threshold(objects)  # so that a collection begins at any place in there
+        frame_at(main, 1)
+        assert gc.isenabled()
+        gc.set_threshold(0)
+
+def deep(calls):
+    if calls:
+        return deep(calls - 1)
+    thread = threading.Thread(target=int)  # takes the lock of all threads
+    thread.start()
+    thread.join()
+
+watching = threading.Thread(target=watch)
+watching.start()
+end = time.monotonic() + 2.0
+while time.monotonic() < end:
+    deep(10)
+over.set()
+watching.join()
+gc.disable()
+assert frame_at(main, 0) is not None and frame_at(main, 500) is None and not gc.isenabled()
+print("alive")
+"""
+
+
 def test_a_running_thread_may_be_looked_at() -> None:
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "alive\n" and not done.stderr, (done.returncode, done.stderr)
+
+
+def test_no_collection_begins_while_all_threads_are_locked() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "alive\n", (done.returncode, done.stderr)
 
 
 def test_a_waiting_thread() -> None:

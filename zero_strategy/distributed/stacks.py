@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import re
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import NamedTuple
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_NEVER = object()
+_LOOKING = threading.Lock()
+"""Who looks switches the collector off for a moment: the next one must not take that for the user's wish."""
 
 
 class Call(NamedTuple):
@@ -58,11 +64,21 @@ def as_text(calls: list[Call]) -> str:
 def frame_at(thread: int, depth: int) -> FrameType | None:
     """The frame of a call of a thread, by its distance from the innermost one; None: it is not there any more."""
     # Without a line of Python between taking the innermost frame and arriving: the iterators call one another.
-    frames = map(methodcaller("get", thread), iter(sys._current_frames, None))
-    with contextlib.suppress(AttributeError):  # the thread has ended, or has come out of so many calls
-        frame = next(map(attrgetter(".".join(["f_back"] * depth)), frames) if depth else frames)
-        return frame if isinstance(frame, FrameType) else None
-    return None
+    frames: Iterator[object] = map(methodcaller("get", thread), iter(sys._current_frames, None))
+    if depth:
+        frames = map(attrgetter(".".join(["f_back"] * depth)), frames)
+    # Frames that are made may start a collection, whose finalizers let other threads run: Python 3.11 then waits for
+    # itself for ever, since it holds the lock of all threads meanwhile (CPython's issue 106883).
+    with _LOOKING:
+        collects = gc.isenabled()
+        try:
+            _, frame = next(zip(iter(gc.disable, _NEVER), frames, strict=False))
+        except AttributeError:  # the thread has ended, or has come out of so many calls
+            return None
+        finally:
+            if collects:
+                gc.enable()
+    return frame if isinstance(frame, FrameType) else None
 
 
 def _dump() -> str:
