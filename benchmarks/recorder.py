@@ -37,6 +37,16 @@ def measure(options: dict[str, Any], run_dir: str) -> dict[str, Any]:
     return {"ratio": asdict(bootstrap([round_ratio(blocks) for blocks in samples])), "samples": samples}
 
 
+def of_the_record(run_dir: str) -> dict[str, float]:
+    """What was recorded of rank 0."""
+    recorded = read_run(run_dir).steps[0]
+    return {
+        "recorded steps": len(recorded),
+        "seconds of a recorded step": median(step.seconds for step in recorded),
+        "of them the recorder's own": median(step.parts.get("diagnostics", 0.0) for step in recorded),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.recorder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,13 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             found = pool.run(measure, (given, run_dir), timeout=3600)
         finally:
             pool.close()
-        recorded = read_run(Path(run_dir)).steps[0]
-    report = {
-        **found[0],
-        "recorded steps": len(recorded),
-        "seconds of a recorded step": median(step.seconds for step in recorded),
-        "of them the recorder's own": median(step.parts.get("diagnostics", 0.0) for step in recorded),
-    }
+        report = {**found[0], **of_the_record(run_dir)}
     for key, value in report.items():
         if isinstance(value, (int, float)):
             print(f"{key:<34}{value:.4g}")

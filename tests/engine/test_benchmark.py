@@ -10,6 +10,7 @@ import pytest
 from benchmarks import recorder
 from benchmarks.ratios import bootstrap, round_ratio
 from benchmarks.step import default_pairs, main
+from tests.launcher import Launcher
 
 
 def test_a_steady_slowdown_cancels_in_a_round() -> None:
@@ -45,11 +46,10 @@ def test_the_contenders_do_the_same_training(tmp_path: Path, capsys: pytest.Capt
     assert "zero3 / fsdp2" in capsys.readouterr().out
 
 
-def test_the_recorder_is_timed_beside_an_engine_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "recorder.json"
-    small = ["--ranks", "1", "--model", "transformer-tiny", "--length", "8", "--rounds", "1"]
-    recorder.main([*small, "--out", str(out)])
-    found = json.loads(out.read_text())
-    assert "time of a step, over not recorded" in capsys.readouterr().out
-    assert found["recorded steps"] == 2 + 2 * 3 and [len(turns) for turns in found["samples"]] == [4]
-    assert 0 < found["of them the recorder's own"] < found["seconds of a recorded step"]
+def test_the_recorder_is_timed_beside_an_engine_without(ranks: Launcher, tmp_path: Path) -> None:
+    options = {"model": "transformer-tiny", "rows": 1, "length": 8, "stage": 3, "every": 1, "rounds": 1}
+    found = ranks(1)(recorder.measure, options, str(tmp_path))[0]
+    assert [len(turns) for turns in found["samples"]] == [4] and found["ratio"]["median"] > 0
+    recorded = recorder.of_the_record(str(tmp_path))
+    assert recorded["recorded steps"] == 2 + 2 * 3  # of one of the two
+    assert 0 < recorded["of them the recorder's own"] < recorded["seconds of a recorded step"]
