@@ -133,7 +133,11 @@ class ShardingAccelerator(PipelineAccelerator):
         """What was recorded and measured of a step goes to the trackers, if there are any."""
         engine = self._engine_of_optimizer(optimizer)
         log = self._norm_logs.get(id(engine))
-        found = {} if log is None or self._followers is not None else log.after_step()
+        found: dict[str, float] = {}
+        if log is not None and self._followers is not None:
+            log.drop()  # ranks without a batch would not measure
+        elif log is not None:
+            found = log.after_step()
         if self.zero_config.diagnostics.log and self.trackers:
             found = {**engine.step_metrics(), **found}
         if found and self.trackers:
