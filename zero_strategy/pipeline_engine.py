@@ -312,7 +312,7 @@ class PipelineEngine(ZeroEngine):
 
     def reduce_tied_gradients(self) -> None:
         """Add what replicas of tied weights have collected to their owners' gradients. A collective."""
-        for parameter, gradient in self._ties.exchange_gradients():
+        for parameter, gradient in self._ties.exchange_gradients(self.mesh.control.exchange_small):
             self.add_gradient(parameter, gradient)
 
     def publish_ties(self) -> None:

@@ -17,7 +17,7 @@ from tests.launcher import Launcher, RankError
 from tests.pipeline.test_engine import VOCABULARY, WIDTH, Block, Case, batches, config_of, loss_of, module_of
 from zero_strategy.distributed.desync import DesyncError
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec
+from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline_engine import PipelineEngine
 
 # ----------------------------------------------------------------------------------------- a rank skips a module
@@ -35,8 +35,19 @@ class Sometimes(nn.Module):
         return out
 
 
+class Words(nn.Embedding):
+    """A tied module, whose last use may give no gradient."""
+
+    quiet = False
+
+
+def _read_out(words: Words, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, words.weight.detach() if words.quiet else words.weight)
+
+
 def _layers() -> list[Any]:
-    first, last = LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(nn.Linear, WIDTH, VOCABULARY)
+    first = TiedLayerSpec("words", Words, VOCABULARY, WIDTH)
+    last = TiedLayerSpec("words", Words, VOCABULARY, WIDTH, forward_fn=_read_out)
     return [first, *(LayerSpec(Sometimes) for _ in range(4)), last]
 
 
@@ -49,6 +60,11 @@ SKIPPED, STEPS, MICRO_BATCHES = "4", 3, 2
 """The layer, of stage 1, that the first copy leaves out from the second step on."""
 
 
+def _leave_out(module: nn.Module, skips: bool) -> None:
+    module.get_submodule(SKIPPED).skips = skips  # type: ignore[assignment]
+    module.get_submodule("tied_modules.words").quiet = skips  # type: ignore[assignment]
+
+
 def _skip(zero: int) -> dict[str, Tensor]:
     module = _module(2)
     config = {"stage": zero, "pipeline": {"stages": 2, "micro_batches": MICRO_BATCHES}, "guard": QUICK}
@@ -58,7 +74,7 @@ def _skip(zero: int) -> dict[str, Tensor]:
     grid = module.mpu()
     for step in range(STEPS):
         if step == 1 and (grid.stage_id, grid.data_parallel_id) == (1, 0):
-            module.get_submodule(SKIPPED).skips = True  # type: ignore[assignment]
+            _leave_out(module, True)
         engine.forward_backward(batches(step, MICRO_BATCHES, grid.data_parallel_id))
         optimizer.step()
         optimizer.zero_grad()
@@ -75,7 +91,7 @@ def test_a_rank_that_skips_a_module_below_stage_three(ranks: Launcher) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(STEPS):
         for copy in range(2):
-            module.get_submodule(SKIPPED).skips = step > 0 and copy == 0  # type: ignore[assignment]
+            _leave_out(module, step > 0 and copy == 0)
             for inputs, labels in batches(step, MICRO_BATCHES, copy):
                 (loss_of(module(inputs), labels) / (2 * MICRO_BATCHES)).backward()
         optimizer.step()
