@@ -3,11 +3,13 @@
 # make train-compare  the same run under ZeRO stage 3 and under plain DDP, both curves in one picture
 # make test           ruff, mypy and the test suite
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
+# make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make lint           ruff and mypy
 # make clean          removes the environment, caches and outputs
 
 PYTHON ?= python3
 VENV ?= .venv
+BENCH_VENV ?= $(VENV)-bench
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
@@ -16,7 +18,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test torture lint clean install
+.PHONY: train train-pipeline train-compare test torture bench lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -49,6 +51,17 @@ torture: export OMP_NUM_THREADS = 1
 torture: $(STAMP)
 	$(BIN)/python -m tests.torture $(ARGS)
 
+# An environment of its own: other libraries behave differently where they find DeepSpeed.
+$(BENCH_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	DS_BUILD_OPS=0 $(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+bench: export OMP_NUM_THREADS = 1
+bench: export DS_ACCELERATOR = cpu
+bench: $(BENCH_VENV)/.installed
+	PATH="$(abspath $(BENCH_VENV))/bin:$$PATH" $(BENCH_VENV)/bin/python -m benchmarks $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
+	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,10 +21,12 @@ SIZES = {
     "transformer-tiny": GPTSize(width=64, depth=2, heads=2, vocabulary=256),
     "transformer-small": GPTSize(width=384, depth=8, heads=6, vocabulary=4096),
     "transformer-medium": GPTSize(width=512, depth=8, heads=8, vocabulary=8192),
+    "transformer-34m": GPTSize(width=512, depth=8, heads=8, vocabulary=16384),
+    "transformer-46m": GPTSize(width=512, depth=12, heads=8, vocabulary=16384),
     "transformer-large": GPTSize(width=512, depth=16, heads=8, vocabulary=32768),
     "transformer-1b": GPTSize(width=2048, depth=20, heads=16, vocabulary=32768),
 }
-"""0.1, 16, 30, 67 and 1080 million parameters."""
+"""0.1, 16, 30, 34, 46, 67 and 1080 million parameters."""
 
 
 class Block(nn.Module):

@@ -30,6 +30,7 @@ LENGTH = 8
 SMALL = "transformer-tiny"
 _MALLOC_MMAP_THRESHOLD = -3
 """Number of the option of glibc's mallopt."""
+MMAP_THRESHOLD_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ class Meter:
         return torch.cuda.max_memory_allocated() if self.cuda else resident()[1]
 
 
+def give_back_freed(nbytes: int) -> None:
+    """Let glibc return freed buffers of so many bytes at once.
+
+    Else it keeps them in its heap, and the most that was resident is a matter of its gaps.
+    """
+    ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, nbytes)
+
+
 def train(case: Case, model: torch.nn.Module, meter: Meter) -> tuple[ZeroEngine, torch.optim.Optimizer]:
     """Three steps; the peak is that of the third."""
     engine = ZeroEngine(model, load_config(stage=case.stage), compute_dtype=getattr(torch, case.dtype))
@@ -97,8 +106,7 @@ def train(case: Case, model: torch.nn.Module, meter: Meter) -> tuple[ZeroEngine,
 def measure(case: Case) -> Result:
     """To be called on every rank."""
     if case.device == "cpu":
-        # Else glibc keeps freed buffers in its heap, and the most that was resident is a matter of its gaps.
-        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 65536)
+        give_back_freed(MMAP_THRESHOLD_BYTES)
     meter = Meter(case.device)
     train(case, build(SMALL, LENGTH).to(case.device), meter)
     empty = meter.now()

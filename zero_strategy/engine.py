@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +31,18 @@ from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
 from zero_strategy.engine_checkpoints import EngineCheckpoints
+from zero_strategy.engine_gradients import EngineGradients
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.guarding import tell_guard
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.observing import Observed
-from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
+from zero_strategy.optim import LossScaler, ShardedOptimizer
 from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
-from zero_strategy.optim.gradient_parts import clamp_parts, norm_parts, scale_parts
 from zero_strategy.optim.membership import check_all_held, check_twice
-from zero_strategy.optim.norm import GradientStats, global_norm
+from zero_strategy.optim.norm import GradientStats
 from zero_strategy.saving import Saver
 from zero_strategy.saving.contents import state_dict_entries
 from zero_strategy.saving.step_watch import StepWatch
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _engine_numbers = itertools.count()
 
 
-class ZeroEngine(EngineCheckpoints):
+class ZeroEngine(EngineCheckpoints, EngineGradients):
     """Shards a module in place and trains it like plain torch.
 
     Args:
@@ -334,133 +334,6 @@ class ZeroEngine(EngineCheckpoints):
         check_outside_uses(loss, self.model)
         if self.observed.observer is not None:
             self.observed.mark("loss", loss.detach() / weight)
-
-    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that no backward of this engine gave: this rank's, of which the mean over ranks is taken.
-
-        It counts as one more micro-batch: the sum over ranks is added to that of the micro-batches. All ranks call it,
-        for the same parameters, after the last backward and before the norm or the step.
-
-        Args:
-            parameter: A trainable parameter of the module.
-            gradient: Of its shape.
-
-        Raises:
-            ValueError: If the parameter is not the module's, is frozen, or has another shape.
-        """
-        if self.model.place(parameter) is None or not parameter.requires_grad:
-            raise ValueError("add_gradient takes a trainable parameter of the engine's module")
-        if gradient.shape != parameter.shape:
-            raise ValueError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
-        self.model.reducer.add(parameter, gradient)
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        optimizer: Optimizer | None = None,
-        error_if_nonfinite: bool = False,
-        parameters: Iterable[nn.Parameter] | None = None,
-    ) -> Tensor:
-        """Scale gradients so that their norm over all ranks is at most `max_norm`. A collective.
-
-        Args:
-            max_norm: The bound.
-            norm_type: Any positive p, or inf.
-            optimizer: Whose gradients; default: those of all attached optimizers together, or of all parameters if
-                none is attached.
-            error_if_nonfinite: Raise, on every rank, instead of multiplying by nan.
-            parameters: Those whose gradients count and are scaled, the same on all ranks; default: all.
-
-        Returns:
-            The norm before clipping, 0-d float32.
-
-        Raises:
-            ValueError: If max_norm is negative.
-            RuntimeError: If the norm is not finite and `error_if_nonfinite`.
-        """
-        if max_norm < 0:
-            raise ValueError(f"max_norm must not be negative, not {max_norm}")
-        only = None if parameters is None else {id(parameter) for parameter in parameters}
-        with self.observed.span("clip"):
-            norm = self._norm(norm_type, optimizer, only)
-            if error_if_nonfinite and not norm.finite:
-                problem = f"the gradient norm of order {norm_type} is {norm.value}"
-                raise RuntimeError(f"{problem}; gradients were not clipped")
-            coefficient = norm.coefficient(max_norm)
-            for chosen in self._chosen(optimizer):
-                scale_parts(self.model, chosen, coefficient, only)
-        return torch.tensor(norm.value, dtype=torch.float32)
-
-    def clip_grad_value_(
-        self,
-        clip_value: float,
-        optimizer: Optimizer | None = None,
-        parameters: Iterable[nn.Parameter] | None = None,
-    ) -> None:
-        """Clamp every gradient element, or those of `parameters`, to [-clip_value, clip_value].
-
-        Raises:
-            ValueError: If clip_value is negative.
-        """
-        if clip_value < 0:
-            raise ValueError(f"clip_value must not be negative, not {clip_value}")
-        only = None if parameters is None else {id(parameter) for parameter in parameters}
-        for chosen in self._chosen(optimizer):
-            clamp_parts(self.model, chosen, clip_value, only)
-
-    def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
-        """Norm of the mean gradients over all ranks. A collective.
-
-        Args:
-            norm_type: Any positive p, or inf.
-            optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
-        """
-        return self._norm(norm_type, optimizer, None)
-
-    def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
-        self.model.reducer.settle()
-        parts = [norm_parts(self.model, chosen, norm_type, only) for chosen in self._chosen(optimizer)]
-        shards = [shard for found, _, _ in parts for shard in found]
-        factors = [factor for _, found, _ in parts for factor in found]
-        seen: list[tuple[Tensor, Tensor]] = []
-        norm = global_norm(shards, norm_type, self.model.norm_groups, factors, lambda *stats: seen.append(stats))
-        for watch in list(self.gradient_watchers):
-            watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
-        return norm
-
-    def _chosen(self, optimizer: Optimizer | None) -> list[list[nn.Parameter]]:
-        """The parameters of an optimizer, or of each; of the whole module where none is attached."""
-        if optimizer is None and not self.optimizers:
-            return [[parameter for _, parameter in self.model.names()]]
-        chosen = self.optimizers if optimizer is None else [self.sharded(optimizer)]
-        return [list(sharded.parameters()) for sharded in chosen]
-
-    # ---- fp16 ----
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on: scaled in fp16, unchanged otherwise."""
-        return loss if self.scaler is None else loss * self.scaler.scale
-
-    def unscale_gradients(self, optimizer: Optimizer, scale: float | None = None) -> bool:
-        """Undo the loss scale in an optimizer's gradients; the next step is skipped if one is not finite.
-
-        A collective: all ranks decide alike. Call once per step, before clipping.
-
-        Args:
-            optimizer: Whose gradients.
-            scale: What the losses were multiplied by; default: the scaler's present scale.
-
-        Returns:
-            Whether the step will be taken.
-        """
-        if self.scaler is None:
-            return True
-        sharded = self.sharded(optimizer)
-        finite = sharded.norm(float("inf")).finite
-        sharded.scale_gradients(1.0 / (scale or self.scaler.scale))
-        sharded.skip_next = not finite
-        return finite
 
     # ---- whole tensors ----
 

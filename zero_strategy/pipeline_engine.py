@@ -18,10 +18,8 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -32,15 +30,14 @@ from torch.optim import Optimizer
 
 from zero_strategy.activation.storages import model_storages
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
-from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
-from zero_strategy.distributed.dtensors import is_dtensor
+from zero_strategy.distributed import CommunicationCounters, Communicator
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.peaks import held_whole
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule, measured_costs, memory_left
 from zero_strategy.pipeline.choice import Choice
+from zero_strategy.pipeline.engine_setup import AUTO, check_divided, order_of, prefix_of, resolved_for, with_units
 from zero_strategy.pipeline.executor import Executor, Run
 from zero_strategy.pipeline.feed import BatchFunction
 from zero_strategy.pipeline.from_deepspeed import apply_section
@@ -53,10 +50,8 @@ from zero_strategy.pipeline.registry import build_table
 from zero_strategy.pipeline.replicas import TiedWeights
 from zero_strategy.pipeline.schedule import PipeSchedule
 from zero_strategy.saving.catalog import catalog_of
-from zero_strategy.saving.contents import state_dict_entries
 from zero_strategy.sharding.model import device_of
 
-AUTO = "auto"
 _logger = logging.getLogger(__name__)
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
@@ -99,29 +94,31 @@ class PipelineEngine(ZeroEngine):
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
         root: nn.Module | None = None,
     ) -> None:
-        resolved = _resolved(module, config, compute_dtype)
+        resolved = resolved_for(module, config, compute_dtype)
         pipeline, grid = resolved.config.pipeline, module.mpu()
         self.pipeline, root = module, module if root is None else root
-        self._prefix = _prefix_of(module, root)
+        self._prefix = prefix_of(module, root)
         if resolved.config.deepspeed is not None:
             apply_section(module, resolved.config.deepspeed.pipeline)
         if grid.slice_parallel_size > 1:
-            _check_divided(module)
+            check_divided(module)
         self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
         super().__init__(
             root,
-            _with_units(resolved, module, self._prefix),
+            with_units(resolved, module, self._prefix),
             compute_dtype=compute_dtype,
             weights=weights,
             device=device,
             lanes=grid.dp_groups,
             tensor_groups=grid.model_groups,
-            order=_order_of(module, root, self._prefix),
+            order=order_of(module, root, self._prefix),
         )
         alone = module.num_stages == 1
         limit = timedelta(seconds=resolved.config.timeout_seconds)
         self.pipe = Communicator(
-            None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"), CommunicationCounters()
+            None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"),
+            CommunicationCounters(),
+            owns=True,
         )
         self.model.norm_groups.append(self.pipe)
         self.mesh.further.append(self.pipe)
@@ -473,95 +470,3 @@ class _Hooks(ExecutorHooks):
     def reduce_grads(self) -> None:
         """What is not reduced yet is."""
         self._engine.model.reducer.settle()
-
-
-def _resolved(module: PipelineModule, config: Any, compute_dtype: torch.dtype | None) -> ResolvedConfig:
-    """The config, with what the module decides filled in."""
-    if isinstance(config, ResolvedConfig):
-        resolved = config
-    else:
-        asked = load_config(config)
-        if asked.pipeline.stages == 1 and module.num_stages > 1:
-            asked.pipeline.record("stages", module.num_stages, "derived: the PipelineModule")
-        if asked.pipeline.chunks is None and module.chunks > 1:
-            asked.pipeline.record("chunks", module.chunks, "derived: the PipelineModule")
-        if asked.mesh.tensor is None and module.mpu().slice_parallel_size > 1:
-            asked.mesh.record("tensor", module.mpu().slice_parallel_size, "derived: the PipelineModule's topology")
-        resolved = resolve(asked, world_size())
-        check_owned(resolved.config, dtype_fact(compute_dtype))
-    _check_fits(resolved.config, module)
-    return resolved
-
-
-def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
-    pipeline = config.pipeline
-    for key, there in (("stages", module.num_stages), ("chunks", module.chunks)):
-        if getattr(pipeline, key) != there:
-            raise ValueError(
-                f"pipeline.{key} is {getattr(pipeline, key)} [{config.origin_of(f'pipeline.{key}')}], but the "
-                f"PipelineModule was made with {there}; make both the same"
-            )
-    if (config.mesh.tensor or 1) != module.mpu().slice_parallel_size:
-        raise ValueError(
-            f"mesh.tensor is {config.mesh.tensor} [{config.origin_of('mesh.tensor')}], but the PipelineModule's "
-            f"topology has {module.mpu().slice_parallel_size} rank(s) on its axis 'model'; make both the same"
-        )
-    name = first_schedule(module.placement) if pipeline.schedule == AUTO else pipeline.schedule
-    table = build_table(name, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
-    if table.placement != module.placement:
-        raise ValueError(
-            f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
-            f"PipelineModule was made with placement={module.placement.shape!r}; make it with the schedule's"
-        )
-
-
-def _check_divided(module: PipelineModule) -> None:
-    """A stage may have nothing to divide; where no stage has, its ranks would train copies as if they were parts."""
-    mine = any(map(is_dtensor, module.parameters()))
-    if not any(module.mpu().control().gather_objects(mine)):
-        raise ValueError(
-            f"the topology {module.topology()} divides layers among the ranks of its axis 'model', but no parameter is "
-            "divided: give PipelineModule parallelize=function(layer, name, mesh), which calls torch's "
-            "parallelize_module"
-        )
-
-
-def _prefix_of(module: PipelineModule, root: nn.Module) -> str:
-    """What names in the root begin with."""
-    name = next((name for name, child in root.named_modules() if child is module), None)
-    if name is None:
-        raise ValueError(f"the PipelineModule is not below the {type(root).__name__} that is passed as its root")
-    return f"{name}." if name else ""
-
-
-def _with_units(resolved: ResolvedConfig, module: PipelineModule, prefix: str) -> ResolvedConfig:
-    """Units named one by one: every layer, or what the config names as far as it is in this part of the model."""
-    units = resolved.config.units
-    if units.classes or units.patterns:
-        names = [
-            name
-            for name, child in module.named_modules()
-            if name
-            and (
-                type(child).__name__ in units.classes
-                or any(fnmatchcase(prefix + name, pattern) for pattern in units.patterns)
-            )
-        ]
-    else:
-        names = [name for name in module.unit_names() if any(True for _ in module.get_submodule(name).parameters())]
-    names = [prefix + name for name in names]
-    if prefix:
-        names.insert(0, prefix.removesuffix("."))  # what is in no layer's unit is used in this module's forward
-    config = deepcopy(resolved.config)
-    origin = "derived: the PipelineModule's layers"
-    config.units.record("classes", [], origin)
-    config.units.record("patterns", [name.replace("[", "[[]") for name in names], origin)
-    return replace(resolved, config=config)
-
-
-def _order_of(module: PipelineModule, root: nn.Module, prefix: str) -> Callable[[str], tuple[int, ...]]:
-    """Where a tensor comes in the whole model: by its layer, then as in the layer."""
-    places = {}
-    for number, (name, _) in enumerate(state_dict_entries(root)):
-        places[name] = module.layer_of(name.removeprefix(prefix)), number
-    return places.__getitem__

@@ -99,6 +99,7 @@ DEFAULTS = {
     "guard.mode": "default",
     "guard.wait_seconds": 3.0,
     "guard.silence_seconds": 5.0,
+    "guard.unheard_seconds": 60.0,
     "diagnostics.run_dir": "",
     "diagnostics.every_n_steps": 1,
     "diagnostics.memory_every_n_steps": 10,

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.engine.nets import Block, seeded
+from tests.faulty import Faulty, Torn, no_number
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
-QUICK = {"mode": "default", "wait_seconds": 0.4, "silence_seconds": 0.8}
+QUICK = {"mode": "default", "wait_seconds": 0.2, "silence_seconds": 0.8}
 """Seconds; a rank that is merely slow is never given up, however short they are."""
 PATIENCE = 15.0
 """Seconds within which every rank must know, on a machine that has others to serve."""
@@ -33,33 +34,21 @@ class Told(NamedTuple):
     seconds: float
 
 
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("no gradient today")
-
-
 class Model(nn.Module):
-    """Units of different sizes; a fault is a function that is called in the middle of a forward."""
+    """Units of different sizes; the one in the middle may have a fault."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 6)
-        self.layers = nn.ModuleList([Block(), Block(), Block()])
+        self.middle = Faulty(Block())
+        self.layers = nn.ModuleList([Block(), Block()])
         self.wide = nn.ModuleList([nn.Linear(6, 12), nn.Linear(12, 6)])
-        self.order = [0, 1, 2]
-        self.fault: Callable[[Tensor], Tensor] | None = None
+        self.order: list[nn.Module] = [self.layers[0], self.middle, self.layers[1]]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for number in self.order:
-            x = self.layers[number](x)
-            if self.fault is not None and number == 1:
-                x = self.fault(x)
+        for part in self.order:
+            x = part(x)
         for part in self.wide:
             x = part(x)
         return x
@@ -70,7 +59,7 @@ class Training:
 
     def __init__(self, stage: int, guard: dict[str, Any]) -> None:
         self.model = seeded(Model)
-        units = {"min_numel": 0, "patterns": ["layers.[0-9]", "wide.*"]}
+        units = {"min_numel": 0, "patterns": ["layers.[0-9]", "middle", "wide.*"]}
         self.engine = ZeroEngine(self.model, load_config(stage=stage, units=units, guard=guard))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.attach(self.optimizer)
@@ -128,27 +117,25 @@ def play_to_the_end(fault: Callable[[Training], None], stage: int) -> None:
     raise RuntimeError(f"{told.kind} after {told.seconds:.1f} s: {told.text}")
 
 
-def play_all(faults: list[Callable[[Training], None]], stages: list[int]) -> dict[tuple[str, int], Told]:
+def play_all(
+    faults: list[Callable[[Training], None]], stages: list[int], guard: dict[str, Any] | None = None
+) -> dict[tuple[str, int], Told]:
     """Several, one after the other; the default process group is as before after each."""
     found = {}
     for fault in faults:
         for stage in stages:
-            found[fault.__name__, stage] = play(fault, stage)
+            found[fault.__name__, stage] = play(fault, stage, guard)
             dist.barrier()
     return found
 
 
-def no_number(x: Tensor) -> Tensor:
-    raise FloatingPointError("no number today")
-
-
 def raise_in_forward(training: Training) -> None:
-    training.model.fault = no_number
+    training.model.middle.fault = no_number
     training.step()
 
 
 def raise_in_backward(training: Training) -> None:
-    training.model.fault = _Raise.apply
+    training.model.middle.fault = Torn.apply
     training.step()
 
 
@@ -165,23 +152,20 @@ def state_dict_alone(training: Training) -> None:
 
 
 def skip_a_unit(training: Training) -> None:
-    training.model.order = [0, 1]
+    training.model.order.pop()
 
 
 def other_branch(training: Training) -> None:
-    training.model.order = [2, 2, 1, 0]
+    first, middle, last = training.model.order
+    training.model.order = [last, last, middle, first]
 
 
 def come_late(training: Training) -> None:
-    time.sleep(2.5)
+    time.sleep(1.6)
 
 
 def stop(training: Training) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def die(training: Training) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_script(training: Training) -> None:
@@ -205,4 +189,4 @@ def recover(training: Training) -> None:
     except FloatingPointError:
         time.sleep(0.5)
         training.engine.reset()
-        training.model.fault = None
+        training.model.middle.fault = None

@@ -176,8 +176,9 @@ def test_ranks_wait_for_each_other_only_if_they_say_so_again(tmp_path: Path) -> 
 
 def test_meetings_that_were_given_up_are_not_compared(tmp_path: Path) -> None:
     guard = guard_of(2, tmp_path)
-    for compared in (True, False):
-        guard.track(str(compared), [0, 1], compared=compared).begin("state_dict()")
+    tracks = [guard.track(str(compared), [0, 1], compared=compared) for compared in (True, False)]
+    for track in tracks:
+        track.begin("state_dict()")
     report = guard._report(site_of(None), None, 0.0)
     assert report.recent == {"True 0-1": {1: ("state_dict()", "", 0, "")}} and len(report.counts) == 2
     guard.close()

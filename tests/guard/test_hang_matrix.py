@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from tests.faulty import die
 from tests.guard import faults
-from tests.guard.faults import PATIENCE, Told, play_all, play_to_the_end
+from tests.guard.faults import PATIENCE, QUICK, Told, play_all, play_to_the_end
 from tests.launcher import Failure, Launcher, RankError
 from zero_strategy.distributed.guard import EXIT_CODE
 
@@ -23,12 +25,12 @@ def check(told: Told, *words: str) -> None:
 
 def test_a_rank_that_raises(ranks: Launcher) -> None:
     wanted = {
-        "raise_in_forward": ("FloatingPointError", "FloatingPointError: no number today (forward, faults.py:"),
+        "raise_in_forward": ("FloatingPointError", "FloatingPointError: no number today (forward, faulty.py:"),
         "raise_in_backward": ("ArithmeticError", "has left a backward with an exception"),
         "raise_in_step": ("OSError", "has left an optimizer step with an exception"),
     }
     scripts = [faults.raise_in_forward, faults.raise_in_backward, faults.raise_in_step]
-    healthy, faulty = ranks(2, timeout=120)(play_all, scripts, STAGES)
+    healthy, faulty = ranks(2, timeout=120)(play_all, scripts, STAGES, {**QUICK, "silence_seconds": 0.3})
     for (name, stage), told in healthy.items():
         kind, words = wanted[name]
         check(told, f"rank 1 {'raised ' if name == 'raise_in_forward' else ''}{words}", "; rank 0 waits in ")
@@ -60,7 +62,7 @@ def test_a_rank_that_is_late_is_waited_for(ranks: Launcher) -> None:
             assert told.kind == "nothing" or (name, stage) == ("recover", 3), (stage, told)
 
 
-def end(ranks: Launcher, world: int, fault: Callable[[faults.Training], None], stage: int) -> dict[int, Failure]:
+def end(ranks: Launcher, world: int, fault: Callable[[faults.Training], Any], stage: int) -> dict[int, Failure]:
     """What became of the ranks where rank 1 does not come back."""
     with pytest.raises(RankError) as caught:
         ranks(world, timeout=60, grace=PATIENCE)(play_to_the_end, fault, stage)
@@ -71,7 +73,7 @@ def end(ranks: Launcher, world: int, fault: Callable[[faults.Training], None], s
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_is_killed(ranks: Launcher, stage: int) -> None:
-    failures = end(ranks, 3, faults.die, stage)
+    failures = end(ranks, 3, die, stage)
     assert failures[1].kind == "died"
     for rank in (0, 2):
         assert "DesyncError" in failures[rank].text, failures[rank].text

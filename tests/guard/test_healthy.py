@@ -12,8 +12,9 @@ import torch.distributed as dist
 from tests.guard.faults import Training
 from tests.launcher import Launcher
 
-PATIENT = {"mode": "default", "wait_seconds": 0.3, "silence_seconds": 0.6}
-LATE = 2.0
+PATIENT = {"mode": "default", "wait_seconds": 0.15, "silence_seconds": 0.3}
+LATE = 1.0
+"""Seconds: several times those after which a rank that has failed is given up."""
 
 
 def use_collectives_of_their_own() -> int:
@@ -47,7 +48,7 @@ def train_in_a_thread() -> list[str]:
     """As Ray's workers do. Rank 1's backward takes long, while the other one waits for it."""
     training, told = Training(1, PATIENT), list[str]()
     if training.rank == 1:
-        training.model.fault = _Slow.apply
+        training.model.middle.fault = _Slow.apply
 
     def train() -> None:
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any
 
@@ -12,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.guard.faults import PATIENCE, QUICK
+from tests.faulty import die, no_number
+from tests.guard.faults import PATIENCE, QUICK, linger
 from tests.launcher import Launcher, RankError
 from tests.pipeline.test_engine import VOCABULARY, WIDTH, Block, Case, batches, config_of, loss_of, module_of
 from zero_strategy.distributed.desync import DesyncError
@@ -105,14 +104,6 @@ def test_a_rank_that_skips_a_module_below_stage_three(ranks: Launcher) -> None:
 # ------------------------------------------------------------------------------------------------- a rank fails
 
 
-def _refuse(*_: Any) -> None:
-    raise FloatingPointError("no number today")
-
-
-def _die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _run(case: Case, dies: bool) -> None:
     """The rank of stage 1 in the first copy fails in its second step."""
     module = module_of(case)
@@ -122,6 +113,8 @@ def _run(case: Case, dies: bool) -> None:
     grid = module.mpu()
     faulty = (grid.stage_id, grid.data_parallel_id) == (1, 0)
     started = 0.0
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.add("to tell", int(not faulty))
     try:
         for step in range(3):
             engine.forward_backward(batches(step, case.micro_batches, grid.data_parallel_id))
@@ -130,11 +123,13 @@ def _run(case: Case, dies: bool) -> None:
             dist.barrier()
             started = time.monotonic()
             if step == 0 and faulty:
-                module.get_submodule(module.unit_names()[0]).register_forward_pre_hook(_die if dies else _refuse)
+                module.get_submodule(module.unit_names()[0]).register_forward_hook(die if dies else no_number)
     except Exception as error:
         assert time.monotonic() - started < PATIENCE
         if faulty:
-            time.sleep(3.0)  # it is there, and comes no more
+            linger()  # it is there, and comes no more
+        else:
+            store.add("told", 1)
         assert isinstance(error, FloatingPointError if faulty else DesyncError), repr(error)
         raise
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.faulty import Fault, Faulty, Torn, die, no_number
 from tests.launcher import Launcher, RankError
 from tests.pipeline.pipelines import Case, build_stages, data_of, expected, loss_fn, micro_batches
 from zero_strategy.pipeline import Placement
@@ -32,35 +31,8 @@ class Told(NamedTuple):
     later: float | None = None
 
 
-class _Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("no gradient today")
-
-
-class _Faulty(nn.Module):
-    """A stage that does something at its third micro-batch."""
-
-    def __init__(self, inner: nn.Module, fault: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.inner, self.fault, self.calls = inner, fault, 0
-
-    def forward(self, given: Any) -> Any:
-        self.calls += 1
-        found = self.inner(given)
-        return self.fault(found) if self.calls == 3 else found
-
-
-def _raise(_: Any) -> Any:
-    raise FloatingPointError("no number today")
-
-
 def _break_backward(found: Any) -> Any:
-    return {**found, "x": _Broken.apply(found["x"])}
+    return {**found, "x": Torn.apply(found["x"])}
 
 
 def _other_structure(found: Any) -> Any:
@@ -71,22 +43,18 @@ def _unsendable(found: Any) -> Any:
     return {**found, "depth": {1}}
 
 
-def _die(_: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _sleep(found: Any) -> Any:
     time.sleep(2.0)
     return found
 
 
-def _run(case: Case, faulty: int, fault: Callable[[Any], Any] | None, short: int | None = None) -> Told:
-    """Train once with a fault in the first chunk of rank `faulty`, or with data that ends early there; then again."""
+def _run(case: Case, faulty: int, fault: Fault | None, short: int | None = None) -> Told:
+    """Train once with a fault in rank `faulty`'s first chunk at its third call, or data that ends early; then again."""
     rank = dist.get_rank()
     stages = build_stages(case, rank)
     healthy = list(stages)
     if rank == faulty and fault is not None:
-        stages[0] = _Faulty(stages[0], fault)
+        stages[0] = Faulty(stages[0], fault, at=3)
     executor = Executor(stages, case.placement(), loss_fn=loss_fn, timeout=1.0 if fault is _sleep else 60.0)
     schedule, data = case.schedules()[rank], data_of(case, rank)
     if rank == faulty and short is not None:
@@ -134,7 +102,7 @@ def test_data_that_ends_early(ranks: Launcher, case: Case, faulty: int, stage: i
 @pytest.mark.parametrize(
     ("case", "faulty", "fault", "kind", "words"),
     [
-        (_FOUR, 1, _raise, "FloatingPointError", "forward of micro-batch 2 in stage 1"),
+        (_FOUR, 1, no_number, "FloatingPointError", "forward of micro-batch 2 in stage 1"),
         (_FOUR, 2, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 2"),
         (_TWO, 1, _break_backward, "ArithmeticError", "input half of the backward of micro-batch 2 in stage 1"),
         (_THREE, 0, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 0"),
@@ -142,7 +110,7 @@ def test_data_that_ends_early(ranks: Launcher, case: Case, faulty: int, stage: i
     ],
 )
 def test_a_stage_that_raises(
-    ranks: Launcher, case: Case, faulty: int, fault: Callable[[Any], Any], kind: str, words: str
+    ranks: Launcher, case: Case, faulty: int, fault: Fault, kind: str, words: str
 ) -> None:
     for rank, told in enumerate(ranks(case.ranks)(_run, case, faulty, fault)):
         assert told.kind == (kind if rank == faulty else "PipelineError"), told
@@ -212,7 +180,7 @@ def test_a_rank_that_runs_something_else(ranks: Launcher, odd: Case | None) -> N
 def test_a_rank_that_dies(ranks: Launcher) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        ranks(4, grace=_SECONDS)(_run, _FOUR, 1, _die)
+        ranks(4, grace=_SECONDS)(_run, _FOUR, 1, die)
     failures = caught.value.failures
     assert failures.pop(1).kind == "died" and time.monotonic() - started < 3 * _SECONDS
     assert len(failures) == 3

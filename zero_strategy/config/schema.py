@@ -346,6 +346,10 @@ class GuardConfig(Section):
     """Seconds that a rank may be stopped, or not come back after an exception, before the others give it up. A rank
     that computes is waited for until ``timeout_seconds``."""
 
+    unheard_seconds: float = field(default=60.0, metadata=between(0, math.inf))
+    """Seconds that a rank of another host may not be heard of while it is waited for. A third of that is logged. Its
+    process cannot be looked at from here, and one long call that keeps the GIL silences a healthy one, too."""
+
 
 @dataclass
 class DiagnosticsConfig(Section):

@@ -39,9 +39,10 @@ from zero_strategy.diagnostics.verify_twin import Tensors, Twin, flat_state
 from zero_strategy.distributed import Communicator
 from zero_strategy.distributed.world import world_rank
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline.engine_setup import AUTO
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.registry import build_table
-from zero_strategy.pipeline_engine import AUTO, PipelineEngine
+from zero_strategy.pipeline_engine import PipelineEngine
 
 _ACCEPTED = (
     "with pipeline stages return (layers, optimizer, batches, loss), where layers are what PipelineModule takes, "

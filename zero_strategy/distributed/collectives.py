@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.groups import end_with
 from zero_strategy.distributed.pending import ObservedWork, PendingWork, transport
 from zero_strategy.distributed.shared_memory import LEAST_BYTES, SharedMemoryExchange, decode_card, encode_card
 from zero_strategy.distributed.tracks import Subject, Track, TransportError, Watched
@@ -45,6 +46,7 @@ class Communicator:
     Args:
         group: The process group, or None for a group of this rank alone.
         counters: Where what is sent gets counted.
+        owns: The group ends when this object is garbage, unless it was closed (then whoever closes ends it).
 
     Attributes:
         track: By which a guard watches.
@@ -52,21 +54,26 @@ class Communicator:
         observed: Who is told what it does; a mesh has one for all of its communicators.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, counters: CommunicationCounters) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, counters: CommunicationCounters, *, owns: bool = False
+    ) -> None:
         self.group, self.counters = group, counters
         self.observed = Observed()
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
-        self._worker = BackgroundWorker()
+        self._worker = BackgroundWorker(interrupt=self.abort)
         self._buffers: dict[int, Tensor] = {}
         self._shared: SharedMemoryExchange | None = None
         self.track: Track | None = None
         self._comparing: Communicator | None = None
         self.closed = False
+        self._end = end_with(self, group) if owns and group is not None else None
 
     def close(self) -> None:
         """Let go of threads, buffers and the process group, which its maker ends. Later collectives raise."""
         self.closed = True
+        if self._end is not None:
+            self._end.detach()
         self.group = self.track = self._comparing = self._shared = None
         self._worker = BackgroundWorker()
         self._buffers.clear()
@@ -94,7 +101,7 @@ class Communicator:
         ranks = dist.get_process_group_ranks(self.group)
         self.track = guard.track(name, ranks, self.abort)
         if guard.strict:
-            self._comparing = Communicator(twin or self.group, CommunicationCounters())
+            self._comparing = Communicator(twin or self.group, CommunicationCounters(), owns=twin is not None)
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends."""
@@ -198,7 +205,7 @@ class Communicator:
         self._compare(watched)
         work = start(group=self.group, async_op=True)
         if watched is not None:
-            watched.track.under_way(watched, work)
+            watched.track.under_way(watched, work, own.device)
         ended = self.observed.transfer(kind, self._sent_bytes(own))
         return self._pending(kind, [work if ended is None else ObservedWork(work, ended)], watched)
 

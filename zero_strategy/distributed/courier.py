@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.desync import Report
@@ -18,6 +18,14 @@ from zero_strategy.distributed.failure_board import Failure, FailureBoard
 
 _PATIENCE = 2.0
 """Seconds that a call may take whose answer is waited for."""
+
+
+class _Heard(NamedTuple):
+    """The number that a rank has left: since when it is this one, and when it was last looked at."""
+
+    number: int
+    changed: float
+    at: float
 
 
 class Courier:
@@ -37,27 +45,54 @@ class Courier:
         self._worker = BackgroundWorker("zero-courier")
         self._store: Any = None
         self._board: FailureBoard | None = None
-        self._lost = False
+        self._lost, self._late = False, list[Future[None]]()
         self._under_way: Future[None] | None = None
         self._reports: dict[int, tuple[Report, float]] = {}
+        self._beats: dict[int, _Heard] = {}
+        self._own_beat: tuple[int, int] | None = None
+        self._asked_at = 0.0
 
-    def exchange(self, own: Report | None, *, fetch: Collection[int] = ()) -> None:
-        """Begin to leave a report, to look for a failure, and to fetch reports of these; unless that goes on yet."""
-        if self._lost or (self._under_way is not None and not self._under_way.done()):
+    def exchange(self, own: Report | None, *, fetch: Collection[int] = (), listen: Collection[int] = ()) -> None:
+        """Begin to leave a report, to look for a failure, to fetch reports of these, and to listen to those.
+
+        Unless that goes on yet.
+        """
+        if not self._reachable or (self._under_way is not None and not self._under_way.done()):
             return
 
         def exchange() -> None:
             try:
                 self._exchange(own, fetch)
+                self._listen(listen)
             except RuntimeError:  # the store is gone, with its process; torch logs each attempt
                 self._lost = True
                 raise
 
+        self._asked_at = time.monotonic()
         self._under_way = self._worker.submit(exchange)
+
+    def beat(self, rank: int, count: int) -> None:
+        """Begin to leave a number that grows, with whatever is left next."""
+        self._own_beat = rank, count
+        self.exchange(None)
+
+    def silence(self, rank: int) -> float:
+        """Seconds in which a rank's number was the same, as far as it was listened to."""
+        heard = self._beats.get(rank)
+        return 0.0 if heard is None else heard.at - heard.changed
+
+    def unanswered(self) -> float:
+        """Seconds since what was begun last, if that goes on yet."""
+        waits = not self._lost and self._under_way is not None and not self._under_way.done()
+        return time.monotonic() - self._asked_at if waits else 0.0
+
+    def forget_beats(self) -> None:
+        """Silences count from the next time on."""
+        self._beats = {}
 
     def tell(self, own: Report) -> None:
         """Leave a report, and return when that is done, or takes too long."""
-        if not self._lost:
+        if self._reachable:
             self._answered(self._worker.submit(lambda: self._exchange(own, ())))
 
     def post(self, failure: Failure) -> Failure:
@@ -66,14 +101,14 @@ class Courier:
         def post() -> None:
             self.known = self._open().post(failure)
 
-        if self.known is None and not self._lost:
+        if self.known is None and self._reachable:
             self._answered(self._worker.submit(post))
         return failure if self.known is None else self.known
 
     def first(self, seconds: float) -> Failure | None:
         """The failure that was posted first, waiting so long for one."""
         end = time.monotonic() + seconds
-        while self.known is None and not self._lost and time.monotonic() < end:
+        while self.known is None and self._reachable and time.monotonic() < end:
             self.exchange(None)
             time.sleep(0.05)
         return self.known
@@ -85,6 +120,9 @@ class Courier:
 
     def _exchange(self, own: Report | None, fetch: Collection[int]) -> None:
         board = self._open()
+        beat, self._own_beat = self._own_beat, None
+        if beat is not None:
+            self._store.set(f"{self._key}/beat/{beat[0]}", str(beat[1]))
         if own is not None:
             self._store.set(f"{self._key}/at/{own.rank}", json.dumps(own.encode()))
         self.known = self.known or board.first()
@@ -92,6 +130,14 @@ class Courier:
             key = f"{self._key}/at/{rank}"
             if rank in self._reports or self._store.check([key]):
                 self._learn(Report.decode(json.loads(self._store.get(key))))
+
+    def _listen(self, ranks: Collection[int]) -> None:
+        known = self._beats  # those that are forgotten meanwhile stay so
+        for rank in ranks:
+            key = f"{self._key}/beat/{rank}"
+            count, now = int(self._store.get(key)) if self._store.check([key]) else 0, time.monotonic()
+            before = known.get(rank)
+            known[rank] = _Heard(count, now if before is None or before.number != count else before.changed, now)
 
     def _learn(self, report: Report) -> None:
         before = self._reports.get(report.rank)
@@ -109,8 +155,15 @@ class Courier:
     def _answered(self, answer: Future[None]) -> None:
         try:
             answer.result(_PATIENCE)
-        except Exception:  # too late, or the store is gone
+        except TimeoutError:
+            self._late.append(answer)
+        except Exception:  # the store is gone
             self._lost = True
+
+    @property
+    def _reachable(self) -> bool:
+        """Whether the store is there, as far as is known, and owes no answer that was waited for."""
+        return not self._lost and all(answer.done() for answer in self._late)
 
     def close(self) -> None:
         """End the thread and the connection, as soon as they are at rest."""

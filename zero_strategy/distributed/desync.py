@@ -60,6 +60,7 @@ class Report:
         ended: It has left training for good, as the note says.
         counts: Collectives begun, by track.
         recent: The last of them, by track and number: what is compared is what one thread noted at once.
+        sees: Ranks of its host whose processes run, where there are other hosts.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Report:
     ended: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     recent: dict[str, dict[int, Begun]] = field(default_factory=dict)
+    sees: tuple[int, ...] = ()
 
     def encode(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -87,7 +89,7 @@ class Report:
         }
         if wait is not None:
             wait = Wait(**{**wait, "ranks": (*wait["ranks"],), "group": (*wait["group"],)})
-        return cls(**values, recent=recent, wait=wait)
+        return cls(**{**values, "sees": (*values["sees"],)}, recent=recent, wait=wait)
 
     def position(self) -> str:
         """In words."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -38,6 +42,33 @@ def end_group(group: ProcessGroup) -> None:
     """End a group that `own_group` made. Its ranks do so in the same order, when nothing is under way in it."""
     with suppress(ValueError):  # all groups were ended before, with the default one
         dist.destroy_process_group(group)
+
+
+def end_with(owner: object, group: ProcessGroup) -> weakref.finalize[..., Any]:
+    """End a group that `own_group` made when its owner is garbage: it is torch that holds it until then.
+
+    Nothing may be under way in it that the owner does not take part in. Not where it is on GPUs: NCCL ends a
+    communicator with all of its ranks, in one order, and garbage has none.
+    """
+    finalizer = weakref.finalize(owner, _end_dropped, group, os.getpid())
+    finalizer.atexit = False
+    return finalizer
+
+
+def _end_dropped(group: ProcessGroup, pid: int) -> None:
+    if os.getpid() != pid or sys.is_finalizing():
+        return
+    with suppress(Exception):  # collected anywhere: whoever runs there has not asked for it
+        if not _on_gpus(group):
+            end_group(group)
+
+
+def _on_gpus(group: ProcessGroup) -> bool:
+    """Whether anything but gloo connects its GPUs."""
+    try:
+        return not isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
+    except RuntimeError:  # nothing does
+        return False
 
 
 def has_process_group() -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ from zero_strategy.distributed.desync import (
     title_of,
 )
 from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.hearing import Hearing
 from zero_strategy.distributed.processes import ProcessCard, condition
 from zero_strategy.distributed.sites import Foreign, Site, Stacks, phases, site_of, site_of_error
 from zero_strategy.distributed.stacks import as_text, stacks
@@ -73,6 +75,9 @@ class Waiting(Protocol):
 class Guard:
     """Watches the collectives of one engine on one rank.
 
+    The watch's thread holds this while it looks. So nothing here leads to the engine, its communicators or groups: one
+    that is dropped meanwhile goes all the same.
+
     Args:
         rank: This one, in the world.
         cards: All ranks' processes.
@@ -80,6 +85,7 @@ class Guard:
         key: Keeps engines apart; equal on all ranks.
         wait_seconds: Without any progress, after which ranks tell each other where they are.
         silence_seconds: That a rank may be stopped, or be away after an exception, before the others give it up.
+        unheard_seconds: That a rank of another host may not be heard of while it is waited for.
         strict: Compare each collective with the other ranks' before it.
 
     Attributes:
@@ -87,9 +93,8 @@ class Guard:
         waiting: What threads wait in.
         ended: Waits that are over.
         titles: Ranks in words.
-        tracks: What is numbered.
         torn: Says, in words, what an exception has left unfinished on this rank, where its threads are in these
-            parts of a step; "": nothing.
+            parts of a step; "": nothing. Called in the watch's thread, so it should hold nothing that is large.
         watch: The thread.
     """
 
@@ -102,6 +107,7 @@ class Guard:
         *,
         wait_seconds: float,
         silence_seconds: float,
+        unheard_seconds: float = math.inf,
         strict: bool = False,
     ) -> None:
         # Every rank is there now: one that cannot be seen (another user's, on systems that hide those) is no evidence.
@@ -113,11 +119,14 @@ class Guard:
         self.ended = 0
         self.titles: Titles = title_of
         self.torn: Callable[[Collection[str]], str] = _nothing
-        self.tracks: list[Track] = []
-        self._breaks: list[Callable[[], None]] = []
+        self._tracks: list[weakref.ref[Track]] = []
+        self._breaks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._note, self._note_at = "", -1
         self._lock = threading.Lock()
         self._courier = Courier(connect, key)
+        far = [number for number, card in enumerate(self._cards) if condition(card) == "unknown"]
+        self._near = [number for number in range(len(cards)) if number not in far and number != rank] if far else []
+        self._hearing = Hearing(rank, far, self._courier, seconds=unheard_seconds, shortest=wait_seconds)
         self._interval = wait_seconds / _LOOKS
         self._seen, self._since, self._looked = -1, time.monotonic(), time.monotonic()
         self._asked = self._interval
@@ -148,17 +157,25 @@ class Guard:
         Args:
             name: Tells tracks of the same ranks apart; equal on all of them.
             ranks: World ranks.
-            on_failure: Breaks this rank's connections.
+            on_failure: See `add_break`.
             compared: Different ones of the same number are a failure. Not where one may be given up (`withdraw`).
         """
-        self.tracks.append(track := Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared))
+        track = Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared)
+        self._tracks.append(weakref.ref(track))
         if on_failure is not None:
             self.add_break(on_failure)
         return track
 
     def add_break(self, on_failure: Callable[[], None]) -> None:
-        """Call this when ranks cannot go on; it ends waits."""
-        self._breaks.append(on_failure)
+        """Call this when ranks cannot go on; it ends waits. A method, whose object is held weakly."""
+        self._breaks.append(weakref.WeakMethod(on_failure))
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)  # the last is the first: the reason is told before any connection breaks
+
+    @property
+    def tracks(self) -> list[Track]:
+        """What is numbered, as far as somebody uses it."""
+        return [track for reference in self._tracks if (track := reference()) is not None]
 
     def check(self) -> None:
         """Raise if the ranks cannot go on.
@@ -203,9 +220,10 @@ class Guard:
         with self._lock:
             if self.failure is None:
                 self.failure = self._courier.post(failure)
-                for end in self._breaks:
-                    with contextlib.suppress(Exception):
-                        end()
+                for reference in self._breaks:
+                    if (end := reference()) is not None:
+                        with contextlib.suppress(Exception):
+                            end()
         self.watch.poke()
         return self.failure
 
@@ -251,7 +269,9 @@ class Guard:
         """See `watch.Looker`."""
         now = time.monotonic()
         late, self._looked = now - self._looked - self._asked, now
-        self._asked = self._look(now, late)
+        self._asked = min(self._look(now, late), self._hearing.interval)
+        if self.failure is None:
+            self._hearing.tell(now)
         return self._asked
 
     def _look(self, now: float, late: float) -> float:
@@ -265,6 +285,7 @@ class Guard:
                 self._courier.exchange(self._report(Site("", "", None), None, 0.0))
             self._seen, self._since, self._next_report, self._warned = events, now, self._wait, False
             self._stopped_since.clear()
+            self._hearing.forget()
             self._foreign, self._torn = (None, 0.0), ""
             return self._interval
         if (idle := now - self._since) >= self._wait or self._note:
@@ -294,7 +315,8 @@ class Guard:
                 if "gone" not in map(condition, self._cards):  # else the store may be gone, too
                     self._courier.exchange(report)
             return bool(self._foreign[0] or self._torn)
-        self._courier.exchange(report, fetch=() if wait is None else self._to_read(wait, report.beat))
+        read = [] if wait is None else self._to_read(wait, report.beat)
+        self._courier.exchange(report, fetch=read, listen=self._hearing.listen(read))
         if wait is not None:
             found = self._evidence(report, wait, now) or self._confirmed(report)
             if found is not None:
@@ -307,7 +329,7 @@ class Guard:
         return True
 
     def _evidence(self, own: Report, wait: Wait, now: float) -> Failure | None:
-        """What the processes of this host show."""
+        """What the processes of this host show, and the silence of those of others."""
         gone = []
         for rank in self._peers(wait.ranks):
             state = condition(self._cards[rank])
@@ -321,7 +343,11 @@ class Guard:
                     f"{positions([own], self.titles)}"
                 )
                 return Failure("stopped", rank, text, {})
-        return self._gone(gone, own) if gone else None
+        if gone:
+            return self._gone(gone, own)
+        others, fresh = self._courier.reports(4 * self._interval + 1.0)
+        now_there = [report for report in others if report.rank in fresh]
+        return self._hearing.silent(self._peers(wait.ranks), own, now_there, self.titles)
 
     def _confirmed(self, own: Report) -> Failure | None:
         """What the reports say, if they say it twice; that ranks wait for each other, if they do in later reports."""
@@ -407,6 +433,7 @@ class Guard:
             self._ended and bool(self._note),
             counts={track.key: track.count for track in self.tracks},
             recent={track.key: track.recent() for track in self.tracks if track.compared},
+            sees=tuple(rank for rank in self._near if condition(self._cards[rank]) == "running"),
         )
 
     def _events(self) -> int:

@@ -152,7 +152,7 @@ class Mesh:
         limit = timedelta(seconds=timeout)
 
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
-            return Communicator(own_group(lists, timeout=limit, backend=backend), counters)
+            return Communicator(own_group(lists, timeout=limit, backend=backend), counters, owns=True)
 
         rows = [list(lane[row * shard : (row + 1) * shard]) for lane in lanes for row in range(replicate)]
         columns = [list(lane[column::shard]) for lane in lanes for column in range(shard)]
@@ -223,7 +223,8 @@ class Mesh:
         connect = partial(own_store, team.size)
         self.guard = guard = Guard(
             team.rank, cards, connect, name,
-            wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds, strict=strict,
+            wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds,
+            unheard_seconds=settings.unheard_seconds, strict=strict,
         )  # fmt: skip
         for communicator, what, lists in (
             (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),

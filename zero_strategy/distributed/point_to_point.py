@@ -88,8 +88,9 @@ class PointToPoint:
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
+        end = self._break_connections
+        self._senders = {group: _DeviceSender() if group.on_device else _Sender(end) for group in groups}
         self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout, patience, guard)
-        self._senders = {group: _DeviceSender() if group.on_device else _Sender() for group in groups}
         weakref.finalize(self, self.waits.stop)
 
     def post(self, buffer: Tensor, channel: Channel) -> Any:
@@ -141,6 +142,9 @@ class PointToPoint:
         self.waits.stop()
         self.waits.break_connections()
 
+    def _break_connections(self) -> None:
+        self.waits.break_connections()
+
     def _awaited(self, what: str, rank: int) -> Awaited:
         return Awaited(what, f"rank {self.ranks[rank]}", self.ranks[rank])
 
@@ -148,8 +152,8 @@ class PointToPoint:
 class _Sender:
     """Posts messages in their order. Small ones are looked after at the end; for others a thread notices their end."""
 
-    def __init__(self) -> None:
-        self._poster, self._reaper = BackgroundWorker(), BackgroundWorker()
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._poster, self._reaper = BackgroundWorker(interrupt=interrupt), BackgroundWorker(interrupt=interrupt)
         self._posting: Future[None] | None = None
         self._under_way: deque[Future[None]] = deque()
         self._small: list[tuple[Any, Callable[[], None]]] = []

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zero_strategy.distributed.desync import Begun, Wait, named, shown
 from zero_strategy.distributed.failure_board import Failure
 
@@ -33,7 +35,7 @@ class Watched:
     Attributes:
         track: Whose it is.
         number: Counted from 1.
-        work: What can be asked whether it is over, where waiting does not hold the caller (GPUs).
+        work: What can be asked whether it is over, where waiting does not hold the caller (GPUs); None: it is.
     """
 
     __slots__ = ("number", "thread", "track", "work")
@@ -54,6 +56,8 @@ class Watched:
     ) -> None:
         guard = self.track.guard
         guard.ended += 1
+        if self.work is not None and error is None:
+            self.track.waited(self)
         if isinstance(error, TransportError) or (guard.failure is not None and not isinstance(error, _PASS)):
             explained = guard.explained(error, self)
             guard.waiting.pop(self.thread, None)
@@ -65,7 +69,6 @@ class Watched:
         begun = self.track.begun_at(self.number)
         what = "a collective" if begun is None else named(*begun[:2])
         return Wait(what, self.track.ranks, self.track.key, self.number)
-
 
     def text(self) -> str:
         """For `compare`."""
@@ -109,6 +112,8 @@ class Track:
         self.count = 0
         self._recent: deque[tuple[int, str, Subject, int, Any]] = deque(maxlen=_KEPT)
         self._works: deque[Watched] = deque(maxlen=_KEPT)
+        self._device = torch.device("cpu")
+        self._stream: torch.cuda.Stream | None = None
 
     def begin(self, kind: str, of: Subject = "", nbytes: int = 0, dtype: Any = None) -> Watched:
         """This rank begins a collective.
@@ -133,14 +138,35 @@ class Track:
         self._recent.pop()
         self.guard.progress()
 
-    def under_way(self, watched: Watched, work: Any) -> None:
-        """A collective that goes on without holding its caller."""
-        watched.work = work
+    def under_way(self, watched: Watched, work: Any, device: torch.device) -> None:
+        """A collective that goes on without holding its caller.
+
+        Args:
+            watched: The collective.
+            work: What torch gave for it; it holds the tensors.
+            device: Of them.
+        """
+        watched.work, self._device = work, device
         self._works.append(watched)
+
+    def waited(self, watched: Watched) -> None:
+        """The caller has waited for one of these: its tensors are not held for longer, whenever the device is done."""
+        if self._device.type != "cuda" or watched.work.is_completed():
+            watched.work = None
+            return
+        # On a stream on which nothing else is, an event comes when the collective is over, whatever is computed.
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            watched.work.wait()
+            watched.work = _DeviceEnd(self._stream.record_event())
 
     def oldest_under_way(self) -> Watched | None:
         """The first such one that is not over."""
-        return next((one for one in list(self._works) if not one.work.is_completed()), None)
+        for watched in list(self._works):
+            work = watched.work
+            if work is not None and not work.is_completed():
+                return watched
+        return None
 
     def recent(self) -> dict[int, Begun]:
         """The last collectives, by number."""
@@ -149,6 +175,17 @@ class Track:
     def begun_at(self, number: int) -> Begun | None:
         """One of them."""
         return self.recent().get(number)
+
+
+class _DeviceEnd:
+    """The end of a collective on a device, without what it was about."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._event.query())
 
 
 def _begun(kind: str, of: Subject, nbytes: int, dtype: Any) -> Begun:

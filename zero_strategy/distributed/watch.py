@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import time
 import weakref
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 _LONGEST = 3600.0
+_EXIT_SECONDS = 2.0
+"""How long a look may take that goes on at exit, when no thread may be inside of a call of torch's."""
 
 
 class Looker(Protocol):
@@ -26,7 +31,8 @@ class Watch:
 
     def __init__(self) -> None:
         self._state = _State()
-        weakref.finalize(self, self._state.stop)
+        atexit.register(self._state.leave)
+        weakref.finalize(self, _drop, self._state).atexit = False
 
     def add(self, looker: Looker) -> None:
         """Look at this too, at once for the first time."""
@@ -39,7 +45,7 @@ class Watch:
     def poke(self) -> None:
         """Look now."""
         self._state.poked = True
-        self._state.awake.set()
+        self._state.signals.put(None)
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -49,23 +55,29 @@ class Watch:
 class _State:
     def __init__(self) -> None:
         self.lookers: list[tuple[weakref.ref[Looker], list[float]]] = []
-        self.awake = threading.Event()
+        self.signals: SimpleQueue[None] = SimpleQueue()
+        """Wakes the thread. Not an event: a collection in that very thread may stop it, inside of whatever it does."""
         self.poked = self.stopped = False
         self.thread: threading.Thread | None = None
 
-    def is_stopped(self) -> bool:
-        return self.stopped
-
     def stop(self) -> None:
         self.stopped = True
-        self.awake.set()
+        self.signals.put(None)
+
+    def leave(self) -> None:
+        """At exit."""
+        self.stop()
+        if self.thread is not None:
+            self.thread.join(_EXIT_SECONDS)
+
+
+def _drop(state: _State) -> None:
+    state.stop()
+    atexit.unregister(state.leave)
 
 
 def _run(state: _State) -> None:
     while not state.stopped:
-        state.awake.clear()
-        if state.is_stopped():  # between the two lines before
-            return
         poked, state.poked, due = state.poked, False, math.inf
         for entry in list(state.lookers):
             reference, at = entry
@@ -78,4 +90,7 @@ def _run(state: _State) -> None:
                 at[0] = now + looker.look()
             due = min(due, at[0])
             del looker  # nothing is kept alive while the thread sleeps
-        state.awake.wait(min(max(due - time.monotonic(), 0.001), _LONGEST))
+        with suppress(Empty):
+            state.signals.get(timeout=min(max(due - time.monotonic(), 0.001), _LONGEST))
+            while True:
+                state.signals.get_nowait()

@@ -108,7 +108,7 @@ class WatchedWaits:
     Args:
         rank: This rank, in the world.
         name: This rank in words: "stage 0 (rank 0)".
-        groups: Whose connections are broken on failure.
+        groups: Whose connections are broken on failure; held weakly.
         board: Where failures are posted.
         timeout: Seconds that a wait may take.
         patience: Seconds of a wait in which the other rank must come to this rank's batch.
@@ -125,7 +125,8 @@ class WatchedWaits:
         patience: float,
         guard: Guard | None = None,
     ) -> None:
-        self.rank, self.name, self.groups, self.board = rank, name, groups, board
+        self.rank, self.name, self.board = rank, name, board
+        self._groups = [weakref.ref(group) for group in groups]  # the thread that looks keeps no connections alive
         self.timeout, self.patience = timeout, min(patience, timeout)
         self.broken = False
         self._batch = self._told = 0
@@ -136,8 +137,7 @@ class WatchedWaits:
         self._guard = guard
         self._watch = Watch()  # of its own, as a call to the board may take for ever
         if guard is not None:
-            end = weakref.WeakMethod(self.break_connections)
-            guard.add_break(lambda: _call(end))
+            guard.add_break(self.break_connections)
 
     def begin(self, batch: int) -> None:
         """This rank has come to a batch, numbered from 1; all ranks do the same."""
@@ -205,9 +205,10 @@ class WatchedWaits:
             if self.broken:
                 return
             self.broken = True
-            for group in self.groups:
-                with contextlib.suppress(Exception):
-                    group.abort()
+            for reference in self._groups:
+                if (group := reference()) is not None:
+                    with contextlib.suppress(Exception):
+                        group.abort()
 
     def _explained(self, error: RuntimeError, awaited: Awaited) -> RankFailedError:
         if self._guard is not None and self._guard.failure is not None:
@@ -264,8 +265,3 @@ class _Watching:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits._end_wait(self._awaited, error)
-
-
-def _call(method: weakref.WeakMethod[Any]) -> None:
-    if (found := method()) is not None:
-        found()

@@ -253,10 +253,15 @@ class ShardingAccelerator(PipelineAccelerator):
         return state if self.process_index == 0 else {}
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; the models that are given are let go of, others stay sharded for a next training."""
+        """As Accelerate's; engines of the models that are given end, others stay sharded for a next training.
+
+        All ranks call it. A model whose engine has ended keeps what it has: at stage 3, this rank's slices.
+        """
         for item in objects:
-            engine = self._engines.pop(id(item), None)
-            self._norm_logs.pop(id(engine), None)
+            self._for_training.pop(id(item), None)
+            if (engine := self._engines.pop(id(item), None)) is not None:
+                self._norm_logs.pop(id(engine), None)
+                engine.close()
         return super().free_memory(*objects)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -160,9 +160,16 @@ class SavingAccelerator(SteppingAccelerator):
             engine.saver.finish()
 
     def end_training(self) -> None:
-        """Finish saves and trackers; all ranks leave together."""
+        """Finish saves and trackers; all ranks leave together.
+
+        Where Accelerate ends the process group now, engines end before it. Elsewhere (one process, or one of a
+        notebook's) models can be used as before.
+        """
         self.wait_for_saves()
         self.wait_for_everyone()
+        if self.num_processes > 1 and not self.state.fork_launched:
+            for engine in self._engines.values():
+                engine.close()
         super().end_training()
 
 

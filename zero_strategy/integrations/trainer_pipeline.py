@@ -27,10 +27,10 @@ from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRun
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.integrations.verifying import verify_settings
+from zero_strategy.pipeline.engine_setup import AUTO
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.registry import build_table
-from zero_strategy.pipeline_engine import AUTO
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -254,10 +254,13 @@ class _InputGate:
 
     Views, not a custom autograd function, so that the unit may work in place on its input as it could without us. An
     input that gets no gradient, or is overwritten, leaves the gate open until the end of backward.
+
+    As `_OutputHook`, it holds nothing of the engine.
     """
 
     def __init__(self, gatherer: ParameterGatherer, unit: Unit, call: int, inputs: int) -> None:
-        self.gatherer, self.unit, self.call, self.inputs, self.missing = gatherer, unit, call, inputs, inputs
+        self._gatherer, self._unit, self._call = ref(gatherer), ref(unit), call
+        self._inputs = self._missing = inputs
 
     def view(self, tensor: Tensor) -> Tensor:
         """The unit's own view of an input."""
@@ -267,10 +270,36 @@ class _InputGate:
         return view
 
     def _passed(self, gradients: Any, of_outputs: Any) -> None:
-        self.missing -= 1
-        if self.missing == 0:
-            self.missing = self.inputs  # another backward through the same graph may follow
-            self.gatherer.after_backward(self.unit, self.call)
+        self._missing -= 1
+        if self._missing == 0:
+            self._missing = self._inputs  # another backward through the same graph may follow
+            if (gatherer := self._gatherer()) is not None and (unit := self._unit()) is not None:
+                gatherer.after_backward(unit, self._call)
+
+
+class _OutputHook:
+    """The gradient of an output of one forward has arrived.
+
+    It holds the gatherer weakly: the garbage collector does not see what a graph holds, and a graph that the module
+    holds in turn (a loss in an attribute, a forward without a backward) would keep the engine for ever.
+    """
+
+    def __init__(self, gatherer: ParameterGatherer, unit: Unit, call: int) -> None:
+        self._gatherer, self._unit, self._call = ref(gatherer), ref(unit), call
+
+    def __call__(self, gradient: Tensor) -> None:
+        """See `ParameterGatherer.before_backward`.
+
+        Raises:
+            RuntimeError: If the module is gone, whose parameters this backward needs.
+        """
+        gatherer, unit = self._gatherer(), self._unit()
+        if gatherer is None or unit is None:
+            raise RuntimeError(
+                "backward through a module that is gone, and whose parameters stage 3 has released: keep the module "
+                "until backward is over"
+            )
+        gatherer.before_backward(unit, self._call, gradient)
 
 
 class _ForwardHook:
@@ -314,7 +343,7 @@ class _ForwardHook:
             for tensor in (*tensors_in(output), *self._left_in(module)):
                 if tensor.requires_grad:
                     mark_output(tensor)
-                    tensor.register_hook(partial(self.gatherer.before_backward, self.unit, call))
+                    tensor.register_hook(_OutputHook(self.gatherer, self.unit, call))
                     backward_follows = True
             if backward_follows and not in_backward:
                 self.unit.awaited.add(call)

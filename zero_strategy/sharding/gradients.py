@@ -17,7 +17,7 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -27,12 +27,12 @@ from zero_strategy.distributed import PendingWork
 from zero_strategy.memory.chunked import ChunkStore, OffloadedPart, OffloadedVector, VectorSpec
 from zero_strategy.ops.arguments import FLOATS
 from zero_strategy.sharding.buffer_reuse import BufferReuse
-from zero_strategy.sharding.dtensors import held_by, like, local_gradient, local_values
-from zero_strategy.sharding.gradient_reading import reader_of
-from zero_strategy.sharding.handles import GradientHandle, unwritable
+from zero_strategy.sharding.dtensors import local_gradient, local_values
+from zero_strategy.sharding.handles import GradientHandle
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.power_sums import PowerSums
+from zero_strategy.sharding.shown import ShownGradients
 
 
 class GradientBucket:
@@ -51,6 +51,7 @@ class GradientBucket:
         late: Gradients that came after the bucket had left in this backward, by index.
         version: Grows with every change of reduced gradients, those apart that `scale` puts off.
         reuse: Where memory comes from and goes to that lives in a backward only.
+        shown: What `p.grad` of the parameters shows.
     """
 
     def __init__(
@@ -81,9 +82,7 @@ class GradientBucket:
         )
         self._powers: PowerSums | None = None  # of what is in a tier, where a norm was asked for
         self._scales: dict[int, float] = {}  # what reduced gradients are yet to be multiplied by
-        self._handles: dict[int, Tensor] = {}
-        self._poisons: dict[int, Tensor] = {}  # the memory of those handles that are no gradients
-        self._versions: dict[int, int] = {}
+        self.shown = ShownGradients(self, bucket)
 
     # ---- accumulation on this rank ----
 
@@ -300,25 +299,8 @@ class GradientBucket:
         if self._shows_gradient and self._earlier is None:
             whole = self.local if self.per_step else self.reduced
             if whole is not None:
-                self._versions.pop(index, None)
-                segment = self.bucket.layout.segments[index]
-                handle = self._handles.get(index)
-                place = whole.data_ptr() + segment.offset * whole.element_size()
-                if handle is None or isinstance(handle, GradientHandle) or held_by(handle).data_ptr() != place:
-                    view = whole[segment.offset : segment.stop].view(segment.shape)
-                    self._handles[index] = like(self.bucket.parameters[index], view)
-                return self._handles[index]
-        if index not in self._handles or index not in self._versions:
-            shape = self.bucket.parts[index].shape
-            # A tensor of its own per parameter, so that its version counter tells who was written to.
-            poison = torch.full((1,), float("nan"), dtype=self.bucket.dtype, device=self.bucket.device)
-            plain = poison[0].expand(shape) if math.prod(shape) else poison[:0].view(shape)
-            self._poisons[index] = plain
-            self._handles[index] = GradientHandle.of(
-                plain, self.bucket.names[index], self.bucket.placement.stage, reader_of(self, index)
-            )
-            self._versions[index] = plain._version
-        return self._handles[index]
+                return self.shown.itself(index, whole)
+        return self.shown.stand_in(index)
 
     @torch.no_grad()
     def sync_handles(self) -> None:
@@ -328,17 +310,20 @@ class GradientBucket:
             for index in list(self.live):
                 self._forget(index)
         for index, parameter in enumerate(self.bucket.parameters):
-            shown, handle = parameter.grad, self._handles.get(index)
+            shown = parameter.grad
             if shown is None:
                 if index in self.live or index in self.local_live:
                     self._drop(index)
-            elif shown is not handle:
+            elif not self.shown.is_known(index, shown):
                 self.replace(index, shown)
-            elif index in self._versions and self._poisons[index]._version != self._versions[index]:
-                self._check_zeroed(index)
-                self._zero(index)
-                del self._handles[index]
+            elif self.shown.written(index):
+                zeroed = self.shown.zeroed(index)
+                if zeroed:
+                    self._zero(index)
+                self.shown.forget(index)
                 self.show(index)
+                if not zeroed:
+                    self.shown.refuse(index)
 
     def _drop(self, index: int) -> None:
         self._forget(index)
@@ -352,19 +337,8 @@ class GradientBucket:
         self.live.discard(index)
         self.local_live.discard(index)
         self._scales.pop(index, None)
-        if index in self._versions and self._poisons[index]._version != self._versions[index]:
-            del self._handles[index], self._versions[index]  # zeroed in place, then removed
-
-    def _check_zeroed(self, index: int) -> None:
-        """Writing zeros is the one change that a handle stands for."""
-        poison = self._poisons[index]
-        if poison.numel() and bool(poison.as_strided((1,), (1,)) != 0):
-            del self._handles[index]
-            self.show(index)
-            self._refuse(index)
-
-    def _refuse(self, index: int) -> None:
-        raise RuntimeError(unwritable(self.bucket.names[index], self.bucket.placement.stage, "fill_"))
+        if self.shown.written(index):
+            self.shown.forget(index)  # zeroed in place, then removed
 
     def _zero(self, index: int) -> None:
         self._scales.pop(index, None)  # nan times zero is no zero
@@ -375,7 +349,7 @@ class GradientBucket:
     def replace(self, index: int, gradient: Tensor) -> None:
         """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
         if isinstance(gradient, GradientHandle):
-            self._refuse(index)
+            self.shown.refuse(index)
         mine = local_values(self.bucket.parts[index], self.bucket.parameters[index], gradient.detach())
         self.version += 1
         self._drop(index)
@@ -408,36 +382,6 @@ class GradientBucket:
                 target[piece.offset : piece.offset + piece.numel].copy_(values)
         self.live.add(index)
         self.show(index)
-
-    def shown(self) -> list[bool | Tensor | None]:
-        """What the user did to each `p.grad`: nothing (True), zeroed (False), removed (None), or assigned (the tensor).
-
-        For `follow_shown` on a rank where nobody does it.
-        """
-        return [self._shown(index) for index in range(len(self.bucket.parameters))]
-
-    def _shown(self, index: int) -> bool | Tensor | None:
-        gradient = self.bucket.parameters[index].grad
-        if gradient is None:
-            return None
-        if gradient is not self._handles.get(index):
-            if isinstance(gradient, GradientHandle):
-                return True
-            return local_values(self.bucket.parts[index], self.bucket.parameters[index], gradient.detach()).cpu()
-        if index in self._versions:
-            return self._poisons[index]._version == self._versions[index]
-        return bool(held_by(gradient).any())  # the gradient itself: zeros are zeros, whoever wrote them
-
-    @torch.no_grad()
-    def follow_shown(self, shown: Sequence[bool | Tensor | None]) -> None:
-        """Do to each `p.grad` what another rank's `shown()` says."""
-        for parameter, how in zip(self.bucket.parameters, shown, strict=True):
-            if isinstance(how, Tensor):
-                parameter.grad = like(parameter, how.to(device=parameter.device, dtype=parameter.dtype))
-            elif how is None:
-                parameter.grad = None
-            elif not how and parameter.grad is not None:
-                parameter.grad.zero_()
 
     def local_sum(self, index: int) -> Tensor | None:
         """What `no_sync` keeps back of a gradient on this rank, None if nothing."""
@@ -548,9 +492,8 @@ class GradientBucket:
             yield "gradient buckets", self._earlier
         for late in self.late.values():
             yield "gradient buckets", late
-        for index, poison in self._poisons.items():
-            if index in self._versions:  # else the handle is the gradient itself
-                yield "handles", poison
+        for poison in self.shown.held():
+            yield "handles", poison
 
     def offloaded(self) -> Iterator[OffloadedVector]:
         """What is in a tier."""

@@ -26,7 +26,8 @@ from zero_strategy.sharding.layout import build_layout
 from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
 from zero_strategy.sharding.parameters import ParameterBucket, master_name, weights_name
 from zero_strategy.sharding.placement import PLACEMENTS
-from zero_strategy.sharding.reducer import GradientReducer, Watcher
+from zero_strategy.sharding.reducer import GradientReducer
+from zero_strategy.sharding.reducer_hooks import Watcher
 from zero_strategy.sharding.registry import check_unsharded, register
 from zero_strategy.sharding.units import UnitSpec, aliases, find_units
 

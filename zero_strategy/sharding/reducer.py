@@ -16,8 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,48 +25,14 @@ from torch.autograd import Variable
 from zero_strategy.distributed import Mesh
 from zero_strategy.sharding.buffer_reuse import BufferReuse
 from zero_strategy.sharding.dtensors import local_values
-from zero_strategy.sharding.gatherer import InertHook, ParameterGatherer
+from zero_strategy.sharding.gatherer import ParameterGatherer
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.plan import ReductionPlan
+from zero_strategy.sharding.reducer_hooks import ParameterHook, ReductionWatcher
 
 MAX_IN_FLIGHT = 2
 """Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
-
-
-class ReductionWatcher(Protocol):
-    """Somebody who uses gradients as soon as they are reduced."""
-
-    def backward_begins(self) -> None:
-        """A backward begins that will reduce gradients."""
-
-    def reduced(self, gradients: GradientBucket) -> None:
-        """The gradients of a bucket are reduced, and will stay as they are unless more come late in this backward.
-
-        Called while the backward runs, and at its end again for all buckets that any rank touched.
-        """
-
-    def reset(self) -> None:
-        """Gradients were dropped; wait for nothing that was to come."""
-
-
-class Watcher:
-    """A forward pre-hook of the root module: unfrozen parameters get hooks, a torn backward is noticed."""
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        self.reducer = reducer
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Look at the parameters before a forward that may be followed by a backward."""
-        if torch.is_grad_enabled():
-            self.reducer.before_forward()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        return InertHook, ()
 
 
 class GradientReducer:
@@ -172,7 +137,7 @@ class GradientReducer:
                     self._hooked.add((number, index))
                     trainable = parameter.requires_grad
                     parameter.requires_grad_(True)  # a frozen one takes hooks too, and keeps them when it is unfrozen
-                    hook = _ParameterHook(self, number, index)
+                    hook = ParameterHook(self, number, index)
                     self._hooks.append(parameter.register_hook(hook.before))
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook.after))
                     parameter.requires_grad_(trainable)
@@ -374,13 +339,13 @@ class GradientReducer:
                 bucket.begin()
 
     def shown(self) -> list[list[bool | Tensor | None]]:
-        """What the user did to every `p.grad`, by bucket; see `GradientBucket.shown`."""
-        return [bucket.shown() for bucket in self.buckets]
+        """What the user did to every `p.grad`, by bucket; see `ShownGradients.changes`."""
+        return [bucket.shown.changes() for bucket in self.buckets]
 
     def follow_shown(self, shown: Sequence[Sequence[bool | Tensor | None]]) -> None:
         """Do what another rank's `shown()` says."""
         for bucket, theirs in zip(self.buckets, shown, strict=True):
-            bucket.follow_shown(theirs)
+            bucket.shown.follow(theirs)
 
     def follow(self, what: str, value: Any) -> None:
         """Take part in what a rank with data announces, without data. A collective, as there."""
@@ -516,22 +481,3 @@ def _check_gathers(same: bool) -> None:
             "on one rank while another rank sent a different one: losses and gradients may be wrong. Every rank "
             "must run the same units in the same order; use stage 2 for models whose branches differ by rank."
         )
-
-
-class _ParameterHook:
-    """The two hooks of one parameter. They hold the reducer weakly: autograd's references are invisible to the GC."""
-
-    def __init__(self, reducer: GradientReducer, number: int, index: int) -> None:
-        self._reducer, self.number, self.index = ref(reducer), number, index
-
-    def before(self, gradient: Tensor) -> None:
-        """Runs before autograd adds to `p.grad`."""
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.before_gradient(self.number, self.index)
-
-    def after(self, parameter: Tensor) -> None:
-        """Runs when autograd has added to `p.grad`."""
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.after_gradient(self.number, self.index)

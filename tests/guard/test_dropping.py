@@ -1,0 +1,167 @@
+"""Engines that nobody holds any more go at the next collection, with their threads and groups, whatever goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engine.nets import Net, loss_of, net
+from tests.faulty import Torn, no_number
+from tests.guard.faults import PATIENCE
+from tests.launcher import Launcher
+from tests.pipeline.test_engine import Case, batches, config_of, module_of
+from zero_strategy.config import load_config
+from zero_strategy.distributed.guard import Guard
+from zero_strategy.distributed.processes import own_card
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline_engine import PipelineEngine
+
+BUSY = {"mode": "default", "wait_seconds": 0.02, "silence_seconds": 60.0}
+"""The threads look all the time."""
+UNITS = {"min_numel": 0, "patterns": ["blocks.[0-9]"]}
+
+
+class _Connections:
+    """Breaks something on failure; in a cycle, as communicators are."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.itself = self
+        self.track = guard.track("all", [0, 1], self.end)
+
+    def end(self) -> None:
+        raise AssertionError
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_what_the_threads_of_a_guard_hold(tmp_path: Path) -> None:
+    """A look goes on, and a call to the store, while everything is dropped."""
+    began, called, go = threading.Event(), threading.Event(), threading.Event()
+
+    def torn(phases: Collection[str]) -> str:
+        began.set()
+        go.wait(PATIENCE)
+        return ""
+
+    def connect() -> Any:
+        called.set()
+        go.wait(PATIENCE)
+        return dist.FileStore(str(tmp_path / "store"), 1)
+
+    before = set(threading.enumerate())
+    guard = Guard(0, [own_card()] * 2, connect, "dropped", wait_seconds=0.02, silence_seconds=9.0)
+    connections, known = _Connections(guard), weakref.ref(guard)
+    guard.torn = torn
+    assert began.wait(PATIENCE)
+    guard._courier.exchange(None)
+    assert called.wait(PATIENCE)
+    kept = weakref.ref(connections)
+    gc.disable()
+    try:
+        del connections, guard
+        gc.collect()
+        assert kept() is None
+        assert known() is not None  # the thread is in it
+        go.set()
+        assert eventually(lambda: known() is None)  # without another collection
+        assert eventually(lambda: set(threading.enumerate()) <= before)
+    finally:
+        gc.enable()
+
+
+def groups() -> int:
+    """Process groups that torch knows."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def train(fault: str, stage: int, guard: Any) -> weakref.ref[Any]:
+    """A step, and something that leaves a graph without its backward."""
+    model: Any = net()
+    engine = ZeroEngine(model, load_config(stage=stage, guard=guard, units=UNITS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine.attach(optimizer)
+    loss_of(model(torch.ones(2, 6))).backward()
+    optimizer.step()
+    if fault == "kept":
+        model.loss = loss_of(model(torch.ones(2, 6)))  # held by the module, which its graph leads to
+    elif fault:
+        leave(model, no_number if fault == "forward" else Torn.apply)
+    if engine.mesh.guard is not None:
+        engine.mesh.guard.note("has done its part")  # a report: there is a thread that talks to the store
+    return weakref.ref(engine)
+
+
+def leave(model: Net, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model.blocks[1].register_forward_hook(lambda module, args, output: fault(output))
+    try:
+        loss_of(model(torch.ones(2, 6))).backward()
+    except ArithmeticError:  # what either of them raises
+        return
+    raise AssertionError("nothing happened")
+
+
+def train_pipeline(case: Case, module: Any) -> weakref.ref[Any]:
+    engine = PipelineEngine(module, {**config_of(case), "guard": BUSY})
+    engine.attach(torch.optim.SGD(module.parameters(), lr=0.01))
+    engine.forward_backward(batches(0, case.micro_batches, 0))
+    return weakref.ref(engine)
+
+
+def drop(make: Callable[[], weakref.ref[Any]]) -> list[str]:
+    """What is left of an engine after one collection."""
+    before, known, found = set(threading.enumerate()), groups(), list[str]()
+    gc.collect()
+    gc.disable()
+    try:
+        engine = make()
+        assert groups() > known
+        gc.collect()
+        if engine() is not None:
+            found.append("the engine")
+        if groups() > known:
+            found.append(f"{groups() - known} groups")
+        if not eventually(lambda: set(threading.enumerate()) <= before):
+            found.append(f"threads {set(threading.enumerate()) - before}")
+    finally:
+        gc.enable()
+    return found
+
+
+def drop_all() -> dict[str, list[str]]:
+    """What is left of engines of all kinds, by kind."""
+    found = {}
+    for guard in (BUSY, "off"):
+        for stage in (0, 3):
+            for fault in ("", "kept", "forward", "backward"):
+                name = f"{'off' if guard == 'off' else 'busy'} {stage} {fault}"
+                found[name] = drop(lambda: train(fault, stage, guard))  # noqa: B023
+                dist.barrier()
+    case = Case(2, 1, 1, tied=False)
+    made = [module_of(case)]  # its groups are its own
+    found["pipeline"] = drop(lambda: train_pipeline(case, made.pop()))
+    descriptors = [len(os.listdir("/proc/self/fd"))]
+    for _ in range(2):
+        drop(lambda: train("", 3, BUSY))
+        dist.barrier()
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    found["descriptors"] = [] if descriptors[-1] <= descriptors[0] else [str(descriptors)]
+    return found
+
+
+def test_nothing_is_left_of_engines_that_are_dropped(ranks: Launcher) -> None:
+    for found in ranks(2, timeout=120)(drop_all):
+        assert not any(found.values()), {name: left for name, left in found.items() if left}

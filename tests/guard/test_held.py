@@ -1,0 +1,54 @@
+"""A guard keeps no tensor of a collective that was waited for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.guard.test_dropping import eventually
+from tests.launcher import Launcher
+from zero_strategy.config import GuardConfig
+from zero_strategy.distributed import Mesh
+from zero_strategy.distributed.collectives import _native_all_gather, _native_reduce_scatter
+
+NUMEL = 1 << 16
+"""Enough to go through shared memory."""
+
+
+def _on_a_device(mesh: Mesh, kind: str, flat: Tensor) -> Any:
+    """As collectives of GPUs: torch's own work, which holds its tensors."""
+    own = flat.chunk(2)[dist.get_rank()]
+    watched = mesh.gather._begin(kind, "layers.0", flat)
+    if kind == "all_gather":
+        return mesh.gather._native(kind, own, watched, partial(_native_all_gather, flat, own.clone()))
+    assert kind == "reduce_scatter"
+    return mesh.gather._native(kind, own, watched, partial(_native_reduce_scatter, own, flat.clone()))
+
+
+def _held() -> list[str]:
+    """What is still held, by kind of collective."""
+    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, rendezvous_seconds=10.0, name="held", guard=GuardConfig())
+    found = []
+    for kind in ("all_gather", "reduce_scatter"):
+        for native in (False, True):
+            flat = torch.ones(NUMEL)
+            storage = StorageWeakRef(flat.untyped_storage())
+            work = _on_a_device(mesh, kind, flat) if native else getattr(mesh.gather, kind)(flat, of="layers.0")
+            work.wait()
+            del flat
+            if not eventually(storage.expired):  # gloo's own thread is in no hurry
+                found.append(f"{kind}, native {native}")
+    assert mesh.gather.track is not None
+    if not all(one.work is None for one in mesh.gather.track._works):
+        found.append("works")
+    mesh.close()
+    return found
+
+
+def test_nothing_is_held_of_what_is_over(ranks: Launcher) -> None:
+    assert ranks(2)(_held) == [[], []]

@@ -1,0 +1,115 @@
+"""What an engine of pipeline stages derives from its module: settings, units, the order of names; and what must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
+from zero_strategy.distributed import world_size
+from zero_strategy.distributed.dtensors import is_dtensor
+from zero_strategy.pipeline.auto import first_schedule
+from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.registry import build_table
+from zero_strategy.saving.contents import state_dict_entries
+
+AUTO = "auto"
+"""The value of `pipeline.schedule` that leaves the choice to a measurement."""
+
+
+def resolved_for(module: PipelineModule, config: Any, compute_dtype: torch.dtype | None) -> ResolvedConfig:
+    """The config, with what the module decides filled in."""
+    if isinstance(config, ResolvedConfig):
+        resolved = config
+    else:
+        asked = load_config(config)
+        if asked.pipeline.stages == 1 and module.num_stages > 1:
+            asked.pipeline.record("stages", module.num_stages, "derived: the PipelineModule")
+        if asked.pipeline.chunks is None and module.chunks > 1:
+            asked.pipeline.record("chunks", module.chunks, "derived: the PipelineModule")
+        if asked.mesh.tensor is None and module.mpu().slice_parallel_size > 1:
+            asked.mesh.record("tensor", module.mpu().slice_parallel_size, "derived: the PipelineModule's topology")
+        resolved = resolve(asked, world_size())
+        check_owned(resolved.config, dtype_fact(compute_dtype))
+    _check_fits(resolved.config, module)
+    return resolved
+
+
+def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
+    pipeline = config.pipeline
+    for key, there in (("stages", module.num_stages), ("chunks", module.chunks)):
+        if getattr(pipeline, key) != there:
+            raise ValueError(
+                f"pipeline.{key} is {getattr(pipeline, key)} [{config.origin_of(f'pipeline.{key}')}], but the "
+                f"PipelineModule was made with {there}; make both the same"
+            )
+    if (config.mesh.tensor or 1) != module.mpu().slice_parallel_size:
+        raise ValueError(
+            f"mesh.tensor is {config.mesh.tensor} [{config.origin_of('mesh.tensor')}], but the PipelineModule's "
+            f"topology has {module.mpu().slice_parallel_size} rank(s) on its axis 'model'; make both the same"
+        )
+    name = first_schedule(module.placement) if pipeline.schedule == AUTO else pipeline.schedule
+    table = build_table(name, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
+    if table.placement != module.placement:
+        raise ValueError(
+            f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
+            f"PipelineModule was made with placement={module.placement.shape!r}; make it with the schedule's"
+        )
+
+
+def check_divided(module: PipelineModule) -> None:
+    """A stage may have nothing to divide; where no stage has, its ranks would train copies as if they were parts."""
+    mine = any(map(is_dtensor, module.parameters()))
+    if not any(module.mpu().control().gather_objects(mine)):
+        raise ValueError(
+            f"the topology {module.topology()} divides layers among the ranks of its axis 'model', but no parameter is "
+            "divided: give PipelineModule parallelize=function(layer, name, mesh), which calls torch's "
+            "parallelize_module"
+        )
+
+
+def prefix_of(module: PipelineModule, root: nn.Module) -> str:
+    """What names in the root begin with."""
+    name = next((name for name, child in root.named_modules() if child is module), None)
+    if name is None:
+        raise ValueError(f"the PipelineModule is not below the {type(root).__name__} that is passed as its root")
+    return f"{name}." if name else ""
+
+
+def with_units(resolved: ResolvedConfig, module: PipelineModule, prefix: str) -> ResolvedConfig:
+    """Units named one by one: every layer, or what the config names as far as it is in this part of the model."""
+    units = resolved.config.units
+    if units.classes or units.patterns:
+        names = [
+            name
+            for name, child in module.named_modules()
+            if name
+            and (
+                type(child).__name__ in units.classes
+                or any(fnmatchcase(prefix + name, pattern) for pattern in units.patterns)
+            )
+        ]
+    else:
+        names = [name for name in module.unit_names() if any(True for _ in module.get_submodule(name).parameters())]
+    names = [prefix + name for name in names]
+    if prefix:
+        names.insert(0, prefix.removesuffix("."))  # what is in no layer's unit is used in this module's forward
+    config = deepcopy(resolved.config)
+    origin = "derived: the PipelineModule's layers"
+    config.units.record("classes", [], origin)
+    config.units.record("patterns", [name.replace("[", "[[]") for name in names], origin)
+    return replace(resolved, config=config)
+
+
+def order_of(module: PipelineModule, root: nn.Module, prefix: str) -> Callable[[str], tuple[int, ...]]:
+    """Where a tensor comes in the whole model: by its layer, then as in the layer."""
+    places = {}
+    for number, (name, _) in enumerate(state_dict_entries(root)):
+        places[name] = module.layer_of(name.removeprefix(prefix)), number
+    return places.__getitem__
