@@ -31,11 +31,11 @@ _STEPS = 3
 
 
 class Contender(Training):
-    """A model and its engine."""
+    """A model and its engine, under the settings of the options and some more."""
 
-    def __init__(self, guard: str, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], **settings: Any) -> None:
         super().__init__(options["model"], options["rows"], options["length"])
-        self.engine = ZeroEngine(self.model, load_config(stage=options["stage"], guard=guard))
+        self.engine = ZeroEngine(self.model, load_config(stage=options["stage"], **settings))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.engine.attach(self.optimizer)
         for _ in range(2):
@@ -70,14 +70,17 @@ class Contender(Training):
         return (time.perf_counter() - start) / count
 
 
+def in_turns(both: dict[str, Contender], rounds: int) -> list[list[list[float]]]:
+    """Seconds of steps: of each round, each turn of A B B A, each step."""
+    return [[[both[turn].step() for _ in range(_STEPS)] for turn in TURNS] for _ in range(rounds)]
+
+
 def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Both contenders on this rank."""
     torch.set_num_threads(1)
-    both = {"A": Contender(options["guard"], options), "B": Contender("off", options)}
+    both = {"A": Contender(options, guard=options["guard"]), "B": Contender(options, guard="off")}
     before = both["A"].begun()
-    samples = [
-        [[both[turn].step() for _ in range(_STEPS)] for turn in TURNS] for _ in range(options["rounds"])
-    ]
+    samples = in_turns(both, options["rounds"])
     collectives = (both["A"].begun() - before) / (2 * _STEPS * options["rounds"])
     seconds = both["A"].bookkeeping()
     step = min(time for blocks in samples for block in blocks for time in block)

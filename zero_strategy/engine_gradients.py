@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.norm import GradientStats, global_norm
+from zero_strategy.optim.own_gradients import OwnGradients
 from zero_strategy.sharding import ShardedModel
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class EngineGradients:
         Args:
             max_norm: The bound.
             norm_type: Any positive p, or inf.
-            optimizer: Whose gradients; default: those of all attached optimizers together.
+            optimizer: Whose gradients; default: those of all attached optimizers together, or of all parameters if
+                none is attached.
             error_if_nonfinite: Raise, on every rank, instead of multiplying by nan.
             parameters: Those whose gradients count and are scaled, the same on all ranks; default: all.
 
@@ -81,8 +83,8 @@ class EngineGradients:
                 problem = f"the gradient norm of order {norm_type} is {norm.value}"
                 raise RuntimeError(f"{problem}; gradients were not clipped")
             coefficient = norm.coefficient(max_norm)
-            for sharded in self._chosen(optimizer):
-                sharded.gradients.scale(coefficient, only)
+            for gradients in self._chosen(optimizer):
+                gradients.scale(coefficient, only)
         return torch.tensor(norm.value, dtype=torch.float32)
 
     def clip_grad_value_(
@@ -99,16 +101,21 @@ class EngineGradients:
         if clip_value < 0:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
         only = None if parameters is None else {id(parameter) for parameter in parameters}
-        for sharded in self._chosen(optimizer):
-            sharded.gradients.clip_values(clip_value, only)
+        for gradients in self._chosen(optimizer):
+            gradients.clip_values(clip_value, only)
 
     def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
-        """Norm of the mean gradients over all ranks. A collective."""
+        """Norm of the mean gradients over all ranks. A collective.
+
+        Args:
+            norm_type: Any positive p, or inf.
+            optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
+        """
         return self._norm(norm_type, optimizer, None)
 
     def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         self.model.reducer.settle()
-        parts = [sharded.gradients.shards(norm_type, only) for sharded in self._chosen(optimizer)]
+        parts = [gradients.shards(norm_type, only) for gradients in self._chosen(optimizer)]
         shards = [shard for found, _, _ in parts for shard in found]
         factors = [factor for _, found, _ in parts for factor in found]
         seen: list[tuple[Tensor, Tensor]] = []
@@ -117,8 +124,12 @@ class EngineGradients:
             watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
         return norm
 
-    def _chosen(self, optimizer: Optimizer | None) -> list[ShardedOptimizer]:
-        return self.optimizers if optimizer is None else [self._engine.sharded(optimizer)]
+    def _chosen(self, optimizer: Optimizer | None) -> list[OwnGradients]:
+        """Those of an optimizer, or of each; of the whole module where none is attached."""
+        if optimizer is None and not self.optimizers:
+            return [OwnGradients(self.model, lambda: (parameter for _, parameter in self.model.names()))]
+        chosen = self.optimizers if optimizer is None else [self._engine.sharded(optimizer)]
+        return [sharded.gradients for sharded in chosen]
 
     # ---- fp16 ----
 

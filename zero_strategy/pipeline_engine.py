@@ -309,12 +309,16 @@ class PipelineEngine(ZeroEngine):
 
     def reduce_tied_gradients(self) -> None:
         """Add what replicas of tied weights have collected to their owners' gradients. A collective."""
-        for parameter, gradient in self._ties.exchange_gradients():
+        for parameter, gradient in self._ties.exchange_gradients(self.mesh.control.exchange_small):
             self.add_gradient(parameter, gradient)
 
     def publish_ties(self) -> None:
         """Give replicas of tied weights the owners' values. A collective."""
         self._ties.publish(self.model.gathered)
+
+    def replicas(self) -> dict[str, Tensor]:
+        """This rank's copies of weights that another rank owns, by their names here; no copies of them, to be read."""
+        return {self._prefix + name: tensor for name, tensor in self._ties.values().items()}
 
     # ---- what is different for a part of a model ----
 

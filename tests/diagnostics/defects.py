@@ -6,13 +6,14 @@ of the tensor's name; `on` the ranks that may be named.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.diagnostics.verify_pipeline import PipelineRun
 from zero_strategy.diagnostics.verify_run import ShardedRun
 from zero_strategy.diagnostics.verify_subject import RandomState
 from zero_strategy.diagnostics.verify_twin import Tensors
@@ -40,6 +41,21 @@ TWO = {"accumulation": 2}
 def defect(phase: str, name: str = "", **expected: Any) -> Callable[[type[ShardedRun]], type[ShardedRun]]:
     def keep(run: type[ShardedRun]) -> type[ShardedRun]:
         DEFECTS[run.__name__] = Defect(run, phase, name, **expected)
+        return run
+
+    return keep
+
+PIPELINE_DEFECTS: dict[str, Defect] = {}
+"""Of pipelines of two stages."""
+
+FP16 = {"compute_dtype": torch.float16, "clip_norm": 0.5}
+OVERFLOWS = {"initial": 2.0**24, "backoff_factor": 2.0**-12}
+"""The first step overflows, and no other."""
+
+
+def pipeline_defect(phase: str, name: str = "", **expected: Any) -> Callable[[type[PipelineRun]], type[PipelineRun]]:
+    def keep(run: type[PipelineRun]) -> type[PipelineRun]:
+        PIPELINE_DEFECTS[run.__name__] = Defect(run, phase, name, **{"config": {"stage": 1}, **expected})
         return run
 
     return keep
@@ -355,3 +371,148 @@ class ChunkNotWrittenBack(ShardedRun):
         if (now := sharded.state_of(parameter)) and "exp_avg_sq" in now:
             old = torch.zeros_like(now["exp_avg_sq"]) if before is None else before
             sharded.write_state_of(parameter, "exp_avg_sq", old)
+
+
+# ------------------------------------------------------------------------------------------------------ loss scales
+
+
+@defect("optimizer state", settings=FP16, config={"stage": 1, "loss_scale": OVERFLOWS})
+class OverflowIsNoReason(ShardedRun):
+    """The plain run skips the step, and this one takes it."""
+
+    def unscale(self) -> Tensors:
+        found = super().unscale()
+        self.engine.optimizers[0].skip_next = False
+        return found
+
+
+@defect("loss scale", "step taken", settings=FP16, config={"stage": 2, "loss_scale": {"initial": 1024.0}}, ranks=(1,))
+class SkippedWithoutOverflow(ShardedRun):
+    """One rank skips a step that the others take."""
+
+    def unscale(self) -> Tensors:
+        found = super().unscale()
+        if self.rank == 1:
+            self.taken, found["step taken"] = False, torch.tensor(False)
+            self.engine.optimizers[0].skip_next = True
+        return found
+
+
+@defect("norm", "gradient norm", settings=FP16, config={"stage": 3, "loss_scale": {"initial": 1024.0}})
+class NotUnscaled(ShardedRun):
+    """Gradients keep the loss scale."""
+
+    def unscale(self) -> Tensors:
+        assert self.engine.scaler is not None
+        return {"step taken": torch.tensor(True), "loss scale": torch.tensor(self.engine.scaler.scale)}
+
+
+@defect("gradient", settings=FP16, config={"stage": 2, "loss_scale": OVERFLOWS})
+class ScaleStaysAfterOverflow(ShardedRun):
+    """The scale is not lowered."""
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+# -------------------------------------------------------------------------------------------------------- pipelines
+
+
+@pipeline_defect("loss", "micro-batch 2", ranks=(1,))
+class LastMicroBatchDropped(PipelineRun):
+    """The last micro-batch of a step is not run."""
+
+    def train(self, step: int) -> Tensors:
+        self._losses = {}
+        self.mean_loss = self.engine.forward_backward(self.batches(step), self.settings.accumulation - 1)
+        return self._losses
+
+
+@pipeline_defect("gradient", "tied_modules.words.weight", ranks=(0,))
+class TiedGradientNotSummed(PipelineRun):
+    """What the last stage gives to the embedding is lost."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.engine.reduce_tied_gradients = lambda: None  # type: ignore[method-assign]
+
+
+@pipeline_defect("parameter", "tied_modules.words.weight", ranks=(1,))
+class ReplicaIsStale(PipelineRun):
+    """The last stage's copy of the embedding stays as it was."""
+
+    def update(self) -> None:
+        before = {name: tensor.detach().clone() for name, tensor in self.engine.replicas().items()}
+        super().update()
+        for name, tensor in self.engine.replicas().items():
+            tensor.data.copy_(before[name])
+
+
+@pipeline_defect("parameter", ranks=(1,))
+class StageIsStale(PipelineRun):
+    """The second stage does not take the step."""
+
+    def update(self) -> None:
+        before = [bucket.flat.clone() for bucket in self.engine.model.buckets]
+        super().update()
+        for bucket, values in zip(self.engine.model.buckets, before, strict=True):
+            if self.rank_in_world == 1:
+                bucket.flat.copy_(values)
+
+    @property
+    def rank_in_world(self) -> int:
+        return self.control.rank
+
+
+@pipeline_defect("gradient")
+class ScaledByTheWrongCount(PipelineRun):
+    """Losses are divided by one micro-batch less than there are."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        count = self.settings.accumulation
+        self.engine.scale_loss = lambda loss: loss * (count / (count - 1))  # type: ignore[method-assign]
+
+
+@pipeline_defect("loss", "micro-batch 0", ranks=(1,))
+class LabelsOfTheNextMicroBatch(PipelineRun):
+    """The last stage is one micro-batch ahead of the first one."""
+
+    def batches(self, step: int) -> Iterator[Any]:
+        found = list(super().batches(step))
+        return iter(found if self.control.rank == 0 else [*found[1:], found[0]])
+
+
+@pipeline_defect("norm", "gradient norm", settings=CLIPPED)
+class NormOfOneStage(PipelineRun):
+    """Each stage clips by the norm of its own gradients."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        self.engine.model.norm_groups.remove(self.engine.pipe)
+        try:
+            return super().clip(max_norm)
+        finally:
+            self.engine.model.norm_groups.append(self.engine.pipe)
+
+
+@pipeline_defect("loss", "micro-batch 0", ranks=(1,))
+class ActivationsRounded(PipelineRun):
+    """What goes from one stage to the next is sent in bf16."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.control.rank == 0:
+            self.model.register_forward_hook(lambda module, args, out: out.bfloat16().float())
+
+
+@pipeline_defect("gradient", ranks=(1,), config={"stage": 2})
+class MicroBatchOfOneStageMissed(PipelineRun):
+    """The second stage drops what its first micro-batch gave."""
+
+    def train(self, step: int) -> Tensors:
+        losses = super().train(step)
+        if self.control.rank == 1:
+            for gradients in self.engine.model.gradients:
+                for index in sorted(gradients.live):
+                    gradients.change(index, lambda values: values.mul_(2 / 3))
+        return losses

@@ -1,4 +1,4 @@
-"""A tiny model with all that may go wrong: ties, frozen and unused parameters, buffers, dropout, several groups."""
+"""Tiny models with all that may go wrong: ties, frozen and unused parameters, buffers, dropout, several groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
 WIDTH, WORDS, ROWS, LENGTH = 8, 11, 2, 3
 
@@ -68,3 +70,43 @@ def changing() -> Any:
     """Another model at every call."""
     torch.seed()
     return tiny()
+
+
+# ---------------------------------------------------------------------------------------------------- as layers
+
+
+class Step(Block):
+    """A block that counts, and has a frozen and an unused parameter."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH) * 0.1, requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().float().mean()
+        return super().forward(x + self.shift)
+
+
+def read_out(embedding: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, embedding.weight)  # type: ignore[arg-type]
+
+
+def loss_of_words(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1).float(), labels.flatten())
+
+
+def layered() -> Any:
+    """For pipelines: the embedding's weight is that of the last layer, too."""
+    tokens = [torch.randint(0, WORDS, (ROWS, LENGTH + 1)) for _ in range(24)]
+    batches = [(each[:, :-1], each[:, 1:]) for each in tokens]
+    layers = [
+        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH),
+        *(LayerSpec(Step) for _ in range(4)),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH, forward_fn=read_out),
+    ]
+    return layers, optimizer_of, batches, loss_of_words

@@ -14,11 +14,13 @@ from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from tests.diagnostics.subjects import tiny
 from tests.integrations.accelerate_face.training import Job, Run, fresh_state, make
 from tests.integrations.trainers import Module, join, loader, trainer, zero
 from tests.integrations.transformers_face.training import trainer_of
 from tests.launcher import Launcher
 from zero_strategy.diagnostics.run_files import read_run
+from zero_strategy.diagnostics.verify_report import VerifyReport
 from zero_strategy.integrations.fabric import ZeroStrategy
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline_engine import PipelineEngine
@@ -79,6 +81,14 @@ def by_accelerate(directory: Path) -> list[tuple[int | None, dict[str, Any]]]:
         return kept.seen
 
 
+def verified_by_accelerate(directory: Path) -> VerifyReport:
+    """On the processes there are, with the accelerator's accumulation and precision."""
+    with fresh_state():
+        accelerator = make(3, gradient_accumulation_steps=2, mixed_precision="bf16")
+        report: VerifyReport = accelerator.verify(tiny, steps=1)  # type: ignore[attr-defined]
+        return report
+
+
 def by_transformers(directory: Path) -> list[dict[str, Any]]:
     with fresh_state():
         diagnostics = {"run_dir": str(directory / "transformers")}
@@ -106,7 +116,7 @@ def by_a_pipeline(directory: Path) -> list[float]:
 
 
 def by_all(directory: Path) -> tuple[Any, ...]:
-    faces = (by_the_trainer, by_fabric, by_accelerate, by_transformers, by_a_pipeline)
+    faces = (by_the_trainer, by_fabric, by_accelerate, by_transformers, by_a_pipeline, verified_by_accelerate)
     return tuple(face(directory) for face in faces)
 
 
@@ -120,6 +130,8 @@ def test_every_face_tells_its_loggers(ranks: Launcher, tmp_path: Path) -> None:
     for logged in (first[3], second[3]):
         assert len(logged) == 2 and all(ALWAYS | {"zero/tokens_per_second"} <= one.keys() for one in logged)
     check_pipeline(tmp_path, first[4])
+    assert first[5] == second[5] and first[5].passed and first[5].ranks == 2, first[5]
+    assert next(phase.compared for phase in first[5].phases if phase.phase == "loss") == 2
     steps = read_run(tmp_path / "transformers").steps[0]
     assert steps[0].tokens == 2 * 2 * 10 and steps[0].loss == pytest.approx(first[3][0]["loss"], rel=0.2)
 

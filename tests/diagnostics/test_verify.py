@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.diagnostics.defects import FP16, OVERFLOWS
 from tests.diagnostics.subjects import tiny
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
@@ -34,6 +35,9 @@ def test_what_is_right_passes(ranks: Launcher, tmp_path: Any) -> None:
         ({"stage": 3, "offload": nvme}, bf16),
         ({"stage": 3, "activation_checkpointing": {"mode": "full"}}, {"steps": 2, "autocast": torch.bfloat16}),
         ({"stage": 1}, {"steps": 2, "tolerance": 8.0}),
+        *(({"stage": stage, "loss_scale": OVERFLOWS}, {**several, "compute_dtype": torch.float16}) for stage in (1, 3)),
+        ({"stage": 2, "offload": {"optimizer": "cpu"}, "loss_scale": OVERFLOWS}, {**several, **FP16, "tolerance": 8.0}),
+        ({"stage": 2, "loss_scale": OVERFLOWS}, {**several, "autocast": torch.float16}),
     ]
     for reports in ranks(2, timeout=120)(verified, cases):
         for (config, settings), report in zip(cases, reports, strict=True):
@@ -46,4 +50,8 @@ def test_what_is_right_passes(ranks: Launcher, tmp_path: Any) -> None:
             assert counts["parameter"].compared == 18 * report.steps
             assert ("clipped gradient" in counts) == ("clip_norm" in settings)
             assert ("master weight" in counts) == ("compute_dtype" in settings)
+            scaled = torch.float16 in settings.values()
+            assert ("loss scale" in counts) == scaled
+            if "norm" in counts:  # a step that overflows is skipped
+                assert counts["norm"].compared == report.steps - scaled
             assert counts["buffer"].compared == report.steps

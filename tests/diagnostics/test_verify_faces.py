@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ import torch
 from torch import nn
 
 from tests.diagnostics import subjects
-from tests.launcher import Launcher
 from zero_strategy.cli import main
 from zero_strategy.diagnostics.verify import verify
-from zero_strategy.diagnostics.verify_report import VerifyReport
+from zero_strategy.diagnostics.verify_command import add_verify_command, asked, show
 from zero_strategy.diagnostics.verify_subject import load_factory, make_subject, place_of
 
 FILE = str(Path(subjects.__file__).resolve())
@@ -22,14 +22,14 @@ SMALL = {"stage": 3, "units": {"min_numel": 0}}
 
 
 def test_the_command_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["verify", f"{FILE}:tiny", "--strategy", "zero3_offload", "--ranks", "2", "--steps", "2", "--clip", "0.5"]
+    command = ["verify", f"{FILE}:tiny", "--strategy", "zero3_offload", "--ranks", "1", "--steps", "1", "--clip", "0.5"]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "stage 3 on 2 rank(s)" in said and "PASSED: 2 step(s)" in said and "clipped gradient" in said
+    assert "stage 3 on 1 rank(s)" in said and "PASSED: 1 step(s)" in said and "clipped gradient" in said
 
 
 def test_the_command_fails_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{FILE}:changing", "--stage", "2", "--ranks", "1", "--steps", "1", "--json"]) == 1
+    assert show(verify(subjects.changing, {"stage": 2}, ranks=1, steps=1), as_json=True) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["passed"] and found["stage"] == 2 and found["ranks"] == 1
     first = found["differences"][0]
@@ -44,11 +44,27 @@ def test_the_command_fails_and_says_where(capsys: pytest.CaptureFixture[str]) ->
         ([f"{FILE}:tiny", "--strategy", "zero9"], "unknown strategy name 'zero9'"),
         ([f"{FILE}:tiny", "--steps", "0"], "steps is 0; accepted: 1 or more"),
         ([f"{FILE}:tiny", "--ranks", "0"], "ranks is 0; accepted: 1 or more"),
+        ([f"{FILE}:layered", "--strategy", "pipeline", "--ranks", "1"], "a pipeline of 1 stage(s): give --ranks or"),
     ],
 )
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert main(["verify", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_options_ask_for() -> None:
+    parser = argparse.ArgumentParser()
+    add_verify_command(parser.add_subparsers())
+    for words, stage, stages, micro_batches in [
+        ("--strategy zero3_offload", 3, 1, None),
+        ("--strategy pipeline --ranks 4", 1, 4, None),
+        ("--strategy pipeline --ranks 4 --stages 2 --stage 2 --accumulation 3", 2, 2, 3),
+    ]:
+        config, given = asked(parser.parse_args(["verify", "train.py:factory", *words.split()]))
+        assert (config.stage, config.pipeline.stages, config.pipeline.micro_batches) == (stage, stages, micro_batches)
+        assert given["accumulation"] == (micro_batches or 1)
+    _, given = asked(parser.parse_args(["verify", "train.py:factory", "--dtype", "fp16", "--autocast"]))
+    assert (given["compute_dtype"], given["autocast"]) == (torch.float16, torch.bfloat16)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,27 +84,13 @@ def test_one_process_is_enough() -> None:
 def test_the_strategies() -> None:
     pytest.importorskip("lightning")
     from zero_strategy.integrations.fabric import ZeroStrategy as FabricStrategy
-    from zero_strategy.integrations.lightning import ZeroStrategy
+    from zero_strategy.integrations.lightning import PipelineStrategy, ZeroStrategy
 
     for strategy in (ZeroStrategy(stage=2), FabricStrategy(stage=3, units={"min_numel": 0})):
         report = strategy.verify(subjects.tiny, ranks=1, steps=1)
         assert report.passed and report.stage == strategy.config.stage
-
-
-def accelerated() -> VerifyReport:
-    from tests.integrations.accelerate_face.training import fresh_state
-    from zero_strategy.integrations.accelerate import ZeroAccelerator
-
-    with fresh_state():
-        accelerator = ZeroAccelerator(zero_config=SMALL, gradient_accumulation_steps=2, mixed_precision="bf16")
-        return accelerator.verify(subjects.tiny, steps=1)
-
-
-def test_the_accelerator(ranks: Launcher) -> None:
-    pytest.importorskip("accelerate")
-    first, second = ranks(2)(accelerated)
-    assert first == second and first.passed and first.ranks == 2
-    assert next(phase.compared for phase in first.phases if phase.phase == "loss") == 2
+    with pytest.raises(ValueError, match=r"pipeline.stages is 2 .*accepted: a divisor of the world size 1"):
+        PipelineStrategy(stages=2).verify(subjects.layered, ranks=1)
 
 
 def test_a_lightning_module() -> None:
@@ -155,10 +157,8 @@ def test_what_a_factory_must_not_return() -> None:
     assert len(make_subject(lambda: mapping, 0, 4).batches) == 4
     with pytest.raises(ValueError, match="one model twice"):
         verify(shared, {"stage": 2}, ranks=1)
-    with pytest.raises(ValueError, match=r"pipeline.stages is 2"):
+    with pytest.raises(ValueError, match=r"pipeline.stages is 2 .*; accepted: a divisor of the world size 1"):
         verify(subjects.tiny, {"pipeline": {"stages": 2}}, ranks=1)
-    with pytest.raises(ValueError, match="float16 needs a loss scale"):
-        verify(subjects.tiny, SMALL, compute_dtype=torch.float16)
     with pytest.raises(ValueError, match="at the top of a module"):
         place_of(lambda: None)
     assert load_factory(place_of(subjects.tiny)) is subjects.tiny

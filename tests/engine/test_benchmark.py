@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import recorder
 from benchmarks.ratios import bootstrap, round_ratio
 from benchmarks.step import default_pairs, main
+from tests.launcher import Launcher
 
 
 def test_a_steady_slowdown_cancels_in_a_round() -> None:
@@ -42,3 +44,12 @@ def test_the_contenders_do_the_same_training(tmp_path: Path, capsys: pytest.Capt
     assert [entry["a"] for entry in report["pairs"]] == ["zero0", "zero1", "zero2", "zero3"]
     assert all(entry["same_training"] for entry in report["pairs"])
     assert "zero3 / fsdp2" in capsys.readouterr().out
+
+
+def test_the_recorder_is_timed_beside_an_engine_without(ranks: Launcher, tmp_path: Path) -> None:
+    options = {"model": "transformer-tiny", "rows": 1, "length": 8, "stage": 3, "every": 1, "rounds": 1}
+    found = ranks(1)(recorder.measure, options, str(tmp_path))[0]
+    assert [len(turns) for turns in found["samples"]] == [4] and found["ratio"]["median"] > 0
+    recorded = recorder.of_the_record(str(tmp_path))
+    assert recorded["recorded steps"] == 2 + 2 * 3  # of one of the two
+    assert 0 < recorded["of them the recorder's own"] < recorded["seconds of a recorded step"]

@@ -67,3 +67,33 @@ def test_a_failure_of_one_rank_does_not_wait(ranks: Launcher, tmp_path: Path) ->
     assert "not all ranks did" in failure.log
     assert not (tmp_path / "saved.ckpt").exists()
     assert time.monotonic() - begun < 30
+
+
+class Timed(Stumbling):
+    """Says when it came to the batch that fails."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.reached = time.monotonic()
+        return super().training_step(batch, batch_idx)
+
+
+def one_raises() -> None:
+    module = Timed((1,))
+    try:
+        trainer("zero2").fit(module, loader())
+    except Exception:
+        seconds = time.monotonic() - module.reached
+        assert seconds < 10, f"{seconds:.1f} s"
+        raise
+
+
+def test_all_ranks_are_told_who_raised(ranks: Launcher) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, timeout=60, grace=15.0)(one_raises)
+    failures = caught.value.failures
+    assert set(failures) == {0, 1}, str(caught.value)
+    assert failures[1].exception.endswith("ArithmeticError")
+    assert failures[0].exception.endswith("DesyncError"), failures[0].text
+    assert "rank 1 raised ArithmeticError: stumbled (" in failures[0].text, failures[0].text
+    assert "test_failures.py:" in failures[0].text

@@ -19,6 +19,7 @@ import torch
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim.norm import GradientStats
+from zero_strategy.pipeline_engine import PipelineEngine
 from zero_strategy.sharding.parameters import ParameterBucket
 
 GRADIENT, UPDATE = "zero/gradient_norm/", "zero/update_norm/"
@@ -33,8 +34,8 @@ class ParameterNorms:
     """
 
     def __init__(self, engine: ZeroEngine) -> None:
-        self.engine, self._last = engine, dict[str, float]()
-        self._norm_type = 2.0
+        self.engine = engine
+        self._last: GradientStats | None = None
         engine.gradient_watchers.append(self._look)
 
     def close(self) -> None:
@@ -42,8 +43,16 @@ class ParameterNorms:
         self.engine.gradient_watchers.remove(self._look)
 
     def _look(self, stats: GradientStats) -> None:
-        self._norm_type = stats.norm_type
-        self._last = _added(zip(stats.names, stats.sums.tolist(), strict=True), stats.norm_type)
+        self._last = stats  # read when asked for, so that a GPU is not waited for in every step
+
+    @property
+    def taken(self) -> bool:
+        """Whether there is a norm to tell of."""
+        return self._last is not None
+
+    def forget(self) -> None:
+        """Tell of norms to come only."""
+        self._last = None
 
     def gradients(self) -> dict[str, float]:
         """The norm of each parameter's mean gradient before clipping, on every rank. A collective of one message.
@@ -51,7 +60,10 @@ class ParameterNorms:
         Returns:
             By name, those without gradient left out; empty before the first norm.
         """
-        return self._together(self._last, self._norm_type, GRADIENT)
+        if self._last is None:
+            return {}
+        sums = _added(zip(self._last.names, self._last.sums.tolist(), strict=True), self._last.norm_type)
+        return self._together(sums, self._last.norm_type, GRADIENT)
 
     @contextmanager
     def updates(self) -> Iterator[dict[str, float]]:
@@ -86,7 +98,10 @@ class ParameterNorms:
             total = _added((pair for part in ranks.gather_objects(total) for pair in part.items()), norm_type)
         names = [name for name, _ in self.engine.model.names() if name in total]
         root = 1.0 if math.isinf(norm_type) else 1.0 / norm_type
-        return {prefix + name: total[name] ** root for name in names}
+        found = {prefix + name: total[name] ** root for name in names}
+        if isinstance(self.engine, PipelineEngine):  # other stages have other parameters
+            found = {name: norm for part in self.engine.pipe.gather_objects(found) for name, norm in part.items()}
+        return found
 
 
 def _added(pairs: Iterator[tuple[str, float]], norm_type: float) -> dict[str, float]:

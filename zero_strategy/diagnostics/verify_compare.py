@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ class Difference:
         step: Counted from 0; -1 before the first.
         phase: See `PHASES`.
         name: The parameter, "state of parameter", buffer or loss.
-        rank: Whose copy it is, or who owns the first element that differs; None: all ranks have the same.
+        rank: Whose copy it is, or who owns the first element that differs; None: all ranks that have it have the same.
         what: In words: how many elements differ, by how much, and which is the first.
         largest: Largest absolute difference, None where values cannot be compared.
         explained: What re-ordered summation explains, None if not known.
+        place: The rank in words, such as "rank 1 (stage 1)"; "": as the rank says.
     """
 
     step: int
@@ -44,16 +46,19 @@ class Difference:
     what: str
     largest: float | None = None
     explained: float | None = None
+    place: str = ""
 
     @property
     def times(self) -> float | None:
         """How many times what re-ordered summation explains."""
         if self.largest is None or self.explained is None:
             return None
-        return self.largest / self.explained if self.explained else float("inf")
+        if math.isinf(self.explained):
+            return 0.0
+        return self.largest / self.explained if self.explained else math.inf
 
     def __str__(self) -> str:
-        rank = "all ranks" if self.rank is None else f"rank {self.rank}"
+        rank = self.place or ("all ranks" if self.rank is None else f"rank {self.rank}")
         when = "before the first step" if self.step < 0 else f"step {self.step}, {self.phase}"
         text = f"{when}: {self.name}, {rank}: {self.what}"
         if self.times is not None:
@@ -84,6 +89,7 @@ class Comparison:
         tolerance: See `VerifySettings`; None has been replaced.
         explained: (phase, name, rank) -> what re-ordered summation explains; called on rank 0.
         owner: (name, element) -> the rank that owns it.
+        title: What a rank is called.
     """
 
     def __init__(
@@ -92,8 +98,10 @@ class Comparison:
         tolerance: float,
         explained: Callable[[str, str, int], float | None],
         owner: Callable[[str, int], int | None],
+        title: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self.control, self.tolerance, self._explained, self._owner = control, tolerance, explained, owner
+        self._title = title
         self.compared: dict[str, int] = {}
         self.equal: dict[str, int] = {}
         self.worst: dict[str, float] = {}
@@ -110,42 +118,42 @@ class Comparison:
             expected: On rank 0: what each rank is to have.
         """
         everyone = self.control.gather_objects({name: digest(tensor) for name, tensor in mine.items()})
-        odd = self._odd(everyone, expected) if expected is not None else []
-        alike = phase not in PER_RANK
-        asked = [(r, n) for r, n in odd if r and not (alike and everyone[r].get(n) == everyone[0].get(n))]
-        asked = self.control.gather_objects(asked[:MOST_FETCHED])[0]
-        wanted = {name: _on_host(mine[name]) for r, name in asked if r == self.control.rank and name in mine}
-        sent = self.control.gather_objects(wanted)
+        wanted = [] if expected is None else _digests([expected(rank) for rank in range(len(everyone))])
+        odd = _odd(everyone, wanted)
+        holders = {name: [r for r, part in enumerate(everyone) if name in part or name in wanted[r]] for _, name in odd}
+        alike, wrong = phase not in PER_RANK, set(odd)
+        # One rank stands for all that have the same wrong values.
+        chosen = [
+            (rank, name)
+            for rank, name in odd
+            if not alike
+            or rank == (first := holders[name][0])
+            or (first, name) not in wrong
+            or everyone[rank].get(name) != everyone[first].get(name)
+        ]
+        asked = self.control.gather_objects([one for one in chosen if one[0]][:MOST_FETCHED])[0]
+        sent = self.control.gather_objects(
+            {name: _on_host(mine[name]) for rank, name in asked if rank == self.control.rank and name in mine}
+        )
         found: list[Difference] = []
         if expected is not None:
-            self._count(phase, everyone, len({name for _, name in odd}))
-            for rank, name in odd:
-                if rank == 0:
-                    same = alike and all(part.get(name) == everyone[0].get(name) for part in everyone)
-                    found += self._judged(step, phase, name, 0, expected(0), mine, owned=same)
-                elif (rank, name) in asked:
-                    found += self._judged(step, phase, name, rank, expected(rank), sent[rank], exactly=alike)
+            self._count(phase, everyone, len(holders))
+            for rank, name in chosen:
+                if rank and (rank, name) not in asked:
+                    continue
+                who, first = holders[name], holders[name][0]
+                same = all(everyone[other].get(name) == everyone[rank].get(name) for other in who)
+                theirs = mine if rank == 0 else sent[rank]
+                owned, exactly = alike and rank == first and same, alike and rank != first
+                for one in self._judged(step, phase, name, rank, expected(rank), theirs, owned, exactly):
+                    alone = who[0] if len(who) == 1 < len(everyone) else one.rank
+                    found.append(replace(one, rank=alone, place=self._words(alone, who, len(everyone))))
         return list(self.control.gather_objects(found[:MOST_SHOWN])[0])
 
-    @staticmethod
-    def _odd(everyone: Sequence[dict[str, str]], expected: Callable[[int], Tensors]) -> list[tuple[int, str]]:
-        """(rank, name) of all that has other bits than expected, in the order of names."""
-        wanted: dict[int, dict[str, str]] = {}
-        known: dict[int, str] = {}
-        for rank in range(len(everyone)):
-            tensors = expected(rank)
-            wanted[rank] = {}
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in known:
-                    known[id(tensor)] = digest(tensor)
-                wanted[rank][name] = "none" if tensor is None else known[id(tensor)]
-        names = dict.fromkeys(name for part in (*wanted.values(), *everyone) for name in part)
-        return [
-            (rank, name)
-            for name in names
-            for rank in range(len(everyone))
-            if everyone[rank].get(name, "missing") != wanted[rank].get(name, "missing")
-        ]
+    def _words(self, rank: int | None, holders: Sequence[int], ranks: int) -> str:
+        if rank is not None:
+            return self._title(rank)
+        return "all ranks" if len(holders) == ranks else ", ".join(map(self._title, holders))
 
     def _count(self, phase: str, everyone: Sequence[dict[str, str]], odd: int) -> None:
         names = {name for part in everyone for name in part}
@@ -160,9 +168,8 @@ class Comparison:
         rank: int,
         expected: Tensors,
         theirs: Tensors,
-        *,
-        owned: bool = False,
-        exactly: bool = False,
+        owned: bool,
+        exactly: bool,
     ) -> list[Difference]:
         """The difference, if it is too large.
 
@@ -170,8 +177,8 @@ class Comparison:
             step: And the rest: see `Difference`.
             expected: What the rank is to have.
             theirs: What it has.
-            owned: All ranks have these values: name the one that owns the first wrong element.
-            exactly: It has other values than rank 0, though all are to be equal.
+            owned: All ranks that have it have these values: name the one that owns the first wrong element.
+            exactly: It has other values than the first of them, though all are to be equal.
         """
         mine, wanted = theirs.get(name), expected.get(name)
         if mine is None or wanted is None:
@@ -187,13 +194,33 @@ class Comparison:
         if owned:
             place = self._owner(name.partition(" of ")[2] if phase == "optimizer state" else name, first)
         if exactly:
-            what += "; rank 0 has other values"
+            what += "; another rank has other values"
         found = Difference(step, phase, name, place, what, largest, self._explained(phase, name, rank))
         if found.times is not None:
             self.worst[phase] = max(self.worst.get(phase, 0.0), found.times)
             if self.tolerance and found.times <= self.tolerance and not exactly:
                 return []
         return [found]
+
+
+def _digests(expected: Sequence[Tensors]) -> list[dict[str, str]]:
+    """Of what each rank is to have; tensors that several are to have are read once."""
+    known: dict[int, str] = {}
+    for tensor in (tensor for tensors in expected for tensor in tensors.values()):
+        if id(tensor) not in known:
+            known[id(tensor)] = digest(tensor)
+    return [{name: known[id(tensor)] for name, tensor in tensors.items()} for tensors in expected]
+
+
+def _odd(everyone: Sequence[dict[str, str]], wanted: Sequence[dict[str, str]]) -> list[tuple[int, str]]:
+    """(rank, name) of all that has other bits than expected, in the order of names."""
+    names = dict.fromkeys(name for part in (*wanted, *everyone) for name in part)
+    return [
+        (rank, name)
+        for name in names
+        for rank in range(len(wanted))
+        if everyone[rank].get(name, "missing") != wanted[rank].get(name, "missing")
+    ]
 
 
 def _described(mine: Tensor, wanted: Tensor) -> tuple[float, int, str]:

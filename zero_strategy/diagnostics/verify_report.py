@@ -37,6 +37,7 @@ class VerifyReport:
         reason: Why bits were not, "" if they were.
         phases: What was compared.
         differences: What differs in the first phase of the first step where anything does; empty if nothing does.
+        pipeline_stages: Ranks that a copy of the model was divided among.
     """
 
     stage: int
@@ -46,6 +47,7 @@ class VerifyReport:
     reason: str
     phases: list[PhaseCount] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
+    pipeline_stages: int = 1
 
     @property
     def passed(self) -> bool:
@@ -71,6 +73,7 @@ class VerifyReport:
         return {
             "passed": self.passed,
             "stage": self.stage,
+            "pipeline_stages": self.pipeline_stages,
             "ranks": self.ranks,
             "steps": self.steps,
             "tolerance": self.tolerance,
@@ -81,7 +84,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         how = "bit by bit" if not self.tolerance else f"within {self.tolerance:g} x what re-ordered summation explains"
-        lines = [f"stage {self.stage} on {self.ranks} rank(s) against plain torch in one process, {how}"]
+        stages = f", {self.pipeline_stages} pipeline stages," if self.pipeline_stages > 1 else ""
+        lines = [f"stage {self.stage} on {self.ranks} rank(s){stages} against plain torch in one process, {how}"]
         if self.reason:
             lines.append(f"(not by bits: {self.reason})")
         lines += ["", f"{'phase':<18}{'compared':>10}{'equal bits':>12}{'largest / re-ordering':>23}"]

@@ -6,17 +6,21 @@ may wait for the step to take it along, and reading would carry it out), states 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.verify_settings import VerifySettings
 from zero_strategy.diagnostics.verify_subject import RandomState, Subject
 from zero_strategy.diagnostics.verify_twin import Tensors, flat_state
+from zero_strategy.distributed import Communicator
 from zero_strategy.distributed.world import group_takes_gpu
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim import LossScaler
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_get_full_grad
 
 
@@ -33,16 +37,30 @@ class ShardedRun:
         optimizer: The attached optimizer.
         rank: This rank.
         ranks: How many there are.
+        taken: Whether the step at hand is taken: in fp16 an overflow is a reason not to.
     """
 
     def __init__(self, subject: Subject, config: ResolvedConfig, settings: VerifySettings) -> None:
         self.subject, self.config, self.settings = subject, config, settings
-        self.engine = ZeroEngine(subject.model, config, compute_dtype=settings.compute_dtype, device=settings.device)
-        self.model = subject.model
+        self.model, self.taken = subject.model, True
+        self.engine, self.optimizer = self.build()
+        if settings.scales_loss and self.engine.scaler is None:  # autocast is the faces' business, and so is its scaler
+            self.engine.scaler = LossScaler(config.config.loss_scale)
         self.rank, self.ranks = self.engine.mesh.rank, self.engine.mesh.world_size
-        self.optimizer = subject.optimizer(self.model)
-        self.engine.attach(self.optimizer)
         self.seed()
+
+    def build(self) -> tuple[ZeroEngine, Optimizer]:
+        """Make the engine and its optimizer."""
+        settings = self.settings
+        engine = ZeroEngine(self.model, self.config, compute_dtype=settings.compute_dtype, device=settings.device)
+        optimizer = self.subject.optimizer(self.model)
+        engine.attach(optimizer)
+        return engine, optimizer
+
+    @property
+    def control(self) -> Communicator:
+        """All ranks that train."""
+        return self.engine.mesh.control
 
     # ---- the training ----
 
@@ -59,6 +77,10 @@ class ShardedRun:
                 losses[f"loss of micro-batch {micro}"] = self.micro_batch(step, micro)
         return losses
 
+    def seen_in_training(self) -> list[tuple[str, Callable[[], Tensors]]]:
+        """Further phases that `train` has gone through, and what can be seen of them."""
+        return []
+
     def micro_batch(self, step: int, micro: int) -> Tensor:
         """Forward and backward of one micro-batch; returns its loss."""
         number = self.settings.number(step, micro, self.rank, self.ranks)
@@ -66,16 +88,25 @@ class ShardedRun:
         with self.engine.forward_scope() if self.subject.scoped else nullcontext():
             with self.settings.forward_context():
                 loss = self.subject.loss(self.model, batch)
-        (loss / self.settings.accumulation).backward()
+        self.engine.scale_loss(loss / self.settings.accumulation).backward()
         return loss.detach().clone()
+
+    def unscale(self) -> Tensors:
+        """Undo the loss scale; returns what it was, and whether the step will be taken."""
+        assert self.engine.scaler is not None
+        scale = self.engine.scaler.scale
+        self.taken = self.engine.unscale_gradients(self.optimizer)
+        return {"step taken": torch.tensor(self.taken), "loss scale": torch.tensor(scale)}
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients; returns their norm before."""
         return self.engine.clip_grad_norm_(max_norm)
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """The optimizer's step, and what follows from it for the loss scale."""
         self.optimizer.step()
+        if self.engine.scaler is not None:
+            self.engine.scaler.update(finite=self.taken)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -127,6 +158,10 @@ class ShardedRun:
             return None
         bucket, index = place
         return (bucket.layout.segments[index].offset + element) // bucket.layout.slice_numel
+
+    def title(self, rank: int) -> str:
+        """What a rank is called."""
+        return f"rank {rank}"
 
 
 def place_to_train(ranks: int) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -21,8 +22,9 @@ class VerifySettings:
         steps: Optimizer steps.
         accumulation: Micro-batches per step and rank.
         clip_norm: Bound of the gradient norm, or None.
-        compute_dtype: What parameters are computed with, None for their own; bf16 has fp32 master weights.
-        autocast: Dtype of autocast, or None.
+        compute_dtype: What parameters are computed with, None for their own; bf16 and fp16 have fp32 master weights,
+            and fp16 the loss scale of the config.
+        autocast: Dtype of autocast, or None; likewise.
         seed: Of the factory; rank r draws from seed + r afterwards.
         tolerance: How many times what re-ordered summation explains may differ. 0: bits must be equal. None: bits
             where the order of summation can be reproduced, else 8.
@@ -49,9 +51,11 @@ class VerifySettings:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"{name} is {value}; accepted: 0 or more")
-        for dtype in (self.compute_dtype, self.autocast):
-            if dtype == torch.float16:
-                raise ValueError("verify trains in float32 or bfloat16: float16 needs a loss scale, use bfloat16")
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are scaled, and steps skipped that overflow."""
+        return torch.float16 in (self.compute_dtype, self.autocast)
 
     def batches(self, ranks: int) -> int:
         """How many batches a run takes."""
@@ -74,4 +78,8 @@ def unreproducible(config: ResolvedConfig, settings: VerifySettings) -> str:
         return "sums on a GPU are in the order of its library"
     if config.config.precision.reduce_dtype != "float32" and config.world_size > 1:
         return f"gradients are summed over ranks in {config.config.precision.reduce_dtype}"
+    scale = config.config.loss_scale
+    factors = scale.initial, scale.growth_factor, scale.backoff_factor, scale.minimum
+    if settings.scales_loss and any(math.frexp(factor)[0] != 0.5 for factor in factors):
+        return "the loss scale is no power of two"
     return ""

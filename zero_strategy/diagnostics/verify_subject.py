@@ -76,44 +76,64 @@ def make_subject(factory: Factory, seed: int, wanted: int) -> Subject:
     Raises:
         ValueError: If it cannot be found, or returns something else than asked for; says what.
     """
+    return _subject(call_factory(factory, seed), wanted)
+
+
+def call_factory(factory: Factory, seed: int) -> Any:
+    """What a factory returns under a seed; a mapping with the right keys as a tuple.
+
+    Raises:
+        ValueError: If it cannot be found, or returned a mapping with other keys.
+    """
     function = load_factory(factory) if isinstance(factory, str) else factory
     torch.manual_seed(seed)
     random.seed(seed)
-    return _subject(function(), wanted)
-
-
-def _subject(made: Any, wanted: int) -> Subject:
+    made = function()
     if isinstance(made, Mapping):
         if set(made) != set(_KEYS):
             raise ValueError(f"the factory returned a mapping with keys {sorted(map(str, made))}: {_ACCEPTED}")
-        made = tuple(made[key] for key in _KEYS)
+        return tuple(made[key] for key in _KEYS)
+    return made
+
+
+def _subject(made: Any, wanted: int) -> Subject:
     if isinstance(made, Subject):
-        return replace(made, batches=_batches(made.batches, wanted))
+        return replace(made, batches=take_batches(made.batches, wanted))
     if isinstance(made, (tuple, list)) and len(made) == 2 and hasattr(made[0], "training_step"):
         if hasattr(made[0], "configure_model"):
             made[0].configure_model()  # where some build their layers
-        made = (made[0], _lightning_optimizer, made[1], _lightning_loss)
+        made = (made[0], lightning_optimizer, made[1], _lightning_loss)
     if not isinstance(made, (tuple, list)) or len(made) != 4:
-        raise ValueError(f"the factory returned {_named(made)}: {_ACCEPTED}")
+        raise ValueError(f"the factory returned {named(made)}: {_ACCEPTED}")
     model, optimizer, batches, loss = made
     if not isinstance(model, nn.Module):
-        raise ValueError(f"the factory's model is {_named(model)}, not a torch module: {_ACCEPTED}")
+        raise ValueError(f"the factory's model is {named(model)}, not a torch module: {_ACCEPTED}")
     for name, value in (("optimizer", optimizer), ("loss", loss)):
         if not callable(value) or isinstance(value, Optimizer):
-            raise ValueError(f"the factory's {name} is {_named(value)}, not a function: {_ACCEPTED}")
-    return Subject(model, optimizer, _batches(batches, wanted), loss, scoped=loss is _lightning_loss)
+            raise ValueError(f"the factory's {name} is {named(value)}, not a function: {_ACCEPTED}")
+    return Subject(model, optimizer, take_batches(batches, wanted), loss, scoped=loss is _lightning_loss)
 
 
-def _batches(given: Any, wanted: int) -> list[Any]:
+def take_batches(given: Any, wanted: int) -> list[Any]:
+    """The first of them.
+
+    Raises:
+        ValueError: If there is none.
+    """
     if not isinstance(given, Iterable) or isinstance(given, Tensor):
-        raise ValueError(f"the factory's batches are {_named(given)}: give a list of batches, or a DataLoader")
+        raise ValueError(f"the factory's batches are {named(given)}: give a list of batches, or a DataLoader")
     found = list(islice(given, wanted))
     if not found:
         raise ValueError("the factory's batches are empty: give at least one")
     return found
 
 
-def _lightning_optimizer(module: nn.Module) -> Optimizer:
+def lightning_optimizer(module: nn.Module) -> Optimizer:
+    """The one that a LightningModule configures.
+
+    Raises:
+        ValueError: If there are several, or it asks a Trainer.
+    """
     try:
         made: Any = cast(Any, module).configure_optimizers()
     except RuntimeError as error:
@@ -143,7 +163,8 @@ def _lightning_loss(module: nn.Module, batch: Any) -> Tensor:
     return cast(Tensor, made["loss"] if isinstance(made, Mapping) else made)
 
 
-def _named(value: Any) -> str:
+def named(value: Any) -> str:
+    """A value's kind, for messages."""
     size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"a {type(value).__name__}{size}"
 
@@ -168,7 +189,7 @@ def load_factory(name: str) -> Callable[[], Any]:
             raise ValueError(f"factory {name!r}: {place!r} has no {attribute!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise ValueError(f"factory {name!r} is {_named(found)}, not a function")
+        raise ValueError(f"factory {name!r} is {named(found)}, not a function")
     return cast(Callable[[], Any], found)
 
 

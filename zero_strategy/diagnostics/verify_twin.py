@@ -20,15 +20,19 @@ from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.verify_settings import VerifySettings
 from zero_strategy.diagnostics.verify_step import engine_rule, take_step
 from zero_strategy.diagnostics.verify_subject import RandomState, Subject, kept_random_state
-from zero_strategy.optim import GradientNorm
+from zero_strategy.optim import GradientNorm, LossScaler
 from zero_strategy.sharding.grouping import gradient_dtypes, wants_master
 from zero_strategy.sharding.materialize import cast_buffers
 
 Tensors = dict[str, Tensor | None]
 """By name; None where there is none, such as the gradient of a parameter that was not used."""
 
-PHASES = ("start", "loss", "gradient", "norm", "clipped gradient", "optimizer state", "master weight", "parameter")
-"""What is compared, in the order in which a step makes it; then each rank's buffers, "buffer"."""
+PHASES = (
+    "start", "loss", "mean loss", "gradient", "loss scale", "norm", "clipped gradient", "optimizer state",
+    "master weight", "parameter",
+)  # fmt: skip
+"""What is compared, in the order in which a step makes it ("mean loss": of pipelines; "loss scale": in fp16); then each
+rank's buffers, "buffer"."""
 
 
 @dataclass
@@ -40,12 +44,14 @@ class StepRecord:
         losses: By rank: the losses of its micro-batches.
         buffers: By rank.
         odd_steps: Where the engine's formula of the step is not the optimizer's, in what way.
+        taken: Whether the step was taken.
     """
 
     phases: dict[str, Tensors] = field(default_factory=dict)
     losses: list[Tensors] = field(default_factory=list)
     buffers: list[Tensors] = field(default_factory=list)
     odd_steps: dict[str, str] = field(default_factory=dict)
+    taken: bool = True
 
     def of(self, phase: str, rank: int) -> Tensors:
         """What a rank is to have."""
@@ -71,7 +77,8 @@ class Twin:
         self, subject: Subject, config: ResolvedConfig, settings: VerifySettings, jitter: int | None = None
     ) -> None:
         self.subject, self.config, self.settings = subject, config, settings
-        self.ranks = config.world_size
+        self.ranks = self.copies = config.world_size
+        self.scaler = LossScaler(config.config.loss_scale) if settings.scales_loss else None
         self.model = subject.model.to(settings.device)
         self.named = dict(self.model.named_parameters())
         self.optimizer = subject.optimizer(self.model)
@@ -125,25 +132,26 @@ class Twin:
         named = self.model.named_parameters(remove_duplicate=False)
         return {name: parameter.detach().clone() for name, parameter in named}
 
-    def step(self) -> StepRecord:
-        """Train one step."""
+    def step(self, follow: StepRecord | None = None) -> StepRecord:
+        """Train one step.
+
+        Args:
+            follow: Of another twin, which decides whether the step is taken.
+        """
         with kept_random_state():
             record = StepRecord(losses=[{} for _ in range(self.ranks)])
             gradients = self._gradients(record)
         record.phases["gradient"] = self._copied(gradients)
-        if self.settings.clip_norm is not None:
+        if self.scaler is not None:
+            finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+            record.taken = finite if follow is None else follow.taken
+            record.phases["loss scale"] = self._unscale(self.scaler, gradients.values(), record.taken)
+        if self.settings.clip_norm is not None and record.taken:
             norm = self._clip(gradients.values(), self.settings.clip_norm)
             record.phases["norm"] = {"gradient norm": torch.tensor(norm, dtype=torch.float32)}
             record.phases["clipped gradient"] = self._copied(gradients)
-        for name, master in self._masters.items():
-            gradient = gradients.get(name)
-            master.grad = None if gradient is None else gradient.to(master.dtype)
-        record.odd_steps = take_step(self.optimizer, self._rule, self._names)
-        with torch.no_grad():
-            for name, parameter in self.named.items():
-                if self._masters[name] is not parameter:
-                    parameter.copy_(self._masters[name])
-                self._masters[name].grad = parameter.grad = None
+        if record.taken:
+            record.odd_steps = self._take_step(gradients)
         record.phases["optimizer state"] = self._state()
         record.phases["master weight"] = {
             name: master.detach().clone()
@@ -154,6 +162,26 @@ class Twin:
         record.buffers = [dict(buffers) for buffers in self._buffers]
         self.steps_taken += 1
         return record
+
+    @staticmethod
+    def _unscale(scaler: LossScaler, gradients: Iterable[Tensor], taken: bool) -> Tensors:
+        scale = scaler.scale
+        for gradient in gradients:
+            gradient.mul_(1.0 / scale)
+        scaler.update(finite=taken)
+        return {"step taken": torch.tensor(taken), "loss scale": torch.tensor(scale)}
+
+    def _take_step(self, gradients: dict[str, Tensor]) -> dict[str, str]:
+        for name, master in self._masters.items():
+            gradient = gradients.get(name)
+            master.grad = None if gradient is None else gradient.to(master.dtype)
+        odd = take_step(self.optimizer, self._rule, self._names)
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
+                self._masters[name].grad = parameter.grad = None
+        return odd
 
     def _copied(self, gradients: dict[str, Tensor]) -> Tensors:
         return {name: gradients[name].clone() if name in gradients else None for name in self.named}
@@ -170,7 +198,7 @@ class Twin:
             return self._averaged(self._local(record, rank, micros) for rank in range(self.ranks))
         for micro in micros:
             found = self._averaged(self._local(record, rank, [micro]) for rank in range(self.ranks))
-            _add(total, found)
+            add_gradients(total, found)
         return total
 
     def _local(self, record: StepRecord, rank: int, micros: Iterable[int]) -> dict[str, Tensor]:
@@ -184,7 +212,7 @@ class Twin:
             with self._disturbed():
                 with self.settings.forward_context():
                     loss = self.subject.loss(self.model, batch)
-                (loss / self.settings.accumulation).backward()
+                self._scaled(loss / self.settings.accumulation).backward()
             record.losses[rank][f"loss of micro-batch {micro}"] = loss.detach().clone()
             found = {}
             for name, parameter in self.named.items():
@@ -193,22 +221,25 @@ class Twin:
                     dtype = gradient_dtypes(parameter.dtype, self.config.config.precision)[0]
                     found[name] = self._noisy(gradient).to(dtype, copy=True)
                     parameter.grad = None
-            _add(total, found)
+            add_gradients(total, found)
         self._random[rank] = RandomState.now()
         self._buffers[rank] = self._copied_buffers()
         return total
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else loss * self.scaler.scale
 
     def _averaged(self, ranks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Sums over each row of the mesh in rank order, of these over the rows, and the mean of all."""
         shard, rows, row = self.config.shard, dict[str, Tensor](), dict[str, Tensor]()
         for rank, local in enumerate(ranks):
-            _add(row, {name: gradient.to(self._dtypes(name)[1]) for name, gradient in local.items()})
+            add_gradients(row, {name: gradient.to(self._dtypes(name)[1]) for name, gradient in local.items()})
             if (rank + 1) % shard == 0:
-                _add(rows, row)
+                add_gradients(rows, row)
                 row = {}
-        if self.ranks > 1:
+        if self.copies > 1:
             for gradient in rows.values():
-                gradient.mul_(1.0 / self.ranks)
+                gradient.mul_(1.0 / self.copies)
         return {name: gradient.to(self._dtypes(name)[0]) for name, gradient in rows.items()}
 
     def _dtypes(self, name: str) -> tuple[torch.dtype, torch.dtype]:
@@ -261,7 +292,7 @@ class Twin:
         return values.detach() * (1 + signs * step).to(values.dtype)
 
 
-def _add(total: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def add_gradients(total: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     """Add what is there to a sum, from left to right; what is not there counts as zero."""
     for name, gradient in found.items():
         if name in total:

@@ -86,13 +86,10 @@ class ZeroAccelerator(SavingAccelerator):
 
         Args:
             factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
-            **keywords: As for `diagnostics.verify.verify`; accumulation and bf16 autocast are this accelerator's.
+            **keywords: As for `diagnostics.verify.verify`; accumulation and autocast are this accelerator's.
 
         Returns:
             What was compared, and the first tensor that differs.
-
-        Raises:
-            ValueError: In fp16, which verify does not train in.
         """
         keywords.setdefault("accumulation", self.gradient_accumulation_steps)
         if self.mixed_precision != "no":
@@ -110,6 +107,7 @@ class ZeroAccelerator(SavingAccelerator):
         self._unattached = []
         self._told_factor = False
         self._followers = None
+        self._norm_settings, self._norm_logs = None, {}
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
         self._facts = dict(facts) if facts else {
             "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),

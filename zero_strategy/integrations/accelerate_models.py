@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, resolve
 from zero_strategy.deferred import is_deferred
+from zero_strategy.diagnostics.norm_log import NormLog, NormSettings
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
 from zero_strategy.integrations.accelerate_pipelines import PipelineAccelerator
@@ -37,6 +38,9 @@ class ShardingAccelerator(PipelineAccelerator):
     _told_factor: bool
     _followers: Followers | None
     _facts: dict[str, Fact]
+    _norm_settings: NormSettings | None
+    _norm_logs: dict[int, NormLog]
+    """By the engines' ids."""
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's; models come first, in whatever order they are given, for optimizers update their shards."""
@@ -85,6 +89,8 @@ class ShardingAccelerator(PipelineAccelerator):
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         engine.scaler = None if self.scaler is None else self.scaler.rule
         self._engines[id(model)] = engine
+        if self._norm_settings is not None:
+            self._norm_logs[id(engine)] = NormLog(engine, self._norm_settings)
         self._for_training[id(model)] = not evaluation_mode
         if backend != DynamoBackend.NO:
             compile_in_place(model, plugin.to_kwargs(), regions=bool(plugin.use_regional_compilation))
@@ -118,16 +124,55 @@ class ShardingAccelerator(PipelineAccelerator):
             self.scaler,
             self._together,
             lambda: self._log_step(optimizer),
+            lambda: self._measure_norms(prepared),
         )
         self._optimizers.append(prepared)
         return prepared
 
     def _log_step(self, optimizer: Optimizer) -> None:
-        """What was recorded of a step goes to the trackers, if there are any."""
+        """What was recorded and measured of a step goes to the trackers, if there are any."""
+        engine = self._engine_of_optimizer(optimizer)
+        log = self._norm_logs.get(id(engine))
+        found: dict[str, float] = {}
+        if log is not None and self._followers is not None:
+            log.drop()  # ranks without a batch would not measure
+        elif log is not None:
+            found = log.after_step()
         if self.zero_config.diagnostics.log and self.trackers:
-            engine = self._engine_of_optimizer(optimizer)
-            if metrics := engine.step_metrics():
-                self.log(metrics, step=engine.steps.taken)
+            found = {**engine.step_metrics(), **found}
+        if found and self.trackers:
+            self.log(found, step=engine.steps.taken)
+
+    def log_parameter_norms(
+        self, every_n_steps: int = 50, *, gradients: bool = True, updates: bool = False
+    ) -> None:
+        """From now on tell trackers the norms of every parameter's gradient and update, every so many optimizer steps.
+
+        The names are `zero/gradient_norm/PARAMETER` and `zero/update_norm/PARAMETER`. Gradients are those of a step, of
+        all micro-batches and processes, unscaled, before `clip_grad_norm_`. All processes call it. Steps with a closure
+        and those in `join_uneven_inputs` are not measured.
+
+        Args:
+            every_n_steps: Optimizer steps from one that is measured to the next; the first one is.
+            gradients: The norms of gradients: from the pass of clipping, else a pass over them.
+            updates: By how much each parameter moves: a copy of what each process owns, and a pass over it.
+
+        Raises:
+            ValueError: If there is nothing to measure, or the number of steps is less than 1.
+        """
+        for log in self._norm_logs.values():
+            log.close()
+        self._norm_logs, self._norm_settings = {}, NormSettings(every_n_steps, gradients, updates)
+        for engine in self._engines.values():
+            self._norm_logs[id(engine)] = NormLog(engine, self._norm_settings)
+
+    def _measure_norms(self, prepared: ZeroOptimizer) -> None:
+        """Before a step."""
+        if self._norm_logs and self._followers is None:
+            log = self._norm_logs[id(self._engine_of_optimizer(prepared.optimizer))]
+            if log.due:
+                self.unscale_gradients(prepared)
+            log.before_step(prepared.optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As Accelerate's: a step of it is one per process, which is told once."""
@@ -215,12 +260,13 @@ class ShardingAccelerator(PipelineAccelerator):
         for item in objects:
             self._for_training.pop(id(item), None)
             if (engine := self._engines.pop(id(item), None)) is not None:
+                self._norm_logs.pop(id(engine), None)
                 engine.close()
         return super().free_memory(*objects)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has no engines: they hold process groups."""
-        return {**self.__dict__, "_engines": {}, "_unattached": [], "_followers": None}
+        return {**self.__dict__, "_engines": {}, "_unattached": [], "_followers": None, "_norm_logs": {}}
 
 
 def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, regions: bool) -> None:

@@ -24,6 +24,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
         scaler: Of the losses, in fp16.
         together: Makes what is around a call that ranks without a batch follow, from its name, this and its arguments.
         stepped: Called after every step.
+        stepping: Called before a step without a closure.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class ZeroOptimizer(AcceleratedOptimizer):
         scaler: AgreedGradScaler | None,
         together: Callable[..., AbstractContextManager[None]],
         stepped: Callable[[], None],
+        stepping: Callable[[], None],
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._whole_state, self._load_whole = whole_state, load_whole
-        self._agreed, self._together, self._stepped = scaler, together, stepped
+        self._agreed, self._together, self._stepped, self._stepping = scaler, together, stepped, stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step where gradients are synchronised; in fp16 all ranks skip it, or none (`step_was_skipped`).
@@ -46,6 +48,8 @@ class ZeroOptimizer(AcceleratedOptimizer):
             FloatingPointError: If fp16 gradients overflow at the smallest loss scale.
         """
         if self.gradient_state.sync_gradients:
+            if closure is None:
+                self._stepping()
             with self._together("optimizer.step with a closure" if closure else "optimizer.step", self):
                 self.take_step(closure)
             self._stepped()

@@ -13,12 +13,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zero_strategy.integrations.namespaces import strategy_class
+from zero_strategy.integrations.norm_logging import NormLogging
 from zero_strategy.integrations.trainer import TrainerStrategy
 from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import BatchEnd
 
-__all__ = ["PipelineStrategy", "ZeroPrecision", "ZeroStrategy", "strategy_class"]
+__all__ = ["ParameterNorms", "PipelineStrategy", "ZeroPrecision", "ZeroStrategy", "strategy_class"]
 
 
 class ZeroPrecision(TrainerPrecision, Precision):
@@ -27,6 +28,10 @@ class ZeroPrecision(TrainerPrecision, Precision):
 
 class SaveOnSignal(BatchEnd, Callback):
     """Added to the Trainer's callbacks during a fit."""
+
+
+class ParameterNorms(NormLogging, Callback):
+    """Trainer(callbacks=[ParameterNorms(every_n_steps=50)]): see `NormLogging`."""
 
 
 class ZeroStrategy(TrainerStrategy, DDPStrategy):

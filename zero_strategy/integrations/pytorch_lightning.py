@@ -7,6 +7,7 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from zero_strategy.integrations.norm_logging import NormLogging
 from zero_strategy.integrations.trainer import TrainerStrategy
 from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
@@ -19,6 +20,10 @@ class ZeroPrecision(TrainerPrecision, Precision):
 
 class SaveOnSignal(BatchEnd, Callback):
     """Added to the Trainer's callbacks during a fit."""
+
+
+class ParameterNorms(NormLogging, Callback):
+    """Trainer(callbacks=[ParameterNorms(every_n_steps=50)]): see `NormLogging`."""
 
 
 class ZeroStrategy(TrainerStrategy, DDPStrategy):

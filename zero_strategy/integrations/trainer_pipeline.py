@@ -26,6 +26,7 @@ from zero_strategy.integrations.on_demand import untouched, whole
 from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner, SameNumber
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.tensor_mesh import refuse_tensor
+from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.pipeline.engine_setup import AUTO
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.placement import Placement
@@ -34,6 +35,7 @@ from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
 
 if TYPE_CHECKING:
+    from zero_strategy.diagnostics.verify_report import VerifyReport
     from zero_strategy.integrations.trainer import TrainerStrategy as _Base
 else:
     _Base = object
@@ -140,6 +142,11 @@ class TrainerPipeline(_Base):
             else:
                 config.pipeline.record("stages", world, "derived: all ranks")
         return config
+
+    def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
+        """See `ZeroStrategy.verify`; a factory of layers, or of a LightningModule: `diagnostics.verify_pipeline`."""
+        ranks = dist.get_world_size() if dist.is_initialized() else keywords.get("ranks") or 2
+        return verify_settings(self._with_stages(ranks), factory, keywords)
 
     def _facts(self) -> dict[str, Fact]:
         facts = super()._facts()

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer on this rank: their norm, and what is done to them before a step."""
+"""The gradients of some parameters, an optimizer's say, on this rank: their norm, and what is done to them before a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OwnGradients:
 
     Args:
         model: The sharded model.
-        parameters: The optimizer's parameters, all of them the model's.
+        parameters: The parameters, all of them the model's.
     """
 
     def __init__(self, model: ShardedModel, parameters: Callable[[], Iterator[nn.Parameter]]) -> None:

@@ -302,6 +302,10 @@ class PipelineModule(WholeBatches, nn.Module):
         """Names of the modules of this rank's layers, in their order, each once."""
         return list(dict.fromkeys(name for layer in self._built for name in layer.modules))
 
+    def layer_modules(self) -> list[dict[str, nn.Module]]:
+        """The modules of each of this rank's layers, by name."""
+        return [dict(layer.modules) for layer in self._built]
+
     def chunk_parameters(self, chunk: int) -> list[nn.Parameter]:
         """The parameters of one of this rank's chunks, each once."""
         modules = [module for layer in self._chunks[chunk] for module in layer.modules.values()]

@@ -89,15 +89,25 @@ class TiedWeights:
             if replica.local_name != replica.name
         }
 
+    def values(self) -> dict[str, Tensor]:
+        """The replicas here, by their local names."""
+        return {each.local_name: each.tensor for replicas in self.replicas.values() for each in replicas}
+
     def removed(self) -> list[Tensor]:
         """The parameters that are replicas now."""
         return [weight for tie in self._ties if not tie.is_owner for weight in tie.weights.values()]
 
-    def exchange_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def exchange_gradients(
+        self, agree: Callable[[Tensor], list[Tensor]]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Bring the replicas' gradients to the owners. A collective over the holders of each tie, in order.
 
+        Args:
+            agree: Exchanges small tensors over this rank's lane.
+
         Yields:
-            A weight that this rank owns, and what its replicas add; where some replica had a gradient.
+            A weight that this rank owns, and what its replicas add: where a replica of any copy had a gradient, so that
+            all owners of a lane are given the same weights.
         """
         for number, tie in enumerate(self._ties):
             mine = self.replicas.get(number, [])
@@ -106,13 +116,13 @@ class TiedWeights:
             control, reduce = tie.control, tie.reduce
             assert control is not None and reduce is not None, "an engine has process groups"
             there = control.exchange_small(torch.tensor([total is not None for total in totals], dtype=torch.int32))
-            for weight, total, holders in zip(weights, totals, torch.stack(there).sum(0).tolist()):
-                if not holders:
-                    continue
-                summed = _sum(weight, total, reduce)
-                if tie.is_owner:
+            present = torch.stack(there).sum(0)
+            anywhere = torch.stack(agree(present)).sum(0) if tie.is_owner else present
+            for weight, total, holders, copies in zip(weights, totals, present.tolist(), anywhere.tolist()):
+                summed = _sum(weight, total, reduce) if holders else None
+                if tie.is_owner and copies:
                     assert isinstance(weight, nn.Parameter)
-                    yield weight, like(weight, summed)
+                    yield weight, like(weight, _zeros(weight) if summed is None else summed)
             for replica in mine:
                 replica.total = None
 
@@ -199,6 +209,11 @@ def _source(tie: Tie) -> int:
 def _versions(weights: Sequence[nn.Parameter]) -> list[int]:
     """Differ when somebody has written to the weights in place."""
     return [weight._version for weight in weights]
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    held = held_by(weight)
+    return torch.zeros(held.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
 
 
 def _sum(weight: Tensor, total: Tensor | None, group: Communicator) -> Tensor:
