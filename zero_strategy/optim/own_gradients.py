@@ -1,4 +1,4 @@
-"""The gradients of some parameters, an optimizer's say, on this rank: their norm, and what is done to them before a step."""
+"""The gradients of some parameters, an optimizer's say, on this rank: their norm, and what is done to them."""
 
 from __future__ import annotations
 
