@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.launcher import Launcher
+from tests.launcher import Launcher, RankError
 from tests.models import Transformer, build, loss_fn, make_batch, param_groups
 from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter
 from zero_strategy.checkpoint.verify import verify
@@ -263,6 +263,30 @@ def test_a_rank_that_is_gone_is_named_in_time(tmp_path: Path, ranks: Launcher) -
     assert first.startswith("RankLostError: rank 1 has not written its part") and "checkpoint.timeout_seconds" in first
     assert "rank 1 has not written" in second or "No such file" in second
     assert not (tmp_path / "c").exists() and not list(tmp_path.glob(".c.*"))
+
+
+def killed(folder: Path, asynchronous: bool) -> None:
+    """Rank 1, while it writes; `checkpoint.timeout_seconds` is far away."""
+    _, engine, _ = make(3, timeout_seconds=300.0)
+
+    def end(writer: CheckpointWriter, *args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank() == 1:
+        CheckpointWriter.write_all = end  # type: ignore[method-assign]
+    engine.save(folder / "c", asynchronous=asynchronous)
+    engine.saver.finish()
+    time.sleep(60)  # rank 1, until its own thread kills it
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_is_killed_is_not_waited_for(tmp_path: Path, ranks: Launcher, asynchronous: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, grace=20.0)(killed, tmp_path, asynchronous)
+    assert caught.value.failures[1].kind == "died"
+    first = caught.value.failures[0]
+    assert first.kind == "raised" and "rank 1 has not written its part of the checkpoint: its process has" in first.text
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_rank_whose_disk_is_slow_is_waited_for(tmp_path: Path, ranks: Launcher) -> None:

@@ -62,6 +62,8 @@ _RARELY = 3.0
 _TELL_AFTER = 10
 """Times `wait_seconds` before a rank says for whom it waits."""
 
+_ENDED = "its process has ended (killed, out of memory, or done before the others)"
+
 _logger = logging.getLogger(__name__)
 
 
@@ -244,6 +246,13 @@ class Guard:
         self._courier.close()
         self._breaks.clear()
 
+    def lost(self, rank: int) -> str:
+        """Why a rank cannot go on, as far as is known here; "": nothing is known. Any thread may ask."""
+        failure = self.failure
+        if failure is not None and failure.rank == rank and failure.kind in ("gone", "silent"):
+            return failure.text
+        return _ENDED if condition(self._cards[rank]) == "gone" else ""
+
     def _cause(self, error: BaseException | None, watched: Watched) -> Failure:
         own = self._report(site_of(watched.thread), watched.wait(), 0.0)
         end, gone = time.monotonic() + _REASON_SECONDS, list[int]()
@@ -259,7 +268,7 @@ class Guard:
 
     def _gone(self, ranks: list[int], own: Report) -> Failure:
         notes = [report.note for report in self._courier.reports(0.0)[0] if report.rank in ranks and report.note]
-        why = notes[0] if notes else "its process has ended (killed, out of memory, or done before the others)"
+        why = notes[0] if notes else _ENDED
         text = f"{listed(ranks, self.titles)} {'is' if len(ranks) == 1 else 'are'} gone: {why}; "
         return Failure("gone", ranks[0], text + positions([own], self.titles), {})
 

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ class SaveBoard:
         key: Keeps saves apart; equal on all ranks.
         store: What carries the messages; default: the process group's store.
         earlier: Of a save that all ranks have left.
+        lost: Why a rank cannot go on, "" for one of which nothing is known; asked now and then of those waited for.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class SaveBoard:
         store: Any = None,
         *,
         earlier: SaveBoard | None = None,
+        lost: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self._earlier = earlier
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._key = f"zero_strategy/save/{key}"
         self._store: Any = store if store is not None or world_size == 1 else own_store(world_size)
         self._phases = {"prepared", "written", "committed", "failed"}
+        self._lost = lost
         self._sent: dict[str, int] = {}
         self._told = 0.0
         self._lock = threading.Lock()
@@ -141,7 +144,7 @@ class SaveBoard:
         """
         if self._store is None:
             return
-        watch = _Watch(self._store, self._key, self.timeout)
+        watch = _Watch(self._store, self._key, self.timeout, self._lost)
         pause, begun, told = 0.0005, time.monotonic(), False
         while not self._finished(phase, rank):
             self.check()
@@ -202,8 +205,8 @@ def own_store(world_size: int) -> Any:
 class _Watch:
     """When the ranks that are waited for last showed that they are there, and that they get on."""
 
-    def __init__(self, store: Any, key: str, timeout: float) -> None:
-        self._store, self._key, self._timeout = store, key, timeout
+    def __init__(self, store: Any, key: str, timeout: float, lost: Callable[[int], str]) -> None:
+        self._store, self._key, self._timeout, self._lost = store, key, timeout, lost
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
         self._next = 0.0
 
@@ -213,8 +216,13 @@ class _Watch:
             return
         self._next = now + _BEAT_SECONDS
         for rank in ranks:
-            if rank == own or self._store.check([f"{self._key}/{phase}/{rank}"]):
+            if rank == own:
                 continue
+            lost = self._lost(rank)  # before the next line: a rank may have finished and then ended
+            if self._store.check([f"{self._key}/{phase}/{rank}"]):
+                continue
+            if lost:
+                raise RankLostError(f"rank {rank} has not {phase} its part of the checkpoint: {lost}")
             for sign, patience, meaning in (("alive", 1, "it has died"), ("progress", _PATIENCE, "its disk hangs")):
                 if self._silent(sign, rank, now) > patience * self._timeout:
                     raise RankLostError(

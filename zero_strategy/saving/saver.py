@@ -393,7 +393,9 @@ class Saver:
             self._store = own_store(team.world_size)
         key = f"{team.rendezvous.prefix}/{self._number}"
         # All ranks have met since the save before, so all have left it.
-        self._board = SaveBoard(team.rank, team.world_size, timeout, key, self._store, earlier=self._board)
+        guard = self._engine.mesh.guard
+        lost = {} if guard is None else {"lost": guard.lost}
+        self._board = SaveBoard(team.rank, team.world_size, timeout, key, self._store, earlier=self._board, **lost)
         return self._board
 
 
