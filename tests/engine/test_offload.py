@@ -6,7 +6,7 @@ import contextlib
 import errno
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -488,14 +488,9 @@ def test_gradients_that_cannot_be_written(ranks: Launcher, tmp_path: Path) -> No
     assert wrong == []
 
 
-def failed_behind(folder: Path) -> tuple[list[str], list[str]]:
-    """The last write of a step fails after the step has returned: the next one says so and changes nothing."""
-    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["none"])
-    train(engine, optimizer, range(3))
-    engine.save(folder / "saved")
-    train(engine, optimizer, range(3, 6))
-    expected = outcome(engine, optimizer)
-    said: list[str] = []
+@contextlib.contextmanager
+def last_write_failed(folder: Path) -> Iterator[tuple[ZeroEngine, Optimizer]]:
+    """An engine after four steps: the last write behind the fourth has failed, and nobody has met that yet."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(IO_VARIABLE, "python")
         engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["gradients in memory"])
@@ -514,6 +509,18 @@ def failed_behind(folder: Path) -> tuple[list[str], list[str]]:
             limit[0] = len(calls) if step == 3 else limit[0]
             calls.clear()
             train(engine, optimizer, range(step, step + 1))
+        yield engine, optimizer
+
+
+def failed_behind(folder: Path) -> tuple[list[str], list[str]]:
+    """The last write of a step fails after the step has returned: the next one says so and changes nothing."""
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["none"])
+    train(engine, optimizer, range(3))
+    engine.save(folder / "saved")
+    train(engine, optimizer, range(3, 6))
+    expected = outcome(engine, optimizer)
+    said: list[str] = []
+    with last_write_failed(folder) as (engine, optimizer):
         weights = engine.full_state_dict()
         for _ in range(2):
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine.test_offload import make, outcome, tiers, train, unequal
+from tests.engine.test_offload import last_write_failed, make, outcome, tiers, train, unequal
 from tests.launcher import Launcher
 from zero_strategy.memory.backends import BACKENDS, IO_VARIABLE
 
@@ -69,24 +68,7 @@ def failed_ahead(folder: Path) -> tuple[str, list[str]]:
     engine.save(folder / "saved")
     train(engine, optimizer, range(3, 6))
     expected = outcome(engine, optimizer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(IO_VARIABLE, "python")
-        engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["gradients in memory"])
-        real, calls, limit = os.pwritev, list[int](), [1 << 30]
-
-        def write(fd: int, memory: list[memoryview], at: int) -> int:
-            calls.append(at)
-            if len(calls) == limit[0]:
-                raise OSError(errno.EIO, "Input/output error")
-            return real(fd, memory, at)
-
-        patch.setattr(os, "pwritev", write)
-        train(engine, optimizer, range(2))
-        for step in (2, 3):  # which update the same parameters
-            engine.offloaded.settle()
-            limit[0] = len(calls) if step == 3 else limit[0]
-            calls.clear()
-            train(engine, optimizer, range(step, step + 1))
+    with last_write_failed(folder) as (engine, optimizer):
         engine.module(torch.ones(4, 37, dtype=torch.bfloat16), True).sum().backward()
         store = engine.offloaded.optimizer
         met = "" if store is None else str([slots.failure for slots in store.passes])
