@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.integrations.trainers import Module, data, loader, raises, trainer, weights, zero
+import zero_strategy
+from tests.integrations.stateful import Dropping, Stateful, differences, left
+from tests.integrations.test_fabric import fabric
+from tests.integrations.test_fabric import zero as fabric_zero
+from tests.integrations.trainers import Module, Net, data, loader, raises, trainer, weights, zero
 from tests.launcher import Launcher
 from tests.reference import ORDERS, Order, _reduce, clip, unequal
 from zero_strategy.integrations.trainer_uneven import needs_more
@@ -156,6 +162,111 @@ def test_training_equals_sums_by_hand(ranks: Launcher) -> None:
             assert first[key] == second[key], (name, key)
         in_between = [2, 4, 6, 8] if "val_check_interval" in flags else [5, 10]
         assert first["validated"][-len(in_between) :] == in_between
+
+
+# ------------------------------------------------------------------------------------------------------ resuming
+
+
+def resumed(tmp: str, late: bool, name: str | None = None) -> dict[str, Any]:
+    """Two epochs, saved after every step, or what comes after one of these saves."""
+    torch.manual_seed(3 + dist.get_rank() + (1000 if name else 0))
+    folder = f"{tmp}/resumed" if name else f"{tmp}/whole"
+    callbacks = [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1),
+        ModelCheckpoint(folder, "epoch-{epoch}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True),
+    ]
+    module = Dropping()
+    strategy = zero(2, uneven_batches="join_active")
+    made = trainer(strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=EPOCHS)
+    own = Stateful(data(3 * COUNTS[dist.get_rank()], seed=dist.get_rank()), 3, late)  # type: ignore[arg-type]
+    made.fit(module, own, loader(8, seed=5), ckpt_path=f"{tmp}/whole/{name}.ckpt" if name else None)
+    found = left(made, module)
+    count = COUNTS[dist.get_rank()]  # another batch may be repeated, at no weight
+    found["losses"] = {n: loss for n, loss in found["losses"].items() if n % 5 < count or n == 5 * EPOCHS - 1}
+    found["losses"][5 * EPOCHS - 1] *= count == max(COUNTS)
+    return found
+
+
+PLACES = ("step=2", "step=3", "step=4", "step=5", "epoch-epoch=0", "step=9")
+"""Before a rank has run out, where it had its last batch, without one; at the end of the epoch; in the next one."""
+
+
+def resume_everywhere(tmp: str) -> dict[str, list[str]]:
+    found = {}
+    for late in (False, True):
+        expected = resumed(f"{tmp}/{late}", late)
+        for name in PLACES:
+            found[f"{name}, {late}"] = differences(resumed(f"{tmp}/{late}", late, name), expected)
+    return found
+
+
+def test_a_run_goes_on_inside_of_an_epoch(ranks: Launcher, tmp_path: Path) -> None:
+    """Bit for bit, whoever had run out when it was saved, and whatever loaders do with a state from their end."""
+    for found in ranks(2, timeout=120)(resume_everywhere, str(tmp_path)):
+        assert not any(found.values()), {name: wrong for name, wrong in found.items() if wrong}
+
+
+# --------------------------------------------------------------------------------------------------- other faces
+
+
+def net() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net()
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]).squeeze(-1), batch[1])
+
+
+def plain(policy: str) -> dict[str, Tensor]:
+    """One epoch of SGD in this process."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
+    own = [list(batches(rank)) for rank in range(2)]
+    for index in range(max(COUNTS)):
+        present = [rank for rank in range(2) if index < COUNTS[rank]]
+        factor = 1.0 if policy == "join" else 2 / len(present)
+        for rank in present:
+            (loss_of(model, own[rank][index]) * factor / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def in_fabric(policy: str) -> dict[str, Tensor]:
+    run = fabric(fabric_zero(3, uneven_batches=policy))
+    module = net()
+    model, optimizer = run.setup(module, torch.optim.SGD(module.parameters(), 0.1, foreach=False))
+    own = run.setup_dataloaders(batches(), use_distributed_sampler=False)
+    for batch, weight in run.strategy.engines[0].join_batches(own):  # type: ignore[attr-defined]
+        run.backward(loss_of(model, batch) * weight)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(module)
+
+
+def in_script(policy: str) -> dict[str, Tensor]:
+    config = {"stage": 2, "units": {"min_numel": 0}, "train_micro_batch_size_per_gpu": ROWS, "uneven_batches": policy}
+    sgd = lambda parameters: torch.optim.SGD(parameters, 0.1, foreach=False)  # noqa: E731
+    engine = zero_strategy.initialize(model=net(), optimizer=sgd, config=config)[0]
+    joined = engine.join_batches(batches())
+    assert len(joined) == 5
+    for batch, weight in joined:
+        engine.backward(loss_of(engine, batch) * weight)
+        engine.step()
+    assert engine.global_steps == 5
+    return {name: value.clone() for name, value in engine.state_dict().items()}
+
+
+def other_faces() -> list[dict[str, str]]:
+    faces, policies = (in_fabric, in_script), ("join", "join_active")
+    return [unequal(train(policy), plain(policy)) for train in faces for policy in policies]
+
+
+def test_fabric_and_scripts(ranks: Launcher) -> None:
+    for found in ranks(2)(other_faces):
+        assert found == [{}] * 4
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes
