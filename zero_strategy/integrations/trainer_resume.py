@@ -111,7 +111,9 @@ def _finish_batch(loop: Any) -> None:
     """
     batches = loop.epoch_loop
     if batches._should_check_val_fx(loop._data_fetcher):
+        loop.trainer.validating = True  # by which `process_dataloader` knows whose loaders these are
         batches.val_loop.setup_data()
+        loop.trainer.training = True
         if not batches.val_loop.skip:
             batches.val_loop.reset()  # makes the loaders' iterators
     batches.batch_progress.increment_completed()
