@@ -54,6 +54,11 @@ class Watched(Module):
         super().__init__()
         self.before_backward: list[float] = []
         self.validated: list[int] = []
+        self.estimated = 0.0
+
+    def configure_optimizers(self) -> Any:
+        self.estimated = self.trainer.estimated_stepping_batches  # makes the loader
+        return super().configure_optimizers()
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.before_backward.append(loss.item())
@@ -99,6 +104,7 @@ def run(name: str) -> dict[str, Any]:
     module = made()
     fitted = trainer(zero(stage, uneven_batches=policy, fused_optimizers=False), max_epochs=EPOCHS, **flags)
     fitted.fit(module, batches(sized=sized) if name != "manual, loaded anew" else None, loader(8, seed=5))
+    assert module.estimated == (fitted.global_step if sized else -1)
     return {
         "weights": weights(module),
         "losses": module.losses,

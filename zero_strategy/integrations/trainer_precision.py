@@ -21,7 +21,7 @@ class TrainerPrecision(ShardedPrecision, _Base):
 
     Attributes:
         engine: That of the module.
-        loss_weight: What the loss of this batch is multiplied by, behind the hooks that see it.
+        loss_weight: What the loss of this training batch is multiplied by, behind the hooks that see it.
     """
 
     def __init__(self, precision: str = "32-true") -> None:
@@ -35,7 +35,7 @@ class TrainerPrecision(ShardedPrecision, _Base):
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
         hooked: Tensor = super().pre_backward(tensor, module)
-        return hooked if self.loss_weight == 1.0 else hooked * self.loss_weight
+        return hooked * self.loss_weight if self.loss_weight != 1.0 and module.trainer.training else hooked
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
         """Run the closure, unscale, call the user's hooks, clip, step."""
