@@ -105,6 +105,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends."""
+        if self._shared is not None:
+            self._shared.abort()
         if self.group is not None:
             for device in ("cpu", "cuda"):
                 with suppress(RuntimeError):  # this group has nothing for such a device
@@ -320,8 +322,15 @@ class Communicator:
         if message.numel() * message.element_size() < LEAST_BYTES:
             return None
         if self._shared is None:
-            self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo)
+            self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo, self._timeout())
         return self._shared if self._shared.available else None
+
+    def _timeout(self) -> float:
+        """Seconds, as the group was made with."""
+        assert self.group is not None
+        options: Any = self.group._get_backend(torch.device("cpu"))
+        seconds: float = options.options._timeout.total_seconds()
+        return seconds
 
     def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
         # Messages of other lengths are kept apart: gloo ends the process that receives more than it asked for.
