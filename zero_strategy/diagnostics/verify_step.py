@@ -8,7 +8,7 @@ optimizer's own code, from the same state, which may differ by roundings only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,32 @@ from torch.optim import Optimizer
 from zero_strategy import ops
 from zero_strategy.config import ZeroConfig
 from zero_strategy.optim.fused import FusedOptimizer
-from zero_strategy.optim.update_rules import Segment, UpdateRule, in_memory_order, rule_for
+from zero_strategy.optim.update_rules import Segment, UpdateRule, in_memory_order, rule_for, takes_fused
 
 ROUNDINGS = 32.0
 """Units in the last place of a tensor's largest value by which the two formulas may differ in one step."""
 
 
-def engine_rule(optimizer: Optimizer, config: ZeroConfig, parameters: Iterable[nn.Parameter]) -> UpdateRule | None:
-    """The rule by which the engine takes this optimizer's steps; None where it is left to the optimizer's own code."""
+def engine_rule(
+    optimizer: Optimizer, config: ZeroConfig, parameters: Sequence[nn.Parameter], masters: bool
+) -> UpdateRule | None:
+    """The rule by which the engine takes this optimizer's steps; None where it is left to the optimizer's own code.
+
+    Args:
+        optimizer: The optimizer.
+        config: The sharded side's settings.
+        parameters: What it updates.
+        masters: Whether some of them are master weights of low-precision parameters.
+    """
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in parameters):
         return None
     if config.offload.optimizer != "none":
         return rule_for(optimizer, any_implementation=True)
-    fused = config.fused_optimizers or isinstance(optimizer, FusedOptimizer)
-    return rule_for(optimizer) if fused else None
+    if not (config.fused_optimizers or isinstance(optimizer, FusedOptimizer)):
+        return None
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    devices = {parameter.device.type for parameter in parameters}
+    return rule_for(optimizer, fused=fused and takes_fused(devices, masters))
 
 
 @torch.no_grad()

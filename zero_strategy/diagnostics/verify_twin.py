@@ -84,7 +84,11 @@ class Twin:
         self.optimizer = subject.optimizer(self.model)
         self._masters = self._make_masters()
         self._names = {id(master): name for name, master in self._masters.items()}
-        self._rule = engine_rule(self.optimizer, config.config, self._masters.values())
+        low = any(master is not self.named[name] for name, master in self._masters.items())
+        self._rule = engine_rule(self.optimizer, config.config, list(self._masters.values()), low)
+        for group in self.optimizer.param_groups:
+            if group.get("fused"):  # torch's fused code does not give the same bits for a piece and for the whole
+                group["fused"] = False
         self._noise = None if jitter is None else torch.Generator(settings.device).manual_seed(jitter)
         self._random = [RandomState.seeded(settings.seed + rank) for rank in range(self.ranks)]
         self._buffers = [self._copied_buffers() for _ in range(self.ranks)]
@@ -113,8 +117,6 @@ class Twin:
                     "argument, optimizer=lambda model: torch.optim.AdamW(model.parameters())"
                 )
             group["params"] = [known[id(parameter)] for parameter in group["params"]]
-            if group.get("fused"):  # torch's fused code does not give the same bits for a piece and for the whole
-                group["fused"] = False
         state: dict[Any, Any] = self.optimizer.state
         for held in list(state):
             if known[id(held)] is not held:

@@ -27,7 +27,8 @@ from zero_strategy.distributed.processes import host as _host
 
 VARIABLE = "ZERO_STRATEGY_SHARED_MEMORY"
 """Set to 0, exchanges go through gloo alone."""
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 1 << 20
+"""Two of each rank are resident in every rank of the group; larger ones are no faster."""
 LEAST_BYTES = 64 << 10
 """Of a message to one peer, below which gloo alone is as fast."""
 _HEADER, _CARD = 4096, 256

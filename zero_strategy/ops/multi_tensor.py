@@ -17,7 +17,7 @@ from zero_strategy.ops.arguments import check_apart, check_tensors
 from zero_strategy.ops.library import define
 
 Tensors = Sequence[Tensor]
-_CHUNK = 1 << 15
+_CHUNK = 1 << 16
 """Elements that the reference turns to float64 at a time: they stay in the cache, and malloc need not ask for pages."""
 
 

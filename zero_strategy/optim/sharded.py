@@ -27,7 +27,7 @@ from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
 from zero_strategy.optim.own_gradients import OwnGradients
 from zero_strategy.optim.own_steps import rule_for_parts
 from zero_strategy.optim.streamed import Update
-from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for
+from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for, takes_fused
 from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.layout import Piece
@@ -64,7 +64,7 @@ class ShardedOptimizer:
                 "out: remove that setting, or use the torch.optim class"
             )
         if self._rule(optimizer, model) is not None:
-            for device in {bucket.device.type for bucket in model.buckets}:
+            for device in _devices(model):
                 ops.ensure(device)
         self.optimizer, self.model = optimizer, model
         self.skip_next = self._fused = False
@@ -190,7 +190,11 @@ class ShardedOptimizer:
         """What takes the steps in place of the optimizer's own code."""
         if model.optimizer_store is not None:
             return rule_for_parts(optimizer, model.config.elementwise_optimizers)
-        return rule_for(optimizer) if model.config.fused_optimizers or isinstance(optimizer, FusedOptimizer) else None
+        if not (model.config.fused_optimizers or isinstance(optimizer, FusedOptimizer)):
+            return None
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        masters = any(bucket.keeps_master and bucket.trainable for bucket in model.buckets)
+        return rule_for(optimizer, fused=fused and takes_fused(_devices(model), masters))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         changed = _run_closure_first(args, kwargs)
@@ -218,6 +222,7 @@ class ShardedOptimizer:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         buckets = self._stepped
+        self._updates.clear()  # they hold the gradients
         self._swap_back()
         if self.skip_next:
             self.skip_next = False
@@ -432,6 +437,10 @@ class ShardedOptimizer:
                 f"{type(optimizer).__name__}.load_state_dict() cannot divide a whole state among ranks: call "
                 "engine.load_optimizer_state_dict(optimizer, state_dict) instead."
             )
+
+
+def _devices(model: ShardedModel) -> set[str]:
+    return {bucket.device.type for bucket in model.buckets}
 
 
 def _segment(update: Update) -> Segment:

@@ -297,16 +297,27 @@ _RULES: dict[type[Optimizer], UpdateRule] = {
 """Classes of `torch.optim` whose algorithm a rule has."""
 
 
-def rule_for(optimizer: Optimizer, *, any_implementation: bool = False) -> UpdateRule | None:
+def takes_fused(devices: Iterable[str], masters: bool) -> bool:
+    """Whether rules take steps that `fused=True` asks for, in one pass with clipping and copies; ops are loaded for it.
+
+    torch's fused kernels round otherwise in pieces of a parameter than in all of it, and know neither low-precision
+    gradients of float32 weights nor copies. Without native ops they are the faster ones, but for `masters`.
+    """
+    return all([ops.ensure(device).path is not None for device in devices]) or masters
+
+
+def rule_for(optimizer: Optimizer, *, any_implementation: bool = False, fused: bool = False) -> UpdateRule | None:
     """The rule that may take the optimizer's steps, or None.
 
     A group with `foreach` or `fused` set has chosen an implementation; it is left to it unless `any_implementation`.
+    With `fused` a rule is an implementation of `fused=True`, too.
     """
     rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
     if not isinstance(rule, UpdateRule):
         return None
     for group in optimizer.param_groups:
-        chosen = group.get("foreach") is not None or group.get("fused") is not None
+        asked = group.get("fused")
+        chosen = group.get("foreach") is not None or (asked is not None and not (asked and fused))
         if rule.refuses(group) or (chosen and not any_implementation):
             return None
     return rule

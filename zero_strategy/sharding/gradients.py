@@ -292,6 +292,8 @@ class GradientBucket:
         self._forget_powers()
         if self._vector is not None:
             self._vector.blank()
+        elif not self.per_step:
+            self.reduced = None  # its memory is the forward's until gradients are reduced again
 
     # ---- what p.grad shows ----
 
@@ -312,13 +314,17 @@ class GradientBucket:
                 return self.shown.itself(index, whole)
         return self.shown.stand_in(index)
 
+    def sync_removed(self) -> None:
+        """Forget gradients if every `p.grad` was removed, as `zero_grad` does it."""
+        if self.live and all(self.bucket.parameters[index].grad is None for index in self.live):
+            self._forget_sums()
+            for index in list(self.live):
+                self._forget(index)
+
     @torch.no_grad()
     def sync_handles(self) -> None:
         """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
-        if self.live and all(self.bucket.parameters[index].grad is None for index in self.live):
-            self._forget_sums()  # at once, as `zero_grad` means it
-            for index in list(self.live):
-                self._forget(index)
+        self.sync_removed()
         for index, parameter in enumerate(self.bucket.parameters):
             shown = parameter.grad
             if shown is None:

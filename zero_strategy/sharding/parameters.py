@@ -154,6 +154,11 @@ class ParameterBucket:
         return torch.empty(0, dtype=self.dtype) if self.shard_vector is not None else self.owned_values
 
     @property
+    def keeps_master(self) -> bool:
+        """Whether there are master weights from the first gradient on."""
+        return self._keep_master
+
+    @property
     def has_master(self) -> bool:
         """Whether the master weights are a copy of their own."""
         if self.master_vector is not None or self.shard_vector is not None:

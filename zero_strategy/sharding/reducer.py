@@ -149,10 +149,13 @@ class GradientReducer:
         self._hooks.clear()
 
     def before_forward(self) -> None:
-        """Look for unfrozen parameters, and for a backward that an exception tore apart."""
+        """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart."""
         if self._active and torch._C._current_graph_task_id() == -1:
             warnings.warn("an earlier backward did not finish: gradients since the last step are dropped", stacklevel=2)
             self.reset()
+        if not self._active:
+            for bucket in self.buckets:
+                bucket.sync_removed()
         self.hook_trainable()
 
     # ---- during backward ----
