@@ -105,6 +105,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends."""
+        if self._shared is not None:
+            self._shared.abort()
         if self.group is not None:
             for device in ("cpu", "cuda"):
                 with suppress(RuntimeError):  # this group has nothing for such a device
@@ -139,10 +141,15 @@ class Communicator:
         exchange = self._told("all_gather", own, partial(self._exchange, [own] * self.size, slices))
         return self._pending("all_gather", [*read, self._submit(watched, exchange)], watched)
 
-    def reduce_scatter(self, flat: Tensor, of: Subject = "") -> PendingWork:
+    def reduce_scatter(self, flat: Tensor, of: Subject = "", factor: float = 1.0) -> PendingWork:
         """Sum `flat` over the ranks; the rank's own slice of `flat` holds its part of the sum afterwards.
 
         The other slices keep the local values. On gloo the sum is taken in rank order.
+
+        Args:
+            flat: The buffer; size x n elements.
+            of: What is reduced, for the guard's reports.
+            factor: The whole sum is multiplied by it.
         """
         if self.size == 1 or flat.numel() == 0:
             return PendingWork([])
@@ -151,13 +158,20 @@ class Communicator:
         self.counters.add("reduce_scatter", own.numel() * (self.size - 1), own.element_size())
         watched = self._begin("reduce_scatter", of, flat)
         if flat.device.type != "cpu":
-            return self._native("reduce_scatter", own, watched, partial(_native_reduce_scatter, own, flat))
-        add_up = self._told("reduce_scatter", own, partial(self._sum_in_rank_order, slices))
+            scale = None if factor == 1.0 else partial(own.mul_, factor)
+            return self._native("reduce_scatter", own, watched, partial(_native_reduce_scatter, own, flat), scale)
+        add_up = self._told("reduce_scatter", own, partial(self._sum_in_rank_order, slices, factor))
         return self._pending("reduce_scatter", [self._submit(watched, add_up)], watched)
 
-    def _pending(self, kind: Span, works: Sequence[Any], watched: Watched | None = None) -> PendingWork:
+    def _pending(
+        self,
+        kind: Span,
+        works: Sequence[Any],
+        watched: Watched | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> PendingWork:
         """Works of which the last is of this kind; one before it brings the own slice."""
-        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :], watched)
+        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :], watched, then)
 
     def _told(self, kind: Transfer, own: Tensor, job: Callable[[], None]) -> Callable[[], None]:
         """A job for the worker; whoever observes hears when it begins and ends."""
@@ -201,13 +215,14 @@ class Communicator:
         own: Tensor,
         watched: Watched | None,
         start: Callable[..., Any],
+        then: Callable[[], object] | None = None,
     ) -> PendingWork:
         self._compare(watched)
         work = start(group=self.group, async_op=True)
         if watched is not None:
             watched.track.under_way(watched, work, own.device)
         ended = self.observed.transfer(kind, self._sent_bytes(own))
-        return self._pending(kind, [work if ended is None else ObservedWork(work, ended)], watched)
+        return self._pending(kind, [work if ended is None else ObservedWork(work, ended)], watched, then)
 
     def _compared(self, watched: Watched, job: Callable[[], None]) -> None:
         self._compare(watched)
@@ -220,17 +235,21 @@ class Communicator:
             self._comparing._exchange_by_gloo([own] * self.size, cards)
             watched.compare([decode_card(card) for card in cards])
 
-    def _sum_in_rank_order(self, slices: list[Tensor]) -> None:
+    def _sum_in_rank_order(self, slices: list[Tensor], factor: float) -> None:
         own = slices[self.rank]
         if (shared := self._shared_memory(own)) is not None:
             for one in shared.rounds(slices):
                 mine = own.view(torch.uint8)[one.start : one.stop].view(own.dtype)
                 others = {peer: part.view(own.dtype) for peer, part in one.parts.items()}
                 self._add_up(others, mine, one.spare.view(own.dtype))
+                if factor != 1.0:
+                    mine.mul_(factor)
             return
         arrived = {rank: self._arrivals(rank, own) for rank in range(self.size) if rank != self.rank}
         self._exchange_by_gloo(slices, [arrived.get(rank, own) for rank in range(self.size)])
         self._add_up(arrived, own, self._arrivals(self.rank, own) if self.rank > 1 else own)
+        if factor != 1.0:
+            own.mul_(factor)
 
     def _add_up(self, others: dict[int, Tensor], own: Tensor, spare: Tensor) -> None:
         """Own becomes the sum of all, in rank order; `spare` is memory of its size."""
@@ -320,8 +339,15 @@ class Communicator:
         if message.numel() * message.element_size() < LEAST_BYTES:
             return None
         if self._shared is None:
-            self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo)
+            self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo, self._timeout())
         return self._shared if self._shared.available else None
+
+    def _timeout(self) -> float:
+        """Seconds, as the group was made with."""
+        assert self.group is not None
+        options: Any = self.group._get_backend(torch.device("cpu"))
+        seconds: float = options.options._timeout.total_seconds()
+        return seconds
 
     def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
         # Messages of other lengths are kept apart: gloo ends the process that receives more than it asked for.

@@ -19,6 +19,7 @@ class PendingWork:
         observed: Who is told of waits.
         kinds: What each of the works is.
         watched: How a guard knows it.
+        then: Called once, when all has ended.
     """
 
     def __init__(
@@ -27,9 +28,10 @@ class PendingWork:
         observed: Observed | None = None,
         kinds: Sequence[Span] = (),
         watched: Watched | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
         self._works = list(works)
-        self._observed, self._kinds, self._watched = observed, kinds, watched
+        self._observed, self._kinds, self._watched, self._then = observed, kinds, watched, then
 
     def wait(self) -> None:
         """Block until the result is in place (on a GPU: until the current stream will see it).
@@ -43,6 +45,9 @@ class PendingWork:
         else:
             with self._watched:
                 self._finish(works)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
     def _finish(self, works: list[Any]) -> None:
         if self._observed is None or self._observed.observer is None:

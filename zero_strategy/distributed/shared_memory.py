@@ -1,4 +1,4 @@
-"""Exchange of large tensors between ranks of one host through memory that they share; gloo carries who is ready.
+"""Exchange of large tensors between ranks of one host through memory that they share; pipes carry who is ready.
 
     round k, every rank:   copy what goes out into slot k % 2 of its own memory
                            tell each peer "k is there", wait for the same from each peer
@@ -16,11 +16,13 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero_strategy.distributed.meeting_pipes import MeetingPipes
 from zero_strategy.distributed.processes import host as _host
 
 VARIABLE = "ZERO_STRATEGY_SHARED_MEMORY"
@@ -55,28 +57,30 @@ class SharedMemoryExchange:
     Args:
         rank: In the group.
         size: Of the group.
-        plain: Moves small tensors.
+        plain: Moves small tensors, to find out whether there is such memory.
+        timeout: Seconds that a rank may be waited for.
 
     Attributes:
         available: Whether all ranks can read each other's memory.
     """
 
-    def __init__(self, rank: int, size: int, plain: Exchange) -> None:
-        self._rank, self._size, self._plain, self._round = rank, size, plain, 0
+    def __init__(self, rank: int, size: int, plain: Exchange, timeout: float) -> None:
+        self._rank, self._size, self._round = rank, size, 0
         self._used = 0
         self._memory: dict[int, mmap.mmap] = {}
+        self._pipes: MeetingPipes | None = None
         own = _create() if _is_wanted() else None
-        cards = [torch.zeros(_CARD, dtype=torch.uint8) for _ in range(size)]
         if own is not None:
+            with suppress(OSError):
+                self._pipes = MeetingPipes(rank, timeout)
+        cards = [torch.zeros(_CARD, dtype=torch.uint8) for _ in range(size)]
+        if own is not None and self._pipes is not None:
             descriptor, self._memory[rank], token = own
-            cards[rank] = encode_card(f"{_host()} {os.getpid()} {descriptor} {token}")
+            cards[rank] = encode_card(f"{_host()} {os.getpid()} {self._pipes.number} {descriptor} {token}")
         plain([cards[rank]] * size, cards)
-        opened = own is not None
+        opened = self._pipes is not None
         for peer in (peer for peer in range(size) if peer != rank):
-            memory = _open(decode_card(cards[peer])) if opened else None
-            opened = memory is not None
-            if memory is not None:
-                self._memory[peer] = memory
+            opened = opened and self._open(peer, decode_card(cards[peer]))
         flags = [torch.tensor([int(opened)]) for _ in range(size)]
         plain([flags[rank]] * size, flags)
         self.available = all(map(bool, flags))
@@ -84,6 +88,21 @@ class SharedMemoryExchange:
             os.close(own[0])
         if not self.available:
             self._memory.clear()
+            self._pipes = None
+
+    def _open(self, peer: int, card: str) -> bool:
+        """Open a peer's memory and pipe; returns whether that can be done here."""
+        memory = _open(card)
+        if memory is None or self._pipes is None:
+            return False
+        self._memory[peer] = memory
+        _, pid, pipe, _, _ = card.rsplit(" ", 4)
+        return self._pipes.connect(peer, int(pid), int(pipe))
+
+    def abort(self) -> None:
+        """End this rank's waits, and those of others for it; from any thread."""
+        if self._pipes is not None:
+            self._pipes.abort()
 
     @property
     def nbytes(self) -> int:
@@ -127,16 +146,14 @@ class SharedMemoryExchange:
 
     def _meet(self, nbytes: int) -> None:
         """Everybody has written this round's bytes."""
-        mine = torch.tensor([self._round, nbytes])
-        found = [mine if peer == self._rank else torch.empty_like(mine) for peer in range(self._size)]
-        self._plain([mine] * self._size, found)
-        different = [peer for peer in range(self._size) if not torch.equal(found[peer], mine)]
-        if different:
-            raise RuntimeError(
-                f"rank {self._rank} of the group is at exchange {self._round} of {nbytes} bytes, rank {different[0]} "
-                f"at exchange {int(found[different[0]][0])} of {int(found[different[0]][1])} bytes: they do not run "
-                "the same program"
-            )
+        assert self._pipes is not None
+        mine = self._round, nbytes
+        for peer, theirs in self._pipes.meet(*mine).items():
+            if theirs != mine:
+                raise RuntimeError(
+                    f"rank {self._rank} of the group is at exchange {mine[0]} of {mine[1]} bytes, rank {peer} at "
+                    f"exchange {theirs[0]} of {theirs[1]} bytes: they do not run the same program"
+                )
         self._round += 1
 
 
@@ -180,7 +197,7 @@ def _create() -> tuple[int, mmap.mmap, str] | None:
 def _open(card: str) -> mmap.mmap | None:
     """A peer's memory; None if it is on another host, out of reach, or another one under the same numbers."""
     try:
-        host, pid, number, token = card.rsplit(" ", 3)
+        host, pid, _, number, token = card.rsplit(" ", 4)
         if host != _host():
             return None
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

@@ -185,7 +185,8 @@ class GradientBucket:
                     self._local_view(index).zero_()
         self.local_live.clear()
         self._sent = self.local if self.reduce_dtype == self.dtype else self.local.to(self.reduce_dtype)
-        self._work, self._summed = self.bucket.mesh.reduce.reduce_scatter(self._sent, self.bucket.names), False
+        factor = 1.0 if self._divides_later else self._mean_factor
+        self._work, self._summed = self.bucket.mesh.reduce.reduce_scatter(self._sent, self.bucket.names, factor), False
 
     @torch.no_grad()
     def finish_sum(self) -> None:
@@ -197,10 +198,16 @@ class GradientBucket:
         mesh, own = self.bucket.mesh, self._sent[self.bucket.slice]
         if mesh.replicate.size > 1:
             mesh.replicate.all_reduce(own, self.bucket.names)
-        if mesh.world_size > 1 and not self._divides_later:
-            own.mul_(1.0 / mesh.world_size)
+            if not self._divides_later:
+                own.mul_(1.0 / mesh.world_size)
         if not self.bucket.placement.shard_optimizer:
             self._spread = mesh.reduce.all_gather(self._sent, of=self.bucket.names)
+
+    @property
+    def _mean_factor(self) -> float:
+        """What the sum is multiplied by as it arrives, while it is in a cache; copies of the slices sum it up yet."""
+        mesh = self.bucket.mesh
+        return 1.0 if mesh.replicate.size > 1 else 1.0 / mesh.world_size
 
     @property
     def _divides_later(self) -> bool:
@@ -285,8 +292,6 @@ class GradientBucket:
         self._forget_powers()
         if self._vector is not None:
             self._vector.blank()
-        elif self.reduced is not None:
-            self.reduced.zero_()
 
     # ---- what p.grad shows ----
 
@@ -374,6 +379,8 @@ class GradientBucket:
             elif self.reduced is None and self._store is None:
                 numel = owned.stop - owned.start
                 self.reduced = torch.zeros(numel, dtype=self.dtype, device=self.bucket.device)
+            elif self._empty and self.reduced is not None:
+                self.reduced.zero_()  # later sums are added to all of it
             target = self.reduced if self._store is None else self._in_tier(self._store)
             self._empty = False
         piece = self.bucket.piece_of.get(index)
