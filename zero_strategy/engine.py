@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.engine_gradients import EngineGradients
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.guarding import tell_guard
+from zero_strategy.joined import JoinedBatches
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
@@ -389,6 +390,16 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         self.sharded(optimizer).load_whole(state_dict)
 
     # ---- ranks with different numbers of batches ----
+
+    def join_batches(self, loader: Iterable[Any]) -> JoinedBatches:
+        """Pairs of a batch and the weight of its loss, as many on all ranks; what for, `uneven_batches` says.
+
+        All ranks call it, and go through it together; `len()` is the most that any rank has. See `joined`.
+
+        Args:
+            loader: This rank's batches.
+        """
+        return JoinedBatches(loader, self.mesh, self.config.config.uneven_batches)
 
     def shared_step(self) -> AbstractContextManager[None]:
         """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3)."""

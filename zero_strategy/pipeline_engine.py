@@ -22,7 +22,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,17 @@ class PipelineEngine(ZeroEngine):
             for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
                 if communicator is not None:
                     communicator.guarded(guard, f"tie {number} {what}")
+
+    def join_batches(self, loader: Iterable[Any]) -> NoReturn:
+        """Not for pipelines.
+
+        Raises:
+            ValueError: Always; says what to do.
+        """
+        raise ValueError(
+            "join_batches is for whole modules: a pipeline runs the micro-batches of a step by a schedule that all its "
+            "copies share; give all of them as many batches"
+        )
 
     # ---- schedules ----
 

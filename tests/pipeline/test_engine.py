@@ -253,6 +253,7 @@ def refused() -> list[str]:
         ({"chunks": 2}, {"pipeline": {"schedule": "1f1b"}}),
         ({}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
         ({"chunks": 2}, {"pipeline": {"schedule": "zbv"}}),
+        ({}, {"uneven_batches": "join"}),
     ]:
         module = PipelineModule(layers(True), 2, loss_fn=loss_of, **more)  # type: ignore[arg-type]
         try:
@@ -265,6 +266,10 @@ def refused() -> list[str]:
     engine = PipelineEngine(module, {"stage": 1})
     optimizer = torch.optim.AdamW(module.parameters())
     engine.attach(optimizer)
+    try:
+        engine.join_batches([])
+    except ValueError as error:
+        found.append(str(error))
     try:
         engine.forward_backward(batches(0, 1, 0), 2)
     except StopIteration as error:
@@ -281,7 +286,9 @@ def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
         assert "schedule 1f1b has 1 chunk per rank, not 2" in found[1]
         assert "schedule interleaved_1f1b has 2 or more chunks" in found[2] or "pipeline.chunks is 2" in found[2]
         assert "zbv places stages in the shape 'v'" in found[3]
-        assert "micro-batch 1" in found[4] and "2" in found[4]
+        assert "uneven_batches is 'join' [user: mapping]" in found[4]
+        assert "join_batches is for whole modules" in found[5]
+        assert "micro-batch 1" in found[6] and "2" in found[6]
 
 
 # ------------------------------------------------------------------------------------------------- with the rest

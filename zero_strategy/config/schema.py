@@ -202,8 +202,7 @@ class OffloadConfig(Section):
     the duration of the run."""
 
     staging_bytes: int = field(default=256 << 20, metadata=at_least(1 << 16))
-    """Bytes of host memory of each rank through which state in files passes during a step. More lets larger parts be
-    read and written at once."""
+    """Bytes of host memory of each rank through which state in files passes in a step. More lets larger parts pass."""
 
     resident_bytes: int = field(default=0, metadata=at_least(0))
     """Bytes of host memory of each rank in which parameters, then reduced gradients, stay whose tier is ``nvme``; what
@@ -296,8 +295,7 @@ class PipelineConfig(Section):
     takes what is fastest by measured times and fits. See ``zero-strategy schedule list``."""
 
     chunks: int | None = field(default=None, metadata=at_least(1))
-    """Parts of the model that each rank holds. None: derived, what the schedule needs: 2 for interleaved ones and zbv,
-    else 1."""
+    """Parts of the model that each rank holds. None: derived, 2 for interleaved schedules and zbv, else 1."""
 
     micro_batches: int | None = field(default=None, metadata=at_least(1))
     """Micro-batches of an optimizer step. None: derived, the framework's accumulation steps, else ``stages``."""
@@ -403,6 +401,10 @@ class ZeroConfig(Section):
     gradient_reduction: str | None = field(default=None, metadata=one_of("per_step", "per_micro_batch"))
     """When gradients are reduced across ranks. None: derived, ``per_step`` for stages 0 and 1 (fewest bytes
     sent), ``per_micro_batch`` for 2 and 3 (no rank holds all gradients)."""
+
+    uneven_batches: str = field(default="error", metadata=one_of("error", "join", "join_active"))
+    """Ranks that run out of batches before others: an ``error`` on all ranks, or they count with weight 0 in the mean
+    over all ranks (``join``), or over those with a batch (``join_active``)."""
 
     prefetch: int = field(default=1, metadata=at_least(0))
     """Units that are gathered ahead of their use under stage 3; 0 gathers each when it is needed."""

@@ -21,6 +21,7 @@ from zero_strategy.config import LATER_KEYS, Fact, check_owned, load_config
 from zero_strategy.integrations.accelerate_launch import (
     check_processes,
     check_single_owner,
+    check_uneven_batches,
     configured,
     needs_cpu,
 )
@@ -102,6 +103,7 @@ class ZeroAccelerator(SavingAccelerator):
         check_processes(self.num_processes, os.environ)
         self.zero_config = load_config(configured(zero_config))
         refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
+        check_uneven_batches(self.zero_config, type(self).__name__)
         self._engines = {}
         self._for_training = {}
         self._unattached = []

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from zero_strategy.config import ZeroConfig
+
 CONFIG_VARIABLE = "ZERO_STRATEGY_CONFIG"
 """Names the config of a `ZeroAccelerator` that is given none: a YAML or DeepSpeed JSON file."""
 
@@ -86,6 +88,20 @@ def check_processes(count: int, environment: Mapping[str, str]) -> None:
             "this is one process, though the launcher prepared for several (MASTER_ADDR is set): `accelerate launch "
             "--cpu --num_processes N` starts one unless it has mpirun. To start 2: " + _RIGHT_COMMAND.format(count=2),
             stacklevel=3,
+        )
+
+
+def check_uneven_batches(config: ZeroConfig, owner: str) -> None:
+    """Raise for a setting that Accelerate has a call of its own for.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if config.uneven_batches != "error":
+        raise ValueError(
+            f"uneven_batches is {config.uneven_batches!r} [{config.origin_of('uneven_batches')}], and under {owner} "
+            "loaders repeat samples (even_batches=True), unless the loop is inside of `with "
+            "accelerator.join_uneven_inputs([model], even_batches=False):`; use that, and leave the setting out"
         )
 
 

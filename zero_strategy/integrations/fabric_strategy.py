@@ -93,6 +93,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         mesh: MeshConfig | dict[str, Any] | None = None,
         precision: PrecisionConfig | dict[str, Any] | None = None,
         gradient_reduction: str | None = None,
+        uneven_batches: str | None = None,
         prefetch: int | None = None,
         release_after_forward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
@@ -125,6 +126,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             mesh: How the ranks are laid out, for hybrid sharding.
             precision: Dtypes of master weights and gradients. (That of the computation is Fabric's `precision`.)
             gradient_reduction: `per_step` or `per_micro_batch`.
+            uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
             prefetch: Units that are gathered ahead under stage 3.
             release_after_forward: Free gathered parameters between forward and backward under stage 3.
             loss_scale: Dynamic loss scaling for fp16.
@@ -156,6 +158,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             mesh=mesh,
             precision=precision,
             gradient_reduction=gradient_reduction,
+            uneven_batches=uneven_batches,
             prefetch=prefetch,
             release_after_forward=release_after_forward,
             loss_scale=loss_scale,

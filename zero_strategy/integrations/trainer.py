@@ -51,6 +51,7 @@ from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import TrainerPreemption
+from zero_strategy.integrations.trainer_uneven import TrainerUneven
 from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.sharding import Init
 
@@ -62,7 +63,7 @@ else:
     _Base = object
 
 
-class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
+class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
     """What `ZeroStrategy` of either Trainer namespace does.
 
     Attributes:
@@ -82,6 +83,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
         mesh: MeshConfig | dict[str, Any] | None = None,
         precision: PrecisionConfig | dict[str, Any] | None = None,
         gradient_reduction: str | None = None,
+        uneven_batches: str | None = None,
         prefetch: int | None = None,
         release_after_forward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
@@ -115,6 +117,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
             mesh: How the ranks are laid out, for hybrid sharding and tensor parallelism.
             precision: Dtypes of master weights and gradients. (That of the computation is the Trainer's `precision`.)
             gradient_reduction: `per_step` or `per_micro_batch`.
+            uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
             prefetch: Units that are gathered ahead under stage 3.
             release_after_forward: Free gathered parameters between forward and backward under stage 3.
             loss_scale: Dynamic loss scaling for fp16.
@@ -148,6 +151,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
             mesh=mesh,
             precision=precision,
             gradient_reduction=gradient_reduction,
+            uneven_batches=uneven_batches,
             prefetch=prefetch,
             release_after_forward=release_after_forward,
             loss_scale=loss_scale,
@@ -395,6 +399,7 @@ class TrainerStrategy(TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The loss scale follows the steps of the batch before."""
+        super().on_train_batch_start(batch, batch_idx)
         self.precision_plugin.update_scale()
 
     # ---- backward and optimizer ----

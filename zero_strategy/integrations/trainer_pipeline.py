@@ -50,6 +50,8 @@ ATTRIBUTE = "pipeline"
 class TrainerPipeline(_Base):
     """What `PipelineStrategy` of either Trainer namespace does on top of `ZeroStrategy`."""
 
+    compares_batches = False  # but all numbers, in `_begin_loop`
+
     def __init__(
         self,
         config: ZeroConfig | dict[str, Any] | str | os.PathLike[str] | None = None,

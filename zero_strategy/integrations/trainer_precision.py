@@ -17,19 +17,25 @@ else:
 
 
 class TrainerPrecision(ShardedPrecision, _Base):
-    """What `ZeroPrecision` of either Trainer namespace does; see `ShardedPrecision`."""
+    """What `ZeroPrecision` of either Trainer namespace does; see `ShardedPrecision`.
+
+    Attributes:
+        engine: That of the module.
+        loss_weight: What the loss of this training batch is multiplied by, behind the hooks that see it.
+    """
 
     def __init__(self, precision: str = "32-true") -> None:
         super().__init__(precision)
         self.engine: ZeroEngine | None = None
+        self.loss_weight = 1.0
         self._finite: bool | None = None
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Scale the loss, then call the user's hooks."""
+        """Scale the loss, then call the user's hooks; then weigh it."""
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
         hooked: Tensor = super().pre_backward(tensor, module)
-        return hooked
+        return hooked * self.loss_weight if self.loss_weight != 1.0 and module.trainer.training else hooked
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
         """Run the closure, unscale, call the user's hooks, clip, step."""

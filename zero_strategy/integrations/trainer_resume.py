@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zero_strategy.integrations import rank_states
+from zero_strategy.integrations.joined_loader import bare, bare_state
 from zero_strategy.saving import random_state
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class TrainerResume(_Base):
         if loop.restarted_on_epoch_end or (inside and all_batches):
             stateful = [dataloader for dataloader in loop._combined_loader.flattened if _is_stateful(dataloader)]
             for dataloader, state in zip(stateful, states, strict=False):
-                _begin_next_epoch(dataloader, state)
+                _begin_next_epoch(bare(dataloader), state)
         if content is not None and (inside or loop.restarted_on_epoch_end):
             random_state.restore(content)
         if inside and all_batches and loop.epoch_loop.restarted_on_train_batch_end:
@@ -110,7 +111,9 @@ def _finish_batch(loop: Any) -> None:
     """
     batches = loop.epoch_loop
     if batches._should_check_val_fx(loop._data_fetcher):
+        loop.trainer.validating = True  # by which `process_dataloader` knows whose loaders these are
         batches.val_loop.setup_data()
+        loop.trainer.training = True
         if not batches.val_loop.skip:
             batches.val_loop.reset()  # makes the loaders' iterators
     batches.batch_progress.increment_completed()
@@ -143,7 +146,7 @@ def _begin_next_epoch(dataloader: Any, state: Any) -> None:
 
     Some loaders then begin the next epoch by themselves, others first give an iterator that is at its end.
     """
-    drawn = random_state.capture()
+    state, drawn = bare_state(state), random_state.capture()
     dataloader.load_state_dict(state)
     with contextlib.suppress(StopIteration):
         next(iter(dataloader))

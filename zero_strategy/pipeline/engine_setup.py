@@ -43,6 +43,12 @@ def resolved_for(module: PipelineModule, config: Any, compute_dtype: torch.dtype
 
 def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
     pipeline = config.pipeline
+    if config.uneven_batches != "error":
+        raise ValueError(
+            f"uneven_batches is {config.uneven_batches!r} [{config.origin_of('uneven_batches')}], and a pipeline runs "
+            "the micro-batches of a step by a schedule that all its copies share: give all of them as many batches, "
+            "and leave the setting out"
+        )
     for key, there in (("stages", module.num_stages), ("chunks", module.chunks)):
         if getattr(pipeline, key) != there:
             raise ValueError(

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zero_strategy.config.batch import MICRO, TRAIN
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.joined import JoinedBatches
 from zero_strategy.scripts.data import distributed_loader
 from zero_strategy.scripts.ownership import OptimizerGuard, SchedulerGuard
 from zero_strategy.scripts.settings import ScriptSettings
@@ -347,6 +348,14 @@ class ScriptEngine:
     def take_training_data(self, dataset: Dataset[Any]) -> None:
         """Make `training_dataloader` of a dataset."""
         self.training_dataloader = self.deepspeed_io(dataset)
+
+    def join_batches(self, loader: Iterable[Any]) -> JoinedBatches:
+        """Pairs of a batch and what its loss is multiplied by, as many on all ranks; see `ZeroEngine.join_batches`.
+
+        `engine.backward(loss * weight)` and `engine.step()` are called for each. `global_samples` counts batches that
+        are repeated, too.
+        """
+        return self.zero.join_batches(loader)
 
     # ---- checkpoints ----
 

@@ -13,7 +13,13 @@ import pytest
 from tests.integrations.accelerate_face.upstream import run_here
 from tests.launcher import Launcher
 from tests.warm import run_warm_script
-from zero_strategy.integrations.accelerate_launch import check_processes, check_single_owner, needs_cpu
+from zero_strategy.config import load_config
+from zero_strategy.integrations.accelerate_launch import (
+    check_processes,
+    check_single_owner,
+    check_uneven_batches,
+    needs_cpu,
+)
 
 ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "configs" / "accelerate"
@@ -141,6 +147,12 @@ def test_other_ways_of_sharding_are_refused() -> None:
     with pytest.raises(ValueError, match="parallelism_config"):
         check_single_owner({"parallelism_config": object()}, {})
     check_single_owner({"mixed_precision": "no"}, {"ACCELERATE_USE_FSDP": "false"})
+
+
+def test_uneven_batches_have_a_call_of_accelerate_s_own() -> None:
+    check_uneven_batches(load_config(), "ZeroAccelerator")
+    with pytest.raises(ValueError, match=r"uneven_batches is 'join' \[user: keyword\].*join_uneven_inputs\(\[model\]"):
+        check_uneven_batches(load_config(uneven_batches="join"), "ZeroAccelerator")
 
 
 def test_processes_that_would_train_alone_are_refused() -> None:

@@ -1,0 +1,178 @@
+"""Ranks of a Trainer with different numbers of training batches: an error before the first step, or a weight of 0.
+
+`uneven_batches: error`: ranks compare what Lightning has found of their loaders, once for each loading of them. Where
+a loader has no length, they find out when one of them waits for the others (`DesyncError`).
+
+`join`, `join_active`: the training loader gives the last batch again (`joined_loader`), and the weight of a batch is
+multiplied to the loss after the hooks that see it. So loops, callbacks, schedulers and saves are those of any run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from zero_strategy.config import ZeroConfig
+from zero_strategy.distributed import Mesh
+from zero_strategy.integrations.joined_loader import JoinedLoader, joined_loader
+from zero_strategy.joined import WAYS_OUT, length_of
+
+if TYPE_CHECKING:
+    from typing import Any as _Base
+
+    from zero_strategy.engine import ZeroEngine
+else:
+    _Base = object
+
+_BASE_HOOKS = ("lightning.pytorch.core.hooks", "pytorch_lightning.core.hooks")
+
+
+class TrainerUneven(_Base):
+    """The part of `TrainerStrategy` that looks at numbers of training batches."""
+
+    compares_batches: ClassVar[bool] = True
+    """Whether this part has anything to do; pipelines look by themselves."""
+
+    config: ZeroConfig
+    engine: ZeroEngine | None
+    _new_loaders = False
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A data loader that is about to be iterated over; one for training may have to go on longer."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer, policy = self.lightning_module.trainer, self.config.uneven_batches
+        if not self.compares_batches or not trainer.training or self.world_size == 1:
+            return dataloader
+        self._new_loaders = True
+        own = length_of(dataloader)
+        lengths = [length for (length,) in self._everyone([-1 if own is None else own])]
+        if policy != "error":
+            return joined_loader(dataloader, None if min(lengths) < 0 else max(lengths), self._mesh_of_engine, policy)
+        sources = (trainer.lightning_module, trainer.datamodule)
+        empty_allowed = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
+        _check_lengths(lengths, empty_allowed)
+        return dataloader
+
+    def _mesh_of_engine(self) -> Mesh:
+        if self.engine is None:
+            raise RuntimeError(
+                f"uneven_batches is {self.config.uneven_batches!r}, so ranks tell each other of batches once the model "
+                "is sharded; a batch was asked for before (by trainer.estimated_stepping_batches, perhaps, which has "
+                "its place in configure_optimizers)"
+            )
+        return self.engine.mesh
+
+    def _everyone(self, values: list[int]) -> list[list[int]]:
+        """Every rank's values."""
+        if self.engine is not None:
+            return [each.tolist() for each in self.engine.mesh.team.control.exchange_small(torch.tensor(values))]
+        told: Any = self.all_gather(torch.tensor(values, device=self.root_device))
+        found: list[list[int]] = told.view(-1, len(values)).tolist()
+        return found
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before `training_step`: look at the loaders if they are new, and find the weight of the loss.
+
+        Raises:
+            ValueError: On all ranks, if some would run out of batches before others; or if there are several loaders
+                to join.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        loop = self.lightning_module.trainer.fit_loop
+        new, self._new_loaders = self._new_loaders, False
+        if self.config.uneven_batches == "error":
+            if new:
+                self._compare(loop)
+            return
+        loaders = loop._combined_loader.flattened
+        joins = isinstance(loaders[0], JoinedLoader)
+        if new:
+            _check_joined(loop, len(loaders))
+        self.precision_plugin.loss_weight = loaders[0].weight(len(loop._data_fetcher.batches)) if joins else 1.0
+
+    def _compare(self, loop: Any) -> None:
+        trainer = self.lightning_module.trainer
+        mine = [_number(loop.max_batches), _number(trainer.val_check_batch)]
+        everyone = self._everyone(mine)
+        if any(batches < 0 for batches, _ in everyone) or all(one == everyone[0] for one in everyone):
+            return
+        batches, checks = [count for count, _ in everyone], {check for _, check in everyone}
+        shortest = min(batches)
+        if trainer.enable_validation and len(checks) > 1:  # where they would part first
+            shortest = min([shortest, *(check for check in checks if check > 0)])
+        done = loop.epoch_loop.batch_progress.current.ready - 1
+        counted = loop.max_steps != -1 and self.lightning_module.automatic_optimization
+        steps_left = loop.max_steps - trainer.global_step if counted else float("inf")
+        if not needs_more(shortest, done, trainer.accumulate_grad_batches, steps_left, trainer.enable_validation):
+            return
+        shown = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(batches))
+        problem = f"train_dataloader: ranks have different numbers of batches ({shown})"
+        if reason := may_end_before(trainer, shortest):
+            if trainer.is_global_zero:
+                text = f"{problem}, which cannot go on unless {reason} ends the epoch before; {WAYS_OUT}"
+                warnings.warn(text, stacklevel=2)
+            return
+        raise ValueError(f"{problem}; {WAYS_OUT}; Trainer(limit_train_batches={min(batches)}) ends epochs earlier")
+
+
+def needs_more(shortest: int, done: int, accumulation: int, steps_left: float, validates: bool) -> bool:
+    """Whether a run goes on for more batches of an epoch than some rank has.
+
+    Args:
+        shortest: Batches after which ranks part.
+        done: Batches of this epoch before it was resumed.
+        accumulation: Batches of an optimizer step.
+        steps_left: Optimizer steps until the end.
+        validates: Whether the rank would validate after its last batch.
+    """
+    alike = shortest - 1 if validates or shortest % accumulation else shortest  # a last batch ends a step early
+    return alike // accumulation - done // accumulation < steps_left
+
+
+def may_end_before(trainer: Any, shortest: int) -> str:
+    """What may end a run, or an epoch, before a number of batches that cannot be known here; "": nothing known of."""
+    module = trainer.lightning_module
+    if trainer.max_steps != -1 and not module.automatic_optimization:
+        return f"max_steps={trainer.max_steps}, which counts the steps that training_step takes itself,"
+    if type(module).on_train_batch_start.__module__ not in _BASE_HOOKS:
+        return f"{type(module).__name__}.on_train_batch_start, which may return -1,"
+    inside = trainer.val_check_batch is None or trainer.val_check_batch < shortest
+    for callback in trainer.callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        stops = trainer.enable_validation and inside and not getattr(callback, "_check_on_train_epoch_end", False)
+        if "Timer" in names or ("EarlyStopping" in names and stops):
+            return f"the callback {type(callback).__name__}"
+    return ""
+
+
+def _number(value: Any) -> int:
+    return -1 if value is None or value == float("inf") else int(value)
+
+
+def _check_lengths(lengths: Sequence[int], empty_allowed: bool) -> None:
+    """Raise, on all ranks, for what Lightning would see on some of them only."""
+    without = [rank for rank, length in enumerate(lengths) if length < 0]
+    if without and len(without) < len(lengths):
+        raise ValueError(
+            f"train_dataloader: the loaders of rank(s) {without} have no length and those of others have, which "
+            "Lightning compares; give all or none a length, or set uneven_batches: join or join_active"
+        )
+    empty = [rank for rank, length in enumerate(lengths) if length == 0]
+    if empty and len(empty) < len(lengths) and not empty_allowed:
+        raise ValueError(f"train_dataloader: rank(s) {empty} have no batches, and others have; give every rank some")
+
+
+def _check_joined(loop: Any, loaders: int) -> None:
+    if loaders > 1:
+        raise ValueError(
+            f"uneven_batches joins one training loader, and there are {loaders}, of which the weight of a step would "
+            "not be defined: join them in one data set, or give all ranks as many batches and leave the setting out"
+        )
+    if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        raise ValueError(
+            "uneven_batches needs to know which batch a loss is of, and training_step(dataloader_iter) takes batches "
+            "by itself: let training_step take a batch, or leave the setting out"
+        )

@@ -1,0 +1,209 @@
+"""Training by ranks with different numbers of batches, in which every rank has a batch in every step.
+
+    for batch, weight in engine.join_batches(loader):
+        (loss_fn(model(batch)) * weight).backward()
+        optimizer.step(); optimizer.zero_grad()
+
+A rank that has run out repeats its last batch with weight 0 until all have. It does what the others do (forwards,
+backwards, steps, saves), so nothing else has to know of it. Before each batch ranks tell each other in one small
+message whether they have one; the loop ends when none has.
+
+What the gradient is, by `uneven_batches`:
+
+- `join`: weights are 1, so it is the sum over ranks with a batch, divided by all, as under torch's `Join` by default.
+- `join_active`: weights are ranks / ranks with a batch, so it is the mean over those that have one.
+- `error`: the loop ends in a ValueError on all ranks.
+
+Ranks that divide layers among them (tensor parallelism) count as one, and must have the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from copy import copy
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from zero_strategy.distributed import Mesh
+
+WAYS_OUT = (
+    "give all ranks as many (drop what is left over, repeat samples, or end the loop earlier), or set uneven_batches: "
+    "join (ranks without a batch count with weight 0 in the mean over all ranks) or uneven_batches: join_active (the "
+    "mean over the ranks that have a batch)"
+)
+"""What to do about ranks with different numbers of batches, for messages."""
+
+
+class JoinedBatches:
+    """Pairs of a batch and the weight of its loss, as many on all ranks; can be iterated over again and again.
+
+    Args:
+        loader: This rank's batches.
+        mesh: The ranks.
+        policy: The setting `uneven_batches`.
+    """
+
+    def __init__(self, loader: Iterable[Any], mesh: Mesh, policy: str) -> None:
+        self._loader, self._mesh, self._policy = loader, mesh, policy
+        # Here, for `len()` may be called by one rank alone.
+        length = length_of(loader)
+        told = mesh.team.control.exchange_small(torch.tensor([-1 if length is None else length]))
+        self._lengths = [int(one) for one in told]
+
+    def __len__(self) -> int:
+        """Batches of a pass: the most that any rank has.
+
+        Raises:
+            TypeError: If the loader of some rank has no length; names the ranks.
+        """
+        without = [rank for rank, length in enumerate(self._lengths) if length < 0]
+        if without:
+            raise TypeError(f"the data loaders of rank(s) {without} have no length")
+        return max(self._lengths)
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        return joined(self._loader, self._mesh, self._policy)
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches a loader gives, if it knows."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class _State(IntEnum):
+    """What a rank says before a batch."""
+
+    HAS = 0
+    OUT = 1
+    EMPTY = 2
+    """Out, without a batch that could be repeated."""
+    FAILED = 3
+
+
+_END = object()
+
+
+class OwnBatches:
+    """What a rank's loader gives in one pass.
+
+    Args:
+        loader: The loader.
+        spare: Gives a batch to repeat where the pass has none; None: there is nothing to ask.
+        ended: The pass was over before, so that only a batch to repeat is wanted.
+
+    Attributes:
+        given: Batches so far.
+        state: What to tell the others.
+        error: What the loader raised.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], spare: Callable[[], Any] | None = None, *, ended: bool = False
+    ) -> None:
+        self.given, self.state = 0, _State.OUT if ended else _State.HAS
+        self.error: Exception | None = None
+        self._spare, self._last, self._batches = spare, _END, iter(())
+        try:
+            self._batches = iter(loader)
+        except Exception as error:
+            self.state, self.error = _State.FAILED, error
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank has run out."""
+        return self.state is not _State.HAS
+
+    def advance(self) -> Any:
+        """The next batch, or the last one again."""
+        if self.state is _State.FAILED:
+            return None
+        try:
+            if self.state is _State.HAS:
+                batch = next(self._batches, _END)
+                if batch is not _END:
+                    self.given, self._last = self.given + 1, _own_containers(batch)
+                    return batch
+                self.state = _State.OUT
+            if self._last is _END and self._spare is not None:
+                self._last = self._spare()
+        except StopIteration:
+            pass  # of `spare`
+        except Exception as error:
+            self.state, self.error = _State.FAILED, error
+            return None
+        if self._last is _END:
+            self.state = _State.EMPTY
+            return None
+        return _own_containers(self._last)
+
+
+def _own_containers(batch: Any) -> Any:
+    """The same tensors in other lists and dicts: a step may take things out of those that it is given."""
+    return tree_map(lambda leaf: copy(leaf) if isinstance(leaf, MutableMapping) else leaf, batch)
+
+
+def joined(loader: Iterable[Any], mesh: Mesh, policy: str) -> Iterator[tuple[Any, float]]:
+    """One pass over this rank's batches with their weights, repeated ones included. All ranks go through it together.
+
+    Raises:
+        ValueError: On all ranks, if some run out before others and the policy is `error`, or one has no batch at all
+            to repeat, or ranks that divide layers have different numbers; names ranks and numbers.
+        RuntimeError: On all ranks but the one whose loader raised, where it is what that raised.
+    """
+    return joined_pass(OwnBatches(loader), mesh, policy)
+
+
+def joined_pass(own: OwnBatches, mesh: Mesh, policy: str) -> Iterator[tuple[Any, float]]:
+    """As `joined`, for a pass that has begun."""
+    while True:
+        batch = own.advance()
+        mine = torch.tensor([own.state, mesh.rank, own.given])
+        everyone = [tuple(int(value) for value in told) for told in mesh.team.control.exchange_small(mine)]
+        states = [_State(state) for state, _, _ in everyone]
+        if _State.FAILED in states:
+            _raise_failure(own, mesh)
+        if _State.HAS not in states:
+            return
+        having = {copy_number for state, copy_number, _ in everyone if state == _State.HAS}
+        given = [number for _, _, number in everyone]
+        _check(states, [copy_number for _, copy_number, _ in everyone], having, given, policy)
+        if own.state is not _State.HAS:
+            yield batch, 0.0
+        elif policy == "join_active":
+            yield batch, mesh.world_size / len(having)
+        else:
+            yield batch, 1.0
+
+
+def _raise_failure(own: OwnBatches, mesh: Mesh) -> None:
+    error = own.error
+    said = mesh.team.control.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None)
+    raise RuntimeError(f"the data loader of another rank has failed after {own.given} batches of this one ({failed})")
+
+
+def _check(states: list[_State], copies: list[int], having: set[int], given: list[int], policy: str) -> None:
+    """Raise unless the ranks can go on together; some have a batch."""
+    short = [rank for rank, state in enumerate(states) if state is not _State.HAS]
+    numbers = ", ".join(f"rank {rank} after {given[rank]}" for rank in short)
+    if apart := [rank for rank in short if copies[rank] in having]:
+        raise ValueError(
+            f"rank(s) {apart} have run out of batches ({numbers}), and ranks that divide the same layers have not: "
+            "those must be given the same batches, by a sampler over the data-parallel ranks"
+        )
+    if short and policy == "error":
+        raise ValueError(f"ranks have run out of batches while others go on: {numbers}; {WAYS_OUT}")
+    if empty := [rank for rank in short if states[rank] is _State.EMPTY]:
+        raise ValueError(
+            f"the data loader(s) of rank(s) {empty} give no batch at all, and others have some: a rank takes part in a "
+            "step with a batch of its own, and these have none that they could repeat with weight 0; give every rank "
+            "at least one"
+        )
