@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import torch
 
 from tests.launcher import Launcher
 from tests.permanent import PermanentObjects
+
+# Hundreds of processes load the package: what compiles it for all of them is this one, whatever the environment says.
+sys.dont_write_bytecode = False
 
 # A slow machine is no failure, and a failure must be repeatable.
 hypothesis.settings.register_profile("default-here", deadline=None, derandomize=True, print_blob=True)

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from zero_strategy.distributed.guard import Guard
 from zero_strategy.sharding.gatherer import InertHook
+from zero_strategy.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
@@ -39,7 +39,7 @@ class _Before:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._guard.progress()
 
@@ -53,7 +53,7 @@ class _Before:
 class _After(_Before):
     """A forward ends, perhaps with an exception."""
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         error = sys.exc_info()[1]
         if error is None or error.__traceback__ is None:

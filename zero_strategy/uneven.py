@@ -20,6 +20,7 @@ from torch import nn
 
 from zero_strategy.sharding import ShardedModel
 from zero_strategy.sharding.gatherer import InertHook
+from zero_strategy.uncompiled import uncompiled
 
 
 class _Announced(NamedTuple):
@@ -178,7 +179,7 @@ class _BeforeForward:
     def __init__(self, training: UnevenTraining, number: int) -> None:
         self._training, self._number = training, number
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Tell the others."""
         self._training.before_forward(self._number)

@@ -493,6 +493,7 @@ def test_patience() -> None:
 SCRIPT = """
 import atexit, os, signal, sys, threading
 import torch
+import torch._dynamo  # the first optimizer loads it, in each of the processes
 import torch.distributed as dist
 from torch import nn
 from zero_strategy.config import load_config

@@ -31,7 +31,8 @@ assert all(library.has_kernel(name, "CUDA") and not library.has_kernel(name, "CP
 
 @pytest.fixture(scope="module")
 def made() -> Recipe:
-    found = recipe("cuda", COMMON_ARCHITECTURES)
+    # All of it for the oldest, what computes for the newest, too (below): no source asks which one it is compiled for.
+    found = recipe("cuda", COMMON_ARCHITECTURES[:1])
     if found.compiler is None:
         pytest.skip("no nvcc here")
     return replace(found, flags=(*found.flags, "-Werror=all-warnings"))
@@ -84,7 +85,8 @@ def test_arithmetic_is_ieee(made: Recipe, tmp_path: Path, name: str, expected: s
     source = next(path for path in made.sources if path.stem == name)
     target = tmp_path / f"{name}.ptx"
     flags = [flag for flag in made.flags if not flag.startswith("-gencode")]
-    subprocess.run([str(made.compiler), *flags, "-arch=sm_90", "-ptx", str(source), "-o", str(target)], check=True)
+    flags += [f"-arch=sm_{COMMON_ARCHITECTURES[-1]}", "-ptx"]
+    subprocess.run([str(made.compiler), *flags, str(source), "-o", str(target)], check=True)
     used = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|fma|rsqrt|rcp|mad|ex2)\.[a-z.]*f(?:32|64)\b", target.read_text()))
     assert expected <= used
     # what rcp.rn gives is correctly rounded

@@ -25,6 +25,7 @@ from zero_strategy.activation.rng import CudaRNGStatesTracker
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.activation.timings import CheckpointTimings, InBackward, Stopwatch
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.uncompiled import uncompiled
 
 
 class Checkpointer:
@@ -99,7 +100,7 @@ class Checkpointer:
         if self.kept is not None:
             self.kept.reset()
 
-    @torch.compiler.disable
+    @uncompiled
     def _special(
         self,
         function: Callable[..., Any],

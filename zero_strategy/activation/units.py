@@ -29,6 +29,7 @@ from zero_strategy.config import ActivationCheckpointingConfig
 from zero_strategy.distributed import Communicator
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.model import ShardedModel
+from zero_strategy.uncompiled import uncompiled
 
 _logger = logging.getLogger(__name__)
 
@@ -157,11 +158,11 @@ class UnitForward:
             return checkpoint(self._forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
-    @torch.compiler.disable
+    @uncompiled
     def _uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(args, kwargs)
 
-    @partial(torch.compiler.disable, recursive=False)
+    @partial(uncompiled, recursive=False)
     def _run_around_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hooks on what autograd keeps are set outside of compiled code; a checkpoint in them runs without it."""
         return self._run(args, kwargs)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# PyYAML is what omegaconf itself reads files with.
-import yaml  # type: ignore[import-untyped, unused-ignore]
-from omegaconf import Container, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from .rules import wrong_type
 from .section import Section
@@ -58,8 +54,10 @@ def preset(name: str) -> dict[str, Any]:
 
 def read_mapping(source: Mapping[str, Any]) -> Layer:
     """Makes a layer of a plain mapping or of a DictConfig, whose interpolations are resolved."""
-    if not isinstance(source, DictConfig):
+    if not _of_omegaconf(source):
         return Layer(source, "user: mapping")
+    from omegaconf import OmegaConf
+
     origin, node_type = "user: DictConfig", OmegaConf.get_type(source)
     structured = isinstance(node_type, type) and issubclass(node_type, Section)
     return Layer(_plain_mapping(source, origin), origin, spells_defaults=structured)
@@ -73,6 +71,11 @@ def read_file(source: str | os.PathLike[str]) -> Layer:
         TypeError: If the file holds something other than a mapping.
         ValueError: If the file is not valid YAML or an interpolation cannot be resolved.
     """
+    # PyYAML is what omegaconf itself reads files with.
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     path, shown = Path(source).expanduser(), os.fspath(source)
     if not path.exists():
         hint = f" ({shown!r} is a strategy name; as a config it is {_PRESETS[shown]})" if shown in _PRESETS else ""
@@ -96,13 +99,22 @@ def plain(value: Any, key: str, origin: str) -> Any:
     Raises:
         ValueError: If a mandatory value is missing or an interpolation cannot be resolved.
     """
-    if not isinstance(value, Container):
+    if not _of_omegaconf(value):
         return value
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         at = error.full_key or key or "the config"
         raise ValueError(f"{at} [{origin}] cannot be resolved: {error.msg or error}") from error
+
+
+def _of_omegaconf(value: Any) -> bool:
+    """Whether it is a container of OmegaConf's. There is none before OmegaConf is loaded: 0.1 s for who has another."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and isinstance(value, omegaconf.Container)
 
 
 def _plain_mapping(source: Any, origin: str) -> Mapping[str, Any]:

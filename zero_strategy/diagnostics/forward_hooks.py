@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
 from zero_strategy.sharding.gatherer import InertHook
+from zero_strategy.uncompiled import uncompiled
 
 
 def watch_forwards(
@@ -39,7 +39,7 @@ class _Before:
     ) -> None:
         self._scopes, self._around = scopes, around
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         scope = self._around((args, kwargs))
         scope.__enter__()
@@ -56,7 +56,7 @@ class _After:
     def __init__(self, scopes: list[AbstractContextManager[None]], gave: Callable[[Any], object]) -> None:
         self._scopes, self._gave = scopes, gave
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._scopes:
             self._scopes.pop().__exit__(None, None, None)

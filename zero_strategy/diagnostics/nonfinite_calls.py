@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zero_strategy.diagnostics.verify_subject import RandomState
 from zero_strategy.sharding.gatherer import tensors_in
+from zero_strategy.uncompiled import uncompiled
 
 
 @dataclass
@@ -134,7 +135,7 @@ class _Before:
     def __init__(self, recorder: CallRecorder, name: str) -> None:
         self.recorder, self.name = recorder, name
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.recorder.begin(self.name, module, args, kwargs)
 

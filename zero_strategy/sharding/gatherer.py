@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_strategy.sharding.outside import mark_output
 from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.uncompiled import uncompiled
 
 _OUTSIDE = -1
 """Stands among the calls of a unit for uses outside of its forward."""
@@ -312,7 +313,7 @@ class _ForwardHook:
         self.gatherer, self.unit, self.is_enter = gatherer, unit, enter
         self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         if self.is_enter:
             return self._before(module, args, kwargs)

@@ -182,9 +182,9 @@ class ParameterBucket:
             if self.trainable:
                 self.make_master()
             return
-        source = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
-        for tensor, segment in zip(self.tensors, self.layout.segments, strict=True):
-            source[segment.offset : segment.stop].copy_(tensor.detach().reshape(-1))
+        source = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
+        if self._first or self.mesh.tensor.size > 1:  # others are sent all of it
+            self._join(source)
         self._share_copies(source)
         self.mesh.gather.broadcast(source, 0, self.names)
         self.mesh.replicate.broadcast(source, 0, self.names)
@@ -196,6 +196,20 @@ class ParameterBucket:
         self.master = self._unmastered()
         if self.trainable:
             self.make_master(source[self.owned])
+
+    @property
+    def _first(self) -> bool:
+        """Whether this rank's values are taken."""
+        return self.mesh.gather.rank == 0 and self.mesh.replicate.rank == 0
+
+    def _join(self, source: Tensor) -> None:
+        """Write the parameters' values to their places, and zeros between them."""
+        end = 0
+        for tensor, segment in zip(self.tensors, self.layout.segments, strict=True):
+            source[end : segment.offset].zero_()
+            source[segment.offset : segment.stop].copy_(tensor.detach().reshape(-1))
+            end = segment.stop
+        source[end:].zero_()
 
     def _share_copies(self, source: Tensor) -> None:
         """Parameters that all tensor-parallel ranks hold whole start from the values of the first of these."""

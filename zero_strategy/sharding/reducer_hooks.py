@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.sharding.gatherer import InertHook
+from zero_strategy.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_strategy.sharding.gradients import GradientBucket
@@ -37,7 +38,7 @@ class Watcher:
     def __init__(self, reducer: GradientReducer) -> None:
         self.reducer = reducer
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Look at the parameters before a forward that may be followed by a backward."""
         if torch.is_grad_enabled():
