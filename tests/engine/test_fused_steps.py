@@ -200,8 +200,11 @@ def calls_of(fused: bool, options: dict[str, Any]) -> int:
 def test_what_the_user_chose_is_what_runs(ranks: Launcher) -> None:
     assert ranks(2)(calls_of, True, {}) == [1, 1]
     assert ranks(2)(calls_of, False, {}) == [0, 0]
-    for chosen in ({"foreach": False}, {"foreach": True}, {"fused": True}, {"amsgrad": True}):
+    for chosen in ({"foreach": False}, {"foreach": True}, {"fused": False}, {"amsgrad": True}):
         assert ranks(2)(calls_of, True, chosen) == [0, 0], chosen
+    native = ops.ensure("cpu").path is not None  # else torch's own fused kernels are the faster ones
+    assert ranks(2)(calls_of, True, {"fused": True}) == [int(native)] * 2
+    assert ranks(2)(calls_of, False, {"fused": True}) == [0, 0]
 
 
 def without_master_weights() -> str:
