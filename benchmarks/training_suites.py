@@ -107,27 +107,33 @@ def _footprints(options: Options, case: tuple[Pair, str, int]) -> list[Row]:
     work = workload(options, "compute", precision)
     if peer == "table":
         return _against_table(int(ours[-1]), work, ranks, options)
-    found: dict[str, list[Footprint]] = {ours: [], peer: []}
-    rounds: list[list[Footprint]] = []
-    for _ in range(min(options.rounds, 3)):
-        rounds.append([])
-        for turn in TURNS:
-            name = peer if turn == "A" else ours
-            rounds[-1].append(footprint.measure(name, work, ranks, options.timeout))
-            found[name].append(rounds[-1][-1])
-    rows, where = [], f"{ours}, {work.precision}, {ranks} ranks"
-    details = {"workload": asdict(work)} | {name: [asdict(one) for one in each] for name, each in found.items()}
+    where, sent = f"{ours}, {work.precision}, {ranks} ranks", list[int]()
     notes = joined(note(name, work) for name in (ours, peer))
-    for what, key in (("peak of a step", "peak"), ("held between steps", "held")):
-        # A tiny model may grow by nothing.
-        ratio = bootstrap([round_ratio([[max(getattr(one, key), 1.0)] for one in turns]) for turns in rounds])
-        mine, theirs = (statistics.median(getattr(one, key) for one in found[name]) for name in (ours, peer))
-        said = f"{what}, {where}"
-        rows.append(row_of("memory", said, peer, ratio, mine, theirs, "bytes", note=notes, details=details))
+    rows = []
+    for default_heap in (False, True):
+        rounds = [_turns(ours, peer, work, ranks, options, default_heap) for _ in range(min(options.rounds, 3))]
+        found = {name: [one for turns in rounds for turn, one in turns if turn == name] for name in (ours, peer)}
+        details = {"workload": asdict(work)} | {name: [asdict(one) for one in each] for name, each in found.items()}
+        sent = [found[name][0].sent for name in (ours, peer)]
+        measured = [("held between steps", "held")] * (not default_heap)
+        peak = "peak of a step" + ", glibc's heap as it is" * default_heap
+        for what, key in ((peak, "peak"), *measured):
+            # A tiny model may grow by nothing.
+            ratio = bootstrap([round_ratio([[max(getattr(one, key), 1.0)] for _, one in turns]) for turns in rounds])
+            mine, theirs = (statistics.median(getattr(one, key) for one in found[name]) for name in (ours, peer))
+            said = f"{what}, {where}"
+            rows.append(row_of("memory", said, peer, ratio, mine, theirs, "bytes", note=notes, details=details))
     if ranks > 1:
-        counts = [found[name][0].sent for name in (ours, peer)]
-        rows.append(exact("memory", f"sent per step, {where}", peer, counts[0], counts[1], "elements"))
+        rows.append(exact("memory", f"sent per step, {where}", peer, sent[0], sent[1], "elements"))
     return rows
+
+
+def _turns(
+    ours: str, peer: str, work: Workload, ranks: int, options: Options, default_heap: bool
+) -> list[tuple[str, Footprint]]:
+    """One round: peer, ours, ours, peer."""
+    names = [peer if turn == "A" else ours for turn in TURNS]
+    return [(name, footprint.measure(name, work, ranks, options.timeout, default_heap)) for name in names]
 
 
 def _against_table(stage: int, work: Workload, ranks: int, options: Options) -> list[Row]:
