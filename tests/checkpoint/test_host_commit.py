@@ -18,6 +18,7 @@ from tests.checkpoint.saving import same
 from zero_strategy.checkpoint import Manifest, host_writer
 from zero_strategy.checkpoint.host_writer import HostPieceWriter
 from zero_strategy.checkpoint.open_any import open_any
+from zero_strategy.checkpoint.replace import remove
 
 OLD = {"w": torch.arange(10.0)}
 NEW = {"w": -torch.arange(10.0)}
@@ -90,6 +91,19 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_old_one(
     save(on_hosts(hosts(tmp_path), "newer"), NEW, world_size=3)
     assert saves(tmp_path) == ["newer", "newer"]
     assert names(tmp_path) == [{"c", "latest"}] * 2
+
+
+def test_what_another_rank_makes_meanwhile_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fails before there is a temporary directory clears up while another of its host makes it."""
+    unlink = Path.unlink
+
+    def late(path: Path, missing_ok: bool = False) -> None:
+        path.mkdir()
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", late)
+    remove(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_rename_that_fails_on_one_host_is_told_and_nothing_is_lost(

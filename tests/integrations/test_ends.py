@@ -24,15 +24,21 @@ def gone(engine: ref[Any]) -> bool:
     return engine() is None
 
 
+def ended(threads: set[threading.Thread]) -> bool:
+    """The same of threads of engines that nobody has a reference to here."""
+    gc.collect()
+    return set(threading.enumerate()) <= threads
+
+
 def left(use: Callable[[], ref[Any]]) -> list[str]:
     """What there is more after a use of a face, of which nothing is held any more."""
     known, before = groups(), set(threading.enumerate())
     engine = use()
     found = [] if eventually(lambda: gone(engine)) else ["the engine"]
+    if not eventually(lambda: ended(before)):
+        found.append(f"threads {set(threading.enumerate()) - before}")
     if groups() > known:
         found.append(f"{groups() - known} groups")
-    if not eventually(lambda: set(threading.enumerate()) <= before):
-        found.append(f"threads {set(threading.enumerate()) - before}")
     return found
 
 

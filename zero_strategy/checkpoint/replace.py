@@ -69,10 +69,15 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file, a link or a tree; nothing there is no error."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    if path.is_symlink() or not path.is_dir():
+        try:
+            path.unlink(missing_ok=True)
+            return
+        except (IsADirectoryError, PermissionError):
+            if not path.is_dir():
+                raise
+            # Another rank has made it meanwhile.
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool = False) -> Path | None:

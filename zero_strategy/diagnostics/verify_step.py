@@ -8,7 +8,7 @@ optimizer's own code, from the same state, which may differ by roundings only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ ROUNDINGS = 32.0
 
 
 def engine_rule(
-    optimizer: Optimizer, config: ZeroConfig, parameters: Sequence[nn.Parameter], masters: bool
+    optimizer: Optimizer, config: ZeroConfig, parameters: Iterable[nn.Parameter], masters: bool = False
 ) -> UpdateRule | None:
     """The rule by which the engine takes this optimizer's steps; None where it is left to the optimizer's own code.
 
@@ -34,6 +34,7 @@ def engine_rule(
         parameters: What it updates.
         masters: Whether some of them are master weights of low-precision parameters.
     """
+    parameters = list(parameters)
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in parameters):
         return None
     if config.offload.optimizer != "none":

@@ -85,7 +85,7 @@ class Twin:
         self._masters = self._make_masters()
         self._names = {id(master): name for name, master in self._masters.items()}
         low = any(master is not self.named[name] for name, master in self._masters.items())
-        self._rule = engine_rule(self.optimizer, config.config, list(self._masters.values()), low)
+        self._rule = engine_rule(self.optimizer, config.config, self._masters.values(), low)
         for group in self.optimizer.param_groups:
             if group.get("fused"):  # torch's fused code does not give the same bits for a piece and for the whole
                 group["fused"] = False
