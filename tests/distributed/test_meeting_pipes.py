@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_every_rank_hears_every_other_in_order(size: int) -> None:
         for number in range(200):
             heard[rank].append(ranks[rank].meet(number, -rank))
 
-    assert at_once([lambda rank=rank: meet(rank) for rank in range(size)]) == [None] * size  # type: ignore[misc]
+    assert at_once([partial(meet, rank) for rank in range(size)]) == [None] * size
     for rank in range(size):
         others = [peer for peer in range(size) if peer != rank]
         assert heard[rank] == [{peer: (number, -peer) for peer in others} for number in range(200)]

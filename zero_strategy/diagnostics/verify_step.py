@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zero_strategy import ops
 from zero_strategy.config import ZeroConfig
 from zero_strategy.optim.fused import FusedOptimizer
-from zero_strategy.optim.update_rules import Segment, UpdateRule, in_memory_order, rule_for, takes_fused
+from zero_strategy.optim.update_rules import Segment, UpdateRule, in_memory_order, rule_for, rule_in_memory
 
 ROUNDINGS = 32.0
 """Units in the last place of a tensor's largest value by which the two formulas may differ in one step."""
@@ -39,11 +39,8 @@ def engine_rule(
         return None
     if config.offload.optimizer != "none":
         return rule_for(optimizer, any_implementation=True)
-    if not (config.fused_optimizers or isinstance(optimizer, FusedOptimizer)):
-        return None
-    fused = any(group.get("fused") for group in optimizer.param_groups)
     devices = {parameter.device.type for parameter in parameters}
-    return rule_for(optimizer, fused=fused and takes_fused(devices, masters))
+    return rule_in_memory(optimizer, fused_optimizers=config.fused_optimizers, devices=devices, masters=masters)
 
 
 @torch.no_grad()

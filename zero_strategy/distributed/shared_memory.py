@@ -30,7 +30,7 @@ VARIABLE = "ZERO_STRATEGY_SHARED_MEMORY"
 SLOT_BYTES = 1 << 20
 """Two of each rank are resident in every rank of the group; larger ones are no faster."""
 LEAST_BYTES = 64 << 10
-"""Of a message to one peer, below which gloo alone is as fast."""
+"""Of a message to one peer; smaller ones, which are few in a step, go by gloo."""
 _HEADER, _CARD = 4096, 256
 
 Exchange = Callable[[list[Tensor], list[Tensor]], None]

@@ -27,7 +27,7 @@ from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
 from zero_strategy.optim.own_gradients import OwnGradients
 from zero_strategy.optim.own_steps import rule_for_parts
 from zero_strategy.optim.streamed import Update
-from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_for, takes_fused
+from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_in_memory
 from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.layout import Piece
@@ -190,11 +190,9 @@ class ShardedOptimizer:
         """What takes the steps in place of the optimizer's own code."""
         if model.optimizer_store is not None:
             return rule_for_parts(optimizer, model.config.elementwise_optimizers)
-        if not (model.config.fused_optimizers or isinstance(optimizer, FusedOptimizer)):
-            return None
-        fused = any(group.get("fused") for group in optimizer.param_groups)
         masters = any(bucket.keeps_master and bucket.trainable for bucket in model.buckets)
-        return rule_for(optimizer, fused=fused and takes_fused(_devices(model), masters))
+        taken = model.config.fused_optimizers
+        return rule_in_memory(optimizer, fused_optimizers=taken, devices=_devices(model), masters=masters)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         changed = _run_closure_first(args, kwargs)

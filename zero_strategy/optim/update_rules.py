@@ -297,15 +297,6 @@ _RULES: dict[type[Optimizer], UpdateRule] = {
 """Classes of `torch.optim` whose algorithm a rule has."""
 
 
-def takes_fused(devices: Iterable[str], masters: bool) -> bool:
-    """Whether rules take steps that `fused=True` asks for, in one pass with clipping and copies; ops are loaded for it.
-
-    torch's fused kernels round otherwise in pieces of a parameter than in all of it, and know neither low-precision
-    gradients of float32 weights nor copies. Without native ops they are the faster ones, but for `masters`.
-    """
-    return all([ops.ensure(device).path is not None for device in devices]) or masters
-
-
 def rule_for(optimizer: Optimizer, *, any_implementation: bool = False, fused: bool = False) -> UpdateRule | None:
     """The rule that may take the optimizer's steps, or None.
 
@@ -321,3 +312,27 @@ def rule_for(optimizer: Optimizer, *, any_implementation: bool = False, fused: b
         if rule.refuses(group) or (chosen and not any_implementation):
             return None
     return rule
+
+
+def rule_in_memory(
+    optimizer: Optimizer, *, fused_optimizers: bool, devices: Iterable[str], masters: bool
+) -> UpdateRule | None:
+    """The rule that takes the optimizer's steps where its state is in memory, or None.
+
+    `fused=True` is taken, too, in one pass with clipping and copies: torch's fused kernels round otherwise in pieces of
+    a parameter than in all of it, and know neither low-precision gradients of float32 weights nor copies. Without
+    native ops they are the faster ones, and keep it but for `masters`.
+
+    Args:
+        optimizer: The optimizer.
+        fused_optimizers: The setting: whether rules take the steps of torch's optimizers.
+        devices: Of the parameters; native ops are loaded for them if `fused=True` asks for it.
+        masters: Whether some parameters are float32 master weights of low-precision ones.
+    """
+    if not (fused_optimizers or isinstance(getattr(optimizer, "update_rule", None), UpdateRule)):
+        return None
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused:
+        native = [ops.ensure(device).path is not None for device in devices]
+        fused = all(native) or masters
+    return rule_for(optimizer, fused=fused)
