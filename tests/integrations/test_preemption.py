@@ -10,14 +10,18 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.integrations.stateful import Dropping, Stateful, differences, left, rank, rows
-from tests.integrations.trainers import loader, trainer, zero
+from tests.guard.test_dropping import eventually
+from tests.integrations.test_ends import gone
+from tests.integrations.trainers import Module, loader, trainer, zero
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.integrations.trainer_preemption import watched_signals
@@ -98,6 +102,37 @@ def test_all_ranks_save_after_the_same_batch(
             "left": 14 - saved,
             "restored": True,
         }
+
+
+class Kick(Callback):
+    """Rank 1 gets the signal in the third batch; those of a search, which sets callbacks aside, are not counted."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def searched(tmp: str) -> dict[str, Any]:
+    def fit() -> tuple[ref[Any], int, str]:
+        finder = LearningRateFinder(num_training_steps=5, min_lr=1e-4, max_lr=1e-1)
+        run, ended = trainer(zero(3), callbacks=[finder, Kick()], default_root_dir=tmp), ""
+        try:
+            run.fit(Module(), loader())
+        except SIGTERMException as error:
+            ended = f"{error.code}"
+        return ref(run.strategy.engine), run.global_step, ended
+
+    before = signal.getsignal(signal.SIGTERM)
+    engine, steps, ended = fit()
+    restored = signal.getsignal(signal.SIGTERM) == before
+    return {"ended": ended, "steps": steps, "restored": restored, "gone": eventually(lambda: gone(engine))}
+
+
+def test_after_a_search_for_the_learning_rate(ranks: Launcher, tmp_path: Path) -> None:
+    """Which trains before Lightning sets its handlers."""
+    for found in ranks(2)(searched, str(tmp_path)):
+        assert found == {"ended": "143", "steps": 3, "restored": True, "gone": True}
+    assert (tmp_path / "preempted.ckpt" / "manifest.json").is_file()
 
 
 def turned_off(tmp: str) -> list[Any]:

@@ -68,15 +68,19 @@ class TrainerPreemption(_Base):
         super().on_train_start()
 
     def _watch_signals(self) -> None:
-        """Set the handlers, in the main thread, unless they are set."""
+        """Set the handlers, in the main thread, unless they are set.
+
+        Not before Lightning's: what is tried before the fit (a search for the learning rate) would set ours first, and
+        Lightning's would be put over them, and in the end ours back.
+        """
         trainer = self.lightning_module.trainer
-        if self._signal_watch is not None or self.engine is None or trainer.state.fn != "fit":
+        originals = trainer._signal_connector._original_handlers
+        if self._signal_watch is not None or self.engine is None or trainer.state.fn != "fit" or not originals:
             return
         numbers = watched_signals(self.config, self.cluster_environment)
         if numbers and threading.current_thread() is threading.main_thread():
             # Lightning's handlers are replaced, the ones before those are called.
-            previous = trainer._signal_connector._original_handlers.get
-            self._signal_watch = SignalWatch(self.engine.steps, numbers, previous)
+            self._signal_watch = SignalWatch(self.engine.steps, numbers, originals.get)
             self._signal_watch.install()
             trainer.callbacks.append(self.batch_end_class(self))
 
