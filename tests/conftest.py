@@ -67,3 +67,11 @@ def ranks() -> Iterator[Launcher]:
     launcher = Launcher()
     yield launcher
     launcher.close()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Launcher]:
+    """The same in processes that no other test has used, for what counts their threads."""
+    launcher = Launcher()
+    yield launcher
+    launcher.close()

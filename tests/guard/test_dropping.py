@@ -162,6 +162,6 @@ def drop_all() -> dict[str, list[str]]:
     return found
 
 
-def test_nothing_is_left_of_engines_that_are_dropped(ranks: Launcher) -> None:
-    for found in ranks(2, timeout=120)(drop_all):
+def test_nothing_is_left_of_engines_that_are_dropped(fresh_ranks: Launcher) -> None:
+    for found in fresh_ranks(2, timeout=120)(drop_all):
         assert not any(found.values()), {name: left for name, left in found.items() if left}

@@ -1,4 +1,7 @@
-"""What is left when a face is done: everything that can still be used, and nothing when nobody holds it."""
+"""What is left when a face is done: everything that can still be used, and nothing when nobody holds it.
+
+Each in processes of its own: threads of engines of other tests would count.
+"""
 
 from __future__ import annotations
 
@@ -81,11 +84,11 @@ def scripts() -> dict[str, list[str]]:
     return {end: left(lambda: accelerate(end)) for end in ends}  # noqa: B023
 
 
-def test_a_trainer(ranks: Launcher, tmp_path: Path) -> None:
-    for found in ranks(2, timeout=120)(trainers, str(tmp_path)):
+def test_a_trainer(fresh_ranks: Launcher, tmp_path: Path) -> None:
+    for found in fresh_ranks(2, timeout=120)(trainers, str(tmp_path)):
         assert not any(found.values()), found
 
 
-def test_accelerate(ranks: Launcher) -> None:
-    for found in ranks(2, timeout=120)(scripts):
+def test_accelerate(fresh_ranks: Launcher) -> None:
+    for found in fresh_ranks(2, timeout=120)(scripts):
         assert not any(found.values()), found

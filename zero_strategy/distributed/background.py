@@ -41,20 +41,27 @@ class BackgroundWorker:
         self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
         ways = [] if interrupt is None else [weakref.WeakMethod(interrupt)]
         at_exit = partial(_leave, self._jobs, self._threads, ways)
         atexit.register(at_exit)
         weakref.finalize(self, _drop, self._jobs, at_exit).atexit = False
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Queue a job; its exception is raised by the future's `result()`."""
+        """Queue a job, from any thread; its exception is raised by the future's `result()`."""
         if not self._threads:
-            # A daemon: a rank that waits for a dead peer must still be able to exit.
-            self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True))
-            self._threads[0].start()
+            self._start()
         future: Future[None] = Future()
         self._jobs.put((job, future))
         return future
+
+    def _start(self) -> None:
+        with self._starting:
+            if not self._threads:
+                # A daemon: a rank that waits for a dead peer must still be able to exit.
+                thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
