@@ -80,8 +80,8 @@ class SkippedBucket(ShardedRun):
         launch = bucket.launch
 
         def skip() -> None:
-            if self.rank == 1 and bucket.local is not None:
-                bucket.local.zero_()
+            if self.rank == 1 and bucket.own.live:
+                [bucket.own.zero(index) for index in list(bucket.own.live)]
             launch()
 
         bucket.launch = skip  # type: ignore[method-assign]

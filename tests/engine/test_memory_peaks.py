@@ -96,7 +96,7 @@ def local_gradients(stage: int, unused: bool, reverse: bool, world: int = 2) -> 
         def watched(self: GradientBucket, *args: Any) -> None:
             nonlocal peak
             originals[name](self, *args)
-            peak = max(peak, sum(bytes_of(bucket.local) for bucket in live))
+            peak = max(peak, sum(sum(map(bytes_of, bucket.own.held())) for bucket in live))
 
         return watched
 
@@ -120,7 +120,7 @@ def local_gradients(stage: int, unused: bool, reverse: bool, world: int = 2) -> 
         "peak": peak,
         "bucket": max(4 * bucket.layout.numel for bucket in engine.model.buckets),
         "whole": sum(4 * bucket.layout.numel for bucket in engine.model.buckets),
-        "after": sum(bytes_of(bucket.local) for bucket in live),
+        "after": sum(sum(map(bytes_of, bucket.own.held())) for bucket in live),
     }
 
 

@@ -137,10 +137,14 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
     step()
     step()
     buckets, gradients = engine.model.buckets, engine.model.gradients
+
+    def local() -> int:
+        return sum(bytes_of(tensor) for bucket in gradients for tensor in bucket.own.held())
+
     undo = [
         watch(ParameterBucket, "start_gather", "gather", lambda: sum(bytes_of(bucket.flat) for bucket in buckets)),
-        watch(GradientBucket, "accumulate", "local", lambda: sum(bytes_of(bucket.local) for bucket in gradients)),
-        watch(GradientBucket, "launch", "local", lambda: sum(bytes_of(bucket.local) for bucket in gradients)),
+        watch(GradientBucket, "accumulate", "local", local),
+        watch(GradientBucket, "launch", "local", local),
     ]
     try:
         step()

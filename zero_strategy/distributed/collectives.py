@@ -23,7 +23,14 @@ from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.groups import end_with
 from zero_strategy.distributed.pending import ObservedWork, PendingWork, transport
-from zero_strategy.distributed.shared_memory import LEAST_BYTES, SharedMemoryExchange, decode_card, encode_card
+from zero_strategy.distributed.scattered import Scattered
+from zero_strategy.distributed.shared_memory import (
+    LEAST_BYTES,
+    SharedMemoryExchange,
+    TensorMessage,
+    decode_card,
+    encode_card,
+)
 from zero_strategy.distributed.tracks import Subject, Track, TransportError, Watched
 from zero_strategy.distributed.watched_waits import Group
 from zero_strategy.observing import Observed, Span, Transfer
@@ -141,8 +148,10 @@ class Communicator:
         exchange = self._told("all_gather", own, partial(self._exchange, [own] * self.size, slices))
         return self._pending("all_gather", [*read, self._submit(watched, exchange)], watched)
 
-    def reduce_scatter(self, flat: Tensor, of: Subject = "", factor: float = 1.0) -> PendingWork:
-        """Sum `flat` over the ranks; the rank's own slice of `flat` holds its part of the sum afterwards.
+    def reduce_scatter(
+        self, flat: Tensor, of: Subject = "", factor: float = 1.0, into: Tensor | None = None
+    ) -> PendingWork:
+        """Sum `flat` over the ranks; the rank's own slice of `flat`, or `into`, holds its part of the sum afterwards.
 
         The other slices keep the local values. On gloo the sum is taken in rank order.
 
@@ -150,18 +159,58 @@ class Communicator:
             flat: The buffer; size x n elements.
             of: What is reduced, for the guard's reports.
             factor: The whole sum is multiplied by it.
+            into: Takes this rank's part; n elements.
         """
-        if self.size == 1 or flat.numel() == 0:
+        if flat.numel() == 0:
             return PendingWork([])
         slices = list(flat.chunk(self.size))
         own = slices[self.rank]
+        total = own if into is None else into
+        if self.size == 1:
+            total.copy_(own)
+            if factor != 1.0:
+                total.mul_(factor)
+            return PendingWork([])
         self.counters.add("reduce_scatter", own.numel() * (self.size - 1), own.element_size())
         watched = self._begin("reduce_scatter", of, flat)
         if flat.device.type != "cpu":
-            scale = None if factor == 1.0 else partial(own.mul_, factor)
-            return self._native("reduce_scatter", own, watched, partial(_native_reduce_scatter, own, flat), scale)
-        add_up = self._told("reduce_scatter", own, partial(self._sum_in_rank_order, slices, factor))
+            scale = None if factor == 1.0 else partial(total.mul_, factor)
+            return self._native("reduce_scatter", own, watched, partial(_native_reduce_scatter, total, flat), scale)
+        add_up = self._told("reduce_scatter", own, partial(self._sum_in_rank_order, slices, total, factor))
         return self._pending("reduce_scatter", [self._submit(watched, add_up)], watched)
+
+    def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
+        """Whether `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
+        shared, nbytes = self._shared, numel // self.size * dtype.itemsize
+        return shared is not None and shared.available and nbytes >= LEAST_BYTES
+
+    def reduce_scatter_scattered(
+        self, source: Scattered, into: Tensor, of: Subject = "", factor: float = 1.0
+    ) -> PendingWork:
+        """As `reduce_scatter` of a flat buffer, from where its parts lie, and to all peers alike.
+
+        Args:
+            source: The parts, of size x n elements; nobody changes them before the end.
+            into: Takes this rank's part of the sum; n elements.
+            of: What is reduced, for the guard's reports.
+            factor: The whole sum is multiplied by it.
+        """
+        self.counters.add("reduce_scatter", into.numel() * (self.size - 1), into.element_size())
+        watched = self._begin("reduce_scatter", of, source)
+        add_up = self._told("reduce_scatter", into, partial(self._sum_scattered, source, into, factor))
+        return self._pending("reduce_scatter", [self._submit(watched, add_up)], watched)
+
+    def _sum_scattered(self, source: Scattered, into: Tensor, factor: float) -> None:
+        assert self._shared is not None
+        count, size = into.numel(), into.element_size()
+        outgoing = [source.slice(rank * count, (rank + 1) * count) for rank in range(self.size)]
+        for one in self._shared.rounds(outgoing):
+            first, stop = one.start // size, one.stop // size
+            others = {peer: part.view(into.dtype) for peer, part in one.parts.items()}
+            for low, high, values in outgoing[self.rank].parts(first, stop):
+                own = into.new_zeros(high - low) if values is None else values
+                there = {peer: part[low - first : high - first] for peer, part in others.items()}
+                self._add_up(there, own, into[low:high], factor, None)
 
     def _pending(
         self,
@@ -190,14 +239,14 @@ class Communicator:
         """Of an exchange in which every other rank gets as much as `own` has."""
         return own.numel() * own.element_size() * (self.size - 1)
 
-    def _begin(self, kind: str, of: Subject, tensor: Tensor | None = None) -> Watched | None:
+    def _begin(self, kind: str, of: Subject, tensor: Tensor | Scattered | None = None) -> Watched | None:
         if self.track is None:
             if self.closed:
                 raise RuntimeError(f"{kind} after the engine was closed; make a new engine")
             return None
         if tensor is None:
             return self.track.begin(kind, of)
-        return self.track.begin(kind, of, tensor.numel() * tensor.element_size(), tensor.dtype)
+        return self.track.begin(kind, of, tensor.nbytes, tensor.dtype)
 
     def _begin_here(self, kind: str, of: Subject, tensor: Tensor | None = None) -> AbstractContextManager[Any]:
         """The same of one that this thread waits for now."""
@@ -235,30 +284,32 @@ class Communicator:
             self._comparing._exchange_by_gloo([own] * self.size, cards)
             watched.compare([decode_card(card) for card in cards])
 
-    def _sum_in_rank_order(self, slices: list[Tensor], factor: float) -> None:
-        own = slices[self.rank]
+    def _sum_in_rank_order(self, slices: list[Tensor], total: Tensor, factor: float) -> None:
+        own, in_place = slices[self.rank], total is slices[self.rank]
         if (shared := self._shared_memory(own)) is not None:
-            for one in shared.rounds(slices):
-                mine = own.view(torch.uint8)[one.start : one.stop].view(own.dtype)
+            for one in shared.rounds([TensorMessage(each) for each in slices]):
+                mine, sums = (tensor.view(torch.uint8)[one.start : one.stop].view(own.dtype) for tensor in (own, total))
                 others = {peer: part.view(own.dtype) for peer, part in one.parts.items()}
-                self._add_up(others, mine, one.spare.view(own.dtype))
-                if factor != 1.0:
-                    mine.mul_(factor)
+                spare = one.spare.view(own.dtype) if in_place else None
+                self._add_up(others, mine, sums, factor, spare)
             return
         arrived = {rank: self._arrivals(rank, own) for rank in range(self.size) if rank != self.rank}
         self._exchange_by_gloo(slices, [arrived.get(rank, own) for rank in range(self.size)])
-        self._add_up(arrived, own, self._arrivals(self.rank, own) if self.rank > 1 else own)
-        if factor != 1.0:
-            own.mul_(factor)
+        spare = self._arrivals(self.rank, own) if in_place and self.rank > 1 else None
+        self._add_up(arrived, own, total, factor, spare)
 
-    def _add_up(self, others: dict[int, Tensor], own: Tensor, spare: Tensor) -> None:
-        """Own becomes the sum of all, in rank order; `spare` is memory of its size."""
+    def _add_up(
+        self, others: dict[int, Tensor], own: Tensor, total: Tensor, factor: float, spare: Tensor | None
+    ) -> None:
+        """Total becomes the sum of all, in rank order, times the factor; `spare` is memory of its size if it is own."""
         parts = {**others, self.rank: own}
-        if self.rank > 1:  # its own part must stay readable until its turn in the sum comes
+        if spare is not None and self.rank > 1:  # its own part must stay readable until its turn in the sum comes
             parts[self.rank] = spare.copy_(own)
-        torch.add(parts[0], parts[1], out=own)
+        torch.add(parts[0], parts[1], out=total)
         for rank in range(2, self.size):
-            own.add_(parts[rank])
+            total.add_(parts[rank])
+        if factor != 1.0:
+            total.mul_(factor)
 
     def _arrivals(self, rank: int, like: Tensor) -> Tensor:
         """A buffer for a slice from `rank`, used again for the next one: exchanges run one at a time."""

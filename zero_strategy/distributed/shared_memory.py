@@ -17,7 +17,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,29 @@ _HEADER, _CARD = 4096, 256
 
 Exchange = Callable[[list[Tensor], list[Tensor]], None]
 """Sends outgoing[r] to each other rank r while incoming[r] arrives from it."""
+
+
+class Message(Protocol):
+    """What goes to a peer, wherever it lies."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+
+    def write(self, start: int, stop: int, target: Tensor) -> None:
+        """Copy bytes [start, stop) to a tensor of as many uint8; multiples of 64, but for the message's end."""
+
+
+class TensorMessage:
+    """A contiguous tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = tensor.view(-1).view(torch.uint8)
+        self.nbytes = self._bytes.numel()
+
+    def write(self, start: int, stop: int, target: Tensor) -> None:
+        """See `Message`."""
+        target.copy_(self._bytes[start:stop])
 
 
 class Round(NamedTuple):
@@ -110,25 +133,25 @@ class SharedMemoryExchange:
         """Bytes of this rank's memory that have been used; the rest takes no memory."""
         return 2 * self._used
 
-    def rounds(self, outgoing: Sequence[Tensor]) -> Iterator[Round]:
+    def rounds(self, outgoing: Sequence[Message]) -> Iterator[Round]:
         """Sends outgoing[r] to each other rank r, a part of it in each round.
 
         Args:
-            outgoing: Contiguous, all of the same bytes, on all ranks.
+            outgoing: All of the same bytes, on all ranks.
 
         Yields:
             What came, to be read before the next round.
         """
         peers = [peer for peer in range(self._size) if peer != self._rank]
         alike = all(outgoing[peer] is outgoing[peers[0]] for peer in peers)
-        sent = [outgoing[peer].view(-1).view(torch.uint8) for peer in (peers[:1] if alike else peers)]
-        step, total = step_bytes(len(sent)), sent[0].numel()
+        sent = [outgoing[peer] for peer in (peers[:1] if alike else peers)]
+        step, total = step_bytes(len(sent)), sent[0].nbytes
         for start in range(0, total, step):
             stop = min(start + step, total)
             slot, size = _slot(self._round), stop - start
             spare = self._view(self._rank, _slot(self._round + 1), size)  # nobody reads the last round's any more
             for part, message in enumerate(sent):
-                self._view(self._rank, slot + part * step, size).copy_(message[start:stop])
+                message.write(start, stop, self._view(self._rank, slot + part * step, size))
             self._used = max(self._used, size * len(sent))
             self._meet(size)
             # A peer's parts are in the order of its own peers.
@@ -138,7 +161,8 @@ class SharedMemoryExchange:
 
     def __call__(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Sends outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""
-        for one in self.rounds(outgoing):
+        messages = {id(tensor): TensorMessage(tensor) for tensor in outgoing}
+        for one in self.rounds([messages[id(tensor)] for tensor in outgoing]):
             for peer, part in one.parts.items():
                 incoming[peer].view(-1).view(torch.uint8)[one.start : one.stop].copy_(part)
 

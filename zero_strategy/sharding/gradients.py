@@ -1,8 +1,8 @@
 """The gradients of one bucket: local sums, the reduction, and what `p.grad` shows.
 
-`local` (whole bucket) collects this rank's own gradients; a reduction turns it into `reduced` (owned elements), the
-mean over ranks. Under `per_step` reduction `local` stays and `reduced` is its owned part; under `per_micro_batch` it
-lives only while a backward runs, and `reduced` may be in a tier (`offload.gradients`): an `OffloadedVector`, to which
+`own` collects this rank's gradients; a reduction turns them into `reduced` (owned elements), the mean over ranks. Under
+`per_step` reduction the whole buffer of `own` stays and `reduced` is its owned part; under `per_micro_batch` they
+live only while a backward runs, and `reduced` may be in a tier (`offload.gradients`): an `OffloadedVector`, to which
 each reduction is added chunk by chunk.
 
 Order of summation (documented, so that a single process can repeat it):
@@ -28,10 +28,10 @@ from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.parts import OffloadedPart
 from zero_strategy.memory.vectors import OffloadedVector, VectorSpec, add_scaled
 from zero_strategy.ops.arguments import FLOATS
-from zero_strategy.sharding.buffer_reuse import BufferReuse
-from zero_strategy.sharding.dtensors import local_gradient, local_values
+from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.handles import GradientHandle
 from zero_strategy.sharding.layout import Piece
+from zero_strategy.sharding.local_sums import LocalSums
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.power_sums import PowerSums
 from zero_strategy.sharding.shown import ShownGradients
@@ -49,10 +49,9 @@ class GradientBucket:
 
     Attributes:
         live: Indices of parameters that hold a reduced gradient.
-        local_live: Indices of parameters with local, not yet reduced gradients.
         late: Gradients that came after the bucket had left in this backward, by index.
         version: Grows with every change of reduced gradients, those apart that `scale` puts off.
-        reuse: Where memory comes from and goes to that lives in a backward only.
+        own: Gradients of this rank that are not reduced yet.
         shown: What `p.grad` of the parameters shows.
     """
 
@@ -69,15 +68,16 @@ class GradientBucket:
         self.bucket, self.dtype, self.reduce_dtype, self.per_step = bucket, dtype, reduce_dtype, per_step
         self.version = 0
         self.live: set[int] = set()
-        self.local_live: set[int] = set()
         self.late: dict[int, Tensor] = {}
-        self.reuse: BufferReuse | None = None
-        self.local: Tensor | None = None
+        self.own = LocalSums(bucket, dtype)
+        self.own.hands_over = not per_step and bucket.placement.shard_optimizer and reduce_dtype == dtype
         self.reduced: Tensor | None = None
         self._earlier: Tensor | None = None
         self._work: PendingWork | None = None
         self._spread: PendingWork | None = None
-        self._summed = False
+        self._sent: Tensor | None = None  # in the dtype of the sum, while it is reduced
+        self._sum: Tensor | None = None  # this rank's part, likewise
+        self._summed = self._straight = False
         self._empty = True  # whatever is in `reduced` is no sum
         self._shows_gradient = (
             bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype and store is None
@@ -101,7 +101,7 @@ class GradientBucket:
         if self._work is not None:
             self.finish()
         self._restore()
-        if index in self.live or index in self.local_live:
+        if index in self.live or index in self.own.live:
             self.show(index)
 
     def _set_aside(self) -> None:
@@ -114,9 +114,9 @@ class GradientBucket:
 
     def _restore(self) -> None:
         """Undo `_set_aside` where nothing was collected since."""
-        if self._earlier is not None and not self.local_live and self.local is not None and self._work is None:
+        if self._earlier is not None and not self.own.live and self.own.whole is not None and self._work is None:
             self.version += 1
-            self.reduced = self.local[self.bucket.owned]
+            self.reduced = self.own.whole[self.bucket.owned]
             self.reduced.copy_(self._earlier)
             self._earlier = None
             self._show_all()
@@ -124,42 +124,13 @@ class GradientBucket:
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add this rank's `gradient` of parameter `index` to the local sum."""
         self.version += 1
-        gradient = local_gradient(self.bucket.parameters[index], gradient)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        # A parameter that fires after its bucket has left takes the next one; `local` may hold reduced ones by now.
+        gradient = self.own.plain(index, gradient)
+        # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
         if self._work is not None or (self.per_step and self.reduced is not None):
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
-            return
-        if self.local is None:
-            self.local = self._buffer()
-        view = self._local_view(index)
-        if index in self.local_live:
-            view.add_(gradient)
         else:
-            view.copy_(gradient)
-            self.local_live.add(index)
-
-    def _buffer(self) -> Tensor:
-        """A buffer for whole gradients, of which all is written before it is sent."""
-        numel, device = self.bucket.layout.numel, self.bucket.device
-        if self.reuse is None:
-            return torch.zeros(numel, dtype=self.dtype, device=device)
-        buffer = self.reuse.take(numel, self.dtype, device)
-        if buffer is None:
-            buffer = torch.empty(numel, dtype=self.dtype, device=device)
-        end = 0
-        for segment in self.bucket.layout.segments:  # what lies between parameters
-            buffer[end : segment.offset].zero_()
-            end = segment.stop
-        buffer[end:].zero_()
-        return buffer
-
-    def _local_view(self, index: int) -> Tensor:
-        segment = self.bucket.layout.segments[index]
-        assert self.local is not None
-        return self.local[segment.offset : segment.stop].view(segment.shape)
+            self.own.add(index, gradient)
 
     def admit_late(self) -> None:
         """Let gradients that came after the bucket had left into the next reduction."""
@@ -177,16 +148,32 @@ class GradientBucket:
         assert self._work is None
         self.version += 1
         self._set_aside()
-        if self.local is None:
-            self.local = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
-        elif len(self.local_live) < len(self.bucket.parameters):
-            for index in range(len(self.bucket.parameters)):
-                if index not in self.local_live:
-                    self._local_view(index).zero_()
-        self.local_live.clear()
-        self._sent = self.local if self.reduce_dtype == self.dtype else self.local.to(self.reduce_dtype)
-        factor = 1.0 if self._divides_later else self._mean_factor
-        self._work, self._summed = self.bucket.mesh.reduce.reduce_scatter(self._sent, self.bucket.names, factor), False
+        reduce, names = self.bucket.mesh.reduce, self.bucket.names
+        self._straight = self._takes_the_mean()
+        factor = self._mean_factor if self._straight or not self._divides_later else 1.0
+        into = self._new_sum() if self._straight else None
+        if (scattered := self.own.scattered()) is not None:
+            self._sum = torch.empty(self.bucket.layout.slice_numel, dtype=self.dtype) if into is None else into
+            self._work = reduce.reduce_scatter_scattered(scattered, self._sum, names, factor)
+            self.own.live.clear()
+        else:
+            whole = self.own.complete()
+            self._sent = whole if self.reduce_dtype == self.dtype else whole.to(self.reduce_dtype)
+            self._sum = self._sent[self.bucket.slice] if into is None else into
+            self._work = reduce.reduce_scatter(self._sent, names, factor, into)
+        self._summed = False
+
+    def _takes_the_mean(self) -> bool:
+        """Whether the reduction's result is all of the reduced gradients, so that it can be written there at once."""
+        alone = self._empty and self._store is None and self.bucket.mesh.replicate.size == 1
+        return alone and self._divides_later and self.reduce_dtype == self.dtype
+
+    def _new_sum(self) -> Tensor:
+        """The reduced gradients, with whatever is in their memory."""
+        if self.reduced is None:
+            numel = self.bucket.owned.stop - self.bucket.owned.start
+            self.reduced = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
+        return self.reduced
 
     @torch.no_grad()
     def finish_sum(self) -> None:
@@ -195,12 +182,14 @@ class GradientBucket:
             return
         self._summed = True
         self._work.wait()
-        mesh, own = self.bucket.mesh, self._sent[self.bucket.slice]
+        mesh = self.bucket.mesh
+        assert self._sum is not None
         if mesh.replicate.size > 1:
-            mesh.replicate.all_reduce(own, self.bucket.names)
+            mesh.replicate.all_reduce(self._sum, self.bucket.names)
             if not self._divides_later:
-                own.mul_(1.0 / mesh.world_size)
+                self._sum.mul_(1.0 / mesh.world_size)
         if not self.bucket.placement.shard_optimizer:
+            assert self._sent is not None
             self._spread = mesh.reduce.all_gather(self._sent, of=self.bucket.names)
 
     @property
@@ -223,25 +212,29 @@ class GradientBucket:
         self.finish_sum()
         if self._spread is not None:
             self._spread.wait()
-        assert self.local is not None
-        owned, sent = self.bucket.owned, self._sent
         self._work = self._spread = None
-        del self._sent
+        (sent, self._sent), (total, self._sum) = (self._sent, None), (self._sum, None)
         if self.per_step:
-            if sent is not self.local:
-                self.local[owned].copy_(sent[owned])
-            self.reduced = self.local[owned]
-            if self._earlier is not None:
-                self.reduced.add_(self._earlier)
-                self._earlier = None
-                self._show_all()
+            self._keep_whole(sent)
         else:
-            if keep:
-                self._add(sent[owned])
-            if self.reuse is not None:
-                self.reuse.give(self.local)
-            self.local = None
+            mine = total if self.bucket.placement.shard_optimizer else sent
+            if keep and not self._straight:
+                assert mine is not None
+                self._add(mine)
+            self.own.give_back()
         self._empty = False
+
+    def _keep_whole(self, sent: Tensor | None) -> None:
+        """The owned part of the buffer is the sum, with that of earlier ones."""
+        whole, owned = self.own.whole, self.bucket.owned
+        assert whole is not None and sent is not None
+        if sent is not whole:
+            whole[owned].copy_(sent[owned])
+        self.reduced = whole[owned]
+        if self._earlier is not None:
+            self.reduced.add_(self._earlier)
+            self._earlier = None
+            self._show_all()
 
     def _add(self, values: Tensor) -> None:
         """Add the owned elements of a reduction to the sum of earlier ones; they may be changed."""
@@ -250,9 +243,7 @@ class GradientBucket:
             look = None if self._powers is None else self._powers.begin(self.bucket.pieces)
             self._in_tier(self._store).add_all(values, first=self._empty, look=look, factor=factor)
             return
-        if self.reduced is None:
-            self.reduced = torch.empty(values.numel(), dtype=self.dtype, device=self.bucket.device)
-        add_scaled(self.reduced, values, factor, first=self._empty)
+        add_scaled(self._new_sum(), values, factor, first=self._empty)
 
     def expect_norm(self, norm_type: float) -> None:
         """From the next reduction on know the norm of what is in a tier without reading it again."""
@@ -276,14 +267,14 @@ class GradientBucket:
         """Drop every gradient, also one under way."""
         self.finish(keep=False)
         self.live.clear()
-        self.local_live.clear()
+        self.own.clear()
         self.late.clear()
         for parameter in self.bucket.parameters:
             parameter.grad = None
         self._scales.clear()
         self._forget_sums()
         if not self.per_step:
-            self.local = None
+            self.own.whole = None
 
     def _forget_sums(self) -> None:
         """No reduced sum is of use any more."""
@@ -292,8 +283,9 @@ class GradientBucket:
         self._forget_powers()
         if self._vector is not None:
             self._vector.blank()
-        elif not self.per_step:
-            self.reduced = None  # its memory is the forward's until gradients are reduced again
+        elif not self.per_step and (self.bucket.placement.shard_parameters or self._shows_gradient):
+            # Its memory is the forward's until gradients are reduced again; what somebody has kept of a p.grad is his.
+            self.reduced = None
 
     # ---- what p.grad shows ----
 
@@ -309,7 +301,7 @@ class GradientBucket:
 
     def _handle(self, index: int) -> Tensor:
         if self._shows_gradient and self._earlier is None:
-            whole = self.local if self.per_step else self.reduced
+            whole = self.own.whole if self.per_step else self.reduced
             if whole is not None:
                 return self.shown.itself(index, whole)
         return self.shown.stand_in(index)
@@ -328,7 +320,7 @@ class GradientBucket:
         for index, parameter in enumerate(self.bucket.parameters):
             shown = parameter.grad
             if shown is None:
-                if index in self.live or index in self.local_live:
+                if index in self.live or index in self.own.live:
                     self._drop(index)
             elif not self.shown.is_known(index, shown):
                 self.replace(index, shown)
@@ -351,15 +343,14 @@ class GradientBucket:
         """Hold no gradient of a parameter; its values are the caller's business."""
         self.version += 1
         self.live.discard(index)
-        self.local_live.discard(index)
+        self.own.forget(index)
         self._scales.pop(index, None)
         if self.shown.written(index):
             self.shown.forget(index)  # zeroed in place, then removed
 
     def _zero(self, index: int) -> None:
         self._scales.pop(index, None)  # nan times zero is no zero
-        if index in self.local_live:
-            self._local_view(index).zero_()
+        self.own.zero(index)
         self._change(index, Tensor.zero_)
 
     def replace(self, index: int, gradient: Tensor) -> None:
@@ -370,17 +361,13 @@ class GradientBucket:
         self.version += 1
         self._drop(index)
         owned = self.bucket.owned
-        if self.per_step and self.local is None:
-            self.local = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
-        if self.per_step and self.local_live:  # `local` is in use: what is assigned joins the sums of earlier backwards
-            assert self.local is not None
+        if self.per_step and self.own.live:  # the buffer is in use: this joins the sums of earlier backwards
             if self._earlier is None:
-                self._earlier = torch.zeros_like(self.local[owned])
+                self._earlier = torch.zeros_like(self.own.zeros()[owned])
             target: Tensor | OffloadedVector | None = self._earlier
         else:
             if self.reduced is None and self.per_step:
-                assert self.local is not None
-                self.reduced = self.local[owned].zero_()
+                self.reduced = self.own.zeros()[owned].zero_()
                 self._restore()
             elif self.reduced is None and self._store is None:
                 numel = owned.stop - owned.start
@@ -403,7 +390,7 @@ class GradientBucket:
 
     def local_sum(self, index: int) -> Tensor | None:
         """What `no_sync` keeps back of a gradient on this rank, None if nothing."""
-        return self._local_view(index) if index in self.local_live else None
+        return self.own.sum_of(index)
 
     def reduced_part(self, index: int) -> Tensor | None:
         """This rank's part of a reduced gradient, flat; None if it owns none of it. Not to be written to."""
@@ -473,7 +460,7 @@ class GradientBucket:
 
     def scaled_gradients(self) -> dict[int, tuple[Tensor | OffloadedPart, float]]:
         """The same in two factors, so that a reader who multiplies anyway saves a pass over memory."""
-        assert not self.local_live and self._work is None
+        assert not self.own.live and self._work is None
         self._restore()
         if not self.live:
             return {}
@@ -500,10 +487,10 @@ class GradientBucket:
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger."""
-        if self.local is not None:
-            yield "gradients" if self.per_step else "gradient buckets", self.local
-            if self._work is not None and self._sent is not self.local:
-                yield "gradient buckets", self._sent
+        for own in self.own.held():
+            yield "gradients" if self.per_step else "gradient buckets", own
+        if self._sent is not None and self._sent is not self.own.whole:
+            yield "gradient buckets", self._sent
         if self.reduced is not None and not self.per_step:
             yield "gradients", self.reduced
         if self._earlier is not None:
@@ -523,7 +510,7 @@ class GradientBucket:
         if self._vector is not None:
             return self._vector.numel * self._vector.dtype.itemsize
         if self.per_step:
-            return 0 if self.local is None else self.local.numel() * self.local.element_size()
+            return 0 if self.own.whole is None else self.own.whole.nbytes
         return 0 if self.reduced is None else self.reduced.numel() * self.reduced.element_size()
 
 

@@ -53,7 +53,7 @@ class GradientReducer:
         self._reuse = BufferReuse()
         if not per_step:
             for bucket in self.buckets:
-                bucket.reuse = self._reuse
+                bucket.own.reuse = self._reuse
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
         self._gatherer = gatherer
         if gatherer is not None:
@@ -272,7 +272,7 @@ class GradientReducer:
         if number not in self._begun:  # this rank did not touch it: notice `zero_grad` here
             self._begun.add(number)
             bucket.begin()
-        self._seen[number] |= bucket.local_live
+        self._seen[number] |= bucket.own.live
         self._left[number] = None
         if (self.watchers or not self.per_step) and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._complete(self._in_flight.popleft())
@@ -337,7 +337,7 @@ class GradientReducer:
     def _begin_kept(self) -> None:
         """What `no_sync` kept back: was it dropped by `zero_grad` since?"""
         for number, bucket in enumerate(self.buckets):
-            if number not in self._begun and bucket.local_live:
+            if number not in self._begun and bucket.own.live:
                 self._begun.add(number)
                 bucket.begin()
 
@@ -371,11 +371,11 @@ class GradientReducer:
     def _agree(self) -> bool:
         """Ends the reduction; returns whether all ranks gathered the same units."""
         touched = [
-            bucket.local_live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
+            bucket.own.live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
             for number, bucket in enumerate(self.buckets)
         ]
         late = [
-            number in self._left and bool(bucket.late or bucket.local_live)
+            number in self._left and bool(bucket.late or bucket.own.live)
             for number, bucket in enumerate(self.buckets)
         ]
         message = self.plan.encode(touched, late, self._sequence(), self.raise_flags())

@@ -1,0 +1,180 @@
+"""Gradients that are reduced from where autograd left them: the same bits, and nothing copied where nothing has to be.
+
+Small messages go through shared memory here, too, in many rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine.nets import seeded
+from tests.engine.test_exactness import CLIP_NORMS, STEPS, differences, oracle
+from tests.engine.training import Case, train_cases
+from tests.launcher import Launcher
+from tests.models import KINDS
+from tests.reference import Trained
+from zero_strategy.config import load_config
+from zero_strategy.distributed import collectives, shared_memory
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.sharding.local_sums import LocalSums
+
+
+@contextmanager
+def small_messages() -> Iterator[None]:
+    with mock.patch.object(collectives, "LEAST_BYTES", 0), mock.patch.object(shared_memory, "SLOT_BYTES", 1 << 11):
+        yield
+
+
+def train(cases: Sequence[Case]) -> list[Trained]:
+    with small_messages():
+        return train_cases(cases, STEPS)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_bits_are_the_oracles(ranks: Launcher, world: int) -> None:
+    cases = [
+        Case(kind, accumulation, CLIP_NORMS[kind][accumulation], stage, "per_micro_batch")
+        for kind in KINDS
+        for accumulation in (1, 3)
+        for stage in (2, 3)
+        if world == 2 or kind == "transformer"
+    ]
+    by_rank = ranks(world, timeout=180)(train, cases)
+    for index, case in enumerate(cases):
+        expected = oracle(replace(case, stage=None, reduction=case.order), world)
+        assert differences([results[index] for results in by_rank], expected) == {}, case
+
+
+WIDTH = 16
+
+
+class Twice(nn.Module):
+    """A layer whose gradient may come in two parts in one backward."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.twice = twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        if self.twice:  # a graph of its own inside of the backward
+            x = x + checkpoint(self.layers[0], x, use_reentrant=True)
+        return x
+
+
+class Watch:
+    """What became of gradients."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self.sums = [bucket.own for bucket in engine.model.gradients]
+        self.handed = self.copied = 0
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        add = LocalSums.add
+
+        def watched(own: LocalSums, index: int, gradient: Tensor) -> None:
+            add(own, index, gradient)
+            self.handed += index in own.handed
+            self.copied += index not in own.handed
+
+        with mock.patch.object(LocalSums, "add", watched):
+            yield
+
+
+def counts(stage: int, precision: dict[str, Any], low: bool) -> dict[str, int]:
+    with small_messages():
+        module = seeded(Twice)
+        config = load_config(stage=stage, units={"min_numel": 0}, precision=precision)
+        engine = ZeroEngine(module, config, compute_dtype=torch.bfloat16 if low else None)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine.attach(optimizer)
+        watch = Watch(engine)
+        with watch.on():
+            for step in range(3):
+                x = torch.ones(4, WIDTH, dtype=torch.bfloat16 if low else None, requires_grad=True)
+                module(x).float().square().mean().backward()
+                if step == 0:  # the first exchange finds out whether there is such memory
+                    watch.handed = watch.copied = 0
+                assert not any(own.handed for own in watch.sums)
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"handed": watch.handed, "copied": watch.copied}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nothing_is_copied_where_nothing_has_to_be(ranks: Launcher, stage: int) -> None:
+    """Six parameters, two steps."""
+    same = {"gradient_dtype": "parameter", "reduce_dtype": "gradient"}
+    for precision, low, expected in (
+        ({}, False, {"handed": 12, "copied": 0}),
+        (same, True, {"handed": 12, "copied": 0}),
+        ({}, True, {"handed": 0, "copied": 12}),
+    ):
+        assert ranks(2)(counts, stage, precision, low) == [expected] * 2, (precision, low)
+
+
+def test_where_sums_stay_until_the_step(ranks: Launcher) -> None:
+    assert ranks(2)(counts, 1, {}, False) == [{"handed": 0, "copied": 12}] * 2
+
+
+def twice(stage: int) -> dict[str, Tensor]:
+    with small_messages():
+        module = seeded(Twice, twice=True)
+        engine = ZeroEngine(module, load_config(stage=stage, units={"min_numel": 0}))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine.attach(optimizer)
+        for _ in range(3):
+            x = torch.linspace(0, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.full_state_dict()
+
+
+def test_a_gradient_in_two_parts(ranks: Launcher) -> None:
+    """The same on both ranks, so the mean is that of one process."""
+    module = seeded(Twice, twice=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.linspace(0, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in (2, 3):
+        for found in ranks(2)(twice, stage):
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def kept(stage: int) -> list[bool]:
+    """A hook of the user's keeps what autograd made; the engine reduces it, and never writes to it."""
+    with small_messages():
+        module = seeded(Twice)
+        seen: list[tuple[Tensor, Tensor]] = []
+        weight = module.layers[0].weight
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append((p.grad, p.grad.clone())))  # type: ignore
+        engine = ZeroEngine(module, load_config(stage=stage, units={"min_numel": 0}))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine.attach(optimizer)
+        for _ in range(3):
+            module(torch.ones(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [torch.equal(value, copy) for value, copy in seen]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_hook_has_kept_stays(ranks: Launcher, stage: int) -> None:
+    assert ranks(2)(kept, stage) == [[True] * 3] * 2
