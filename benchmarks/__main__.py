@@ -27,16 +27,17 @@ from benchmarks.machine import facts
 from benchmarks.report import document, picture, read_rows, write_json
 from benchmarks.suite import PEERS, Options, Row, Suite
 
-NAMES = ("step", "scaling", "memory", "optimizer", "offload", "nvme", "checkpoint", "pipeline", "startup")
+NAMES = ("step", "scaling", "memory", "optimizer", "offload", "nvme", "checkpoint", "pipeline", "frameworks", "startup")
 QUICK: dict[str, Any] = {"rounds": 1, "stages": (1, 3), "regimes": ("communication",), "precisions": ("fp32",)}
 """Where nothing else is asked for."""
 
 
 def suites() -> dict[str, Suite]:
     """All of them by name."""
-    from benchmarks import part_suites, startup, training_suites
+    from benchmarks import frameworks, part_suites, startup, training_suites
 
-    found = {suite.name: suite for suite in (*training_suites.SUITES, *part_suites.SUITES, startup.SUITE)}
+    more = (frameworks.SUITE, startup.SUITE)
+    found = {suite.name: suite for suite in (*training_suites.SUITES, *part_suites.SUITES, *more)}
     assert set(found) == set(NAMES)
     return {name: found[name] for name in NAMES}
 

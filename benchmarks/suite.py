@@ -16,9 +16,9 @@ from benchmarks.contenders import missing
 from benchmarks.ratios import Ratio, bootstrap
 
 T = TypeVar("T")
-PEERS = ("ddp", "zero_redundancy", "fsdp2", "deepspeed", "dcp", "pipelining", "lightning")
+PEERS = ("ddp", "zero_redundancy", "fsdp2", "deepspeed", "dcp", "pipelining", "accelerate", "lightning")
 _NEWLINE = "\n"
-_OTHERS = {"lightning": "pip install lightning"}
+_OTHERS = {"accelerate": "pip install accelerate", "lightning": "pip install lightning"}
 """What is needed of the peers that are no contenders of the step benchmark."""
 
 

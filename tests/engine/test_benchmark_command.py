@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks import frameworks
 from benchmarks.collective_counter import kind_of, sent
 from benchmarks.contenders import Workload, make, missing
 from benchmarks.footprint import count_sent, elements_of, table_bytes, table_elements
 from benchmarks.report import document, picture, read_rows, table, write_json
-from benchmarks.step import default_pairs, parse, workload_of
+from benchmarks.step import Plan, default_pairs, parse, workload_of
 from benchmarks.suite import Options, Row
 from tests.launcher import Launcher
 
@@ -138,3 +139,11 @@ def test_a_run_leaves_numbers_a_picture_and_a_table(tmp_path: Path, capsys: pyte
     printed = capsys.readouterr()
     assert (out / "report.md").read_text().strip() in printed.out
     assert "[step 1/1] zero3 / fsdp2, communication, fp32, 2 ranks" in printed.err
+
+
+@pytest.mark.parametrize(("face", "against"), [("accelerate", "ddp"), ("lightning", "ddp"), ("lightning", "engine")])
+def test_frameworks_train_the_same_with_either_side(ranks: Launcher, face: str, against: str) -> None:
+    plan = Plan(TINY, rounds=1, block_steps=2, warmup=1, threads=1)
+    for times in ranks(2)(frameworks.measure, face, 2, against, plan):
+        assert times.loss_difference < 1e-6
+        assert [len(block) for block in times.rounds[0]] == [2] * 4

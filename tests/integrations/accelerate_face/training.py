@@ -18,13 +18,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 
 
-@contextmanager
-def fresh_state() -> Iterator[None]:
-    """Accelerate keeps its state for the whole process; a run of ranks gets its own, as a launcher sets it up."""
+def as_launched() -> None:
+    """Make Accelerate see the ranks of a pool, in a state as a launcher sets it up."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true"}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked at, unused
     _reset()
+
+
+@contextmanager
+def fresh_state() -> Iterator[None]:
+    """Accelerate keeps its state for the whole process; a run of ranks gets its own."""
+    as_launched()
     try:
         yield
     finally:
