@@ -295,15 +295,21 @@ class Communicator:
             return
         arrived = {rank: self._arrivals(rank, own) for rank in range(self.size) if rank != self.rank}
         self._exchange_by_gloo(slices, [arrived.get(rank, own) for rank in range(self.size)])
-        spare = self._arrivals(self.rank, own) if in_place and self.rank > 1 else None
-        self._add_up(arrived, own, total, factor, spare)
+        if in_place and self.rank > 1:  # what is summed up is not yet its own
+            self._add_up(arrived, own, arrived[0], factor, None)
+            own.copy_(arrived[0])
+        else:
+            self._add_up(arrived, own, total, factor, None)
 
     def _add_up(
         self, others: dict[int, Tensor], own: Tensor, total: Tensor, factor: float, spare: Tensor | None
     ) -> None:
-        """Total becomes the sum of all, in rank order, times the factor; `spare` is memory of its size if it is own."""
+        """Total becomes the sum of all, in rank order, times the factor.
+
+        It may be the first part; if it is this rank's own, `spare` is memory of its size, where that is set aside.
+        """
         parts = {**others, self.rank: own}
-        if spare is not None and self.rank > 1:  # its own part must stay readable until its turn in the sum comes
+        if spare is not None and self.rank > 1:  # until its turn in the sum comes
             parts[self.rank] = spare.copy_(own)
         torch.add(parts[0], parts[1], out=total)
         for rank in range(2, self.size):

@@ -169,14 +169,13 @@ class MemoryPlan:
             ("reduce", range(first, first + shard), False, reduced),
             ("replicate", range(rank % shard, shard * replicas, shard), False, [each // replicas for each in reduced]),
         ):
-            size, place = len(ranks), ranks.index(rank)
+            size = len(ranks)
             together = len({rank // self.ranks_per_host for rank in ranks}) == 1
             shared = [each for each in messages if together and each >= LEAST_BYTES]
             sent = [each for each in messages if each not in shared]
             kept = 0 if size == 1 else used_bytes(max(shared, default=0), 1 if gathers else size - 1)
             if size > 1 and not gathers:
-                # From rank 2 on a rank sets its own part aside, for its turn in the sum.
-                kept += (size - 1 + (place > 1)) * max(sent, default=0)
+                kept += (size - 1) * max(sent, default=0)
             yield Entry("communication", "device", Owner(name), kept, kept)
 
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:

@@ -16,9 +16,7 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ from zero_strategy.sharding.local_sums import LocalSums
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.power_sums import PowerSums
 from zero_strategy.sharding.shown import ShownGradients
+from zero_strategy.sharding.waiting_factors import WaitingFactors
 
 
 class GradientBucket:
@@ -83,7 +82,7 @@ class GradientBucket:
             bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype and store is None
         )
         self._powers: PowerSums | None = None  # of what is in a tier, where a norm was asked for
-        self._scales: dict[int, float] = {}  # what reduced gradients are yet to be multiplied by
+        self._factors = WaitingFactors(self._multiply)  # for reduced gradients
         self.shown = ShownGradients(self, bucket)
 
     # ---- accumulation on this rank ----
@@ -93,7 +92,7 @@ class GradientBucket:
         self.version += 1
         self.finish()
         self.sync_handles()
-        self._apply_scales()
+        self._factors.carry_out()
         self._set_aside()
 
     def resume(self, index: int) -> None:
@@ -271,7 +270,7 @@ class GradientBucket:
         self.late.clear()
         for parameter in self.bucket.parameters:
             parameter.grad = None
-        self._scales.clear()
+        self._factors.clear()
         self._forget_sums()
         if not self.per_step:
             self.own.whole = None
@@ -344,12 +343,12 @@ class GradientBucket:
         self.version += 1
         self.live.discard(index)
         self.own.forget(index)
-        self._scales.pop(index, None)
+        self._factors.drop(index)
         if self.shown.written(index):
             self.shown.forget(index)  # zeroed in place, then removed
 
     def _zero(self, index: int) -> None:
-        self._scales.pop(index, None)  # nan times zero is no zero
+        self._factors.drop(index)
         self.own.zero(index)
         self._change(index, Tensor.zero_)
 
@@ -394,7 +393,7 @@ class GradientBucket:
 
     def reduced_part(self, index: int) -> Tensor | None:
         """This rank's part of a reduced gradient, flat; None if it owns none of it. Not to be written to."""
-        self._apply_scales()
+        self._factors.carry_out()
         if self._vector is not None:
             piece = self.bucket.piece_of.get(index)
             if piece is None:
@@ -416,7 +415,7 @@ class GradientBucket:
             index: Of the parameter.
             how: Takes a few elements, flat.
         """
-        self._apply_scales()
+        self._factors.carry_out()
         self._change(index, how)
 
     def _change(self, index: int, how: Callable[[Tensor], object]) -> None:
@@ -433,29 +432,21 @@ class GradientBucket:
     def scale(self, index: int, factor: float) -> None:
         """Multiply a reduced gradient; where `p.grad` does not show it, not before somebody reads it."""
         if self._shows_gradient:
-            self._change(index, lambda values: values.mul_(factor))
+            self._multiply(index, factor)
         else:
-            waiting = self._scales.get(index, 1.0)
-            if not (_is_power_of_two(waiting) or _is_power_of_two(factor)):
-                self._apply_scales()  # the product of both would round otherwise than one after the other
-                waiting = 1.0
-            self._scales[index] = waiting * factor
+            self._factors.add(index, factor)
 
     def round_scales(self) -> None:
         """Carry out the multiplications that round, as before a look at the result."""
-        if not all(map(_is_power_of_two, self._scales.values())):
-            self._apply_scales()
+        self._factors.carry_out_those_that_round()
 
     @torch.no_grad()
-    def _apply_scales(self) -> None:
-        scales, self._scales = self._scales, {}
-        for index, factor in scales.items():
-            if factor != 1.0:
-                self._change(index, partial(_multiply, factor=factor))
+    def _multiply(self, index: int, factor: float) -> None:
+        self._change(index, lambda values: values.mul_(factor))
 
     def owned_gradients(self) -> dict[int, Tensor | OffloadedPart]:
         """The owned part of every reduced gradient, flat, by parameter index."""
-        self._apply_scales()
+        self._factors.carry_out()
         return {index: values for index, (values, _) in self.scaled_gradients().items()}
 
     def scaled_gradients(self) -> dict[int, tuple[Tensor | OffloadedPart, float]]:
@@ -465,7 +456,7 @@ class GradientBucket:
         if not self.live:
             return {}
         return {
-            piece.index: (values, self._scales.get(piece.index, 1.0))
+            piece.index: (values, self._factors.of(piece.index))
             for piece in self.bucket.pieces
             if piece.index in self.live and (values := self._owned(piece)) is not None
         }
@@ -517,11 +508,3 @@ class GradientBucket:
 def gradients_name(first: str) -> str:
     """The vector of a bucket's reduced gradients, by the name of its first parameter."""
     return f"{first}/gradients"
-
-
-def _multiply(values: Tensor, factor: float) -> None:
-    values.mul_(factor)
-
-
-def _is_power_of_two(factor: float) -> bool:
-    return abs(math.frexp(factor)[0]) == 0.5
