@@ -80,8 +80,9 @@ class SkippedBucket(ShardedRun):
         launch = bucket.launch
 
         def skip() -> None:
-            if self.rank == 1 and bucket.own.live:
-                [bucket.own.zero(index) for index in list(bucket.own.live)]
+            if self.rank == 1:
+                for index in bucket.own.live:
+                    bucket.own.zero(index)
             launch()
 
         bucket.launch = skip  # type: ignore[method-assign]

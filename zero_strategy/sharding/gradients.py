@@ -69,7 +69,6 @@ class GradientBucket:
         self.live: set[int] = set()
         self.late: dict[int, Tensor] = {}
         self.own = LocalSums(bucket, dtype)
-        self.own.hands_over = not per_step and bucket.placement.shard_optimizer and reduce_dtype == dtype
         self.reduced: Tensor | None = None
         self._earlier: Tensor | None = None
         self._work: PendingWork | None = None
@@ -129,6 +128,7 @@ class GradientBucket:
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
         else:
+            self.own.hands_over = self._takes_the_mean()
             self.own.add(index, gradient)
 
     def admit_late(self) -> None:
@@ -151,9 +151,9 @@ class GradientBucket:
         self._straight = self._takes_the_mean()
         factor = self._mean_factor if self._straight or not self._divides_later else 1.0
         into = self._new_sum() if self._straight else None
-        if (scattered := self.own.scattered()) is not None:
-            self._sum = torch.empty(self.bucket.layout.slice_numel, dtype=self.dtype) if into is None else into
-            self._work = reduce.reduce_scatter_scattered(scattered, self._sum, names, factor)
+        if into is not None and (scattered := self.own.scattered()) is not None:
+            self._sum = into
+            self._work = reduce.reduce_scatter_scattered(scattered, into, names, factor)
             self.own.live.clear()
         else:
             whole = self.own.complete()

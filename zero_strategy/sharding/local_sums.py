@@ -28,7 +28,7 @@ class LocalSums:
         live: Indices of parameters with a gradient.
         whole: The buffer of all of them.
         handed: Gradients that are autograd's own tensors, by index; only without a buffer.
-        hands_over: Whether there may be such.
+        hands_over: Whether there may be such: what the caller sends may be in parts, and the result needs no memory.
         reuse: Where memory comes from and goes to that lives in a backward only.
     """
 
