@@ -93,7 +93,7 @@ class Watch:
             yield
 
 
-def counts(stage: int, precision: dict[str, Any], low: bool) -> dict[str, int]:
+def counts(stage: int, precision: dict[str, Any], low: bool, micro_batches: int = 1) -> dict[str, int]:
     with small_messages():
         module = seeded(Twice)
         config = load_config(stage=stage, units={"min_numel": 0}, precision=precision)
@@ -103,8 +103,9 @@ def counts(stage: int, precision: dict[str, Any], low: bool) -> dict[str, int]:
         watch = Watch(engine)
         with watch.on():
             for step in range(3):
-                x = torch.ones(4, WIDTH, dtype=torch.bfloat16 if low else None, requires_grad=True)
-                module(x).float().square().mean().backward()
+                for _ in range(micro_batches):
+                    x = torch.ones(4, WIDTH, dtype=torch.bfloat16 if low else None, requires_grad=True)
+                    module(x).float().square().mean().backward()
                 if step == 0:  # the first exchange finds out whether there is such memory
                     watch.handed = watch.copied = 0
                 assert not any(own.handed for own in watch.sums)
@@ -123,6 +124,11 @@ def test_nothing_is_copied_where_nothing_has_to_be(ranks: Launcher, stage: int) 
         ({}, True, {"handed": 0, "copied": 12}),
     ):
         assert ranks(2)(counts, stage, precision, low) == [expected] * 2, (precision, low)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_added_to_earlier_sums_goes_through_the_buffer(ranks: Launcher, stage: int) -> None:
+    assert ranks(2)(counts, stage, {}, False, 2) == [{"handed": 12, "copied": 12}] * 2
 
 
 def test_where_sums_stay_until_the_step(ranks: Launcher) -> None:
