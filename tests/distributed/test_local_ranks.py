@@ -45,7 +45,7 @@ def test_nothing_is_left_when_the_command_ends(tmp_path: Path, how: signal.Signa
     code = f"from zero_strategy.distributed.local_ranks import run_local_ranks as run; run('{HERE}:fail_or_wait', "
     process = subprocess.Popen([sys.executable, "-c", f"{code}({str(tmp_path)!r}, False), 1)"], stderr=subprocess.PIPE)
     while not list(tmp_path.iterdir()):
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()[1].decode()
         time.sleep(0.05)
     time.sleep(0.2)
     process.send_signal(how)

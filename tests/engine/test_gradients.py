@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -200,6 +202,43 @@ def backward_to_some_inputs_only(twin: Twin) -> None:
         twin.zero_grad()
 
 
+def first_no_sync_late(twin: Twin, with_what: str) -> None:
+    """Reduced gradients wait, and then for the first time some of this rank have to wait, too."""
+    model, _ = start(twin)
+    own = twin.own.no_sync if isinstance(twin, ShardedTwin) else nullcontext
+    for step in range(3):
+        one_backward(twin, model, step)
+        if step == 1:
+            loss = loss_of(model(twin.data(20, ROWS, 6)))
+            if with_what == "nothing":
+                with own():
+                    twin.note(*torch.autograd.grad(loss, [model.head.weight]))
+            elif with_what == "some":
+                twin.backward(loss, inputs=[model.head.weight], sync=False)
+            else:
+                twin.backward(loss, sync=False)
+                one_backward(twin, model, 21, sync=with_what == "all")
+        twin.note(*twin.gradients())
+        twin.step()
+        twin.zero_grad()
+
+
+def first_no_sync_with_nothing(twin: Twin) -> None:
+    first_no_sync_late(twin, "nothing")
+
+
+def first_no_sync_with_some(twin: Twin) -> None:
+    first_no_sync_late(twin, "some")
+
+
+def first_no_sync_with_all(twin: Twin) -> None:
+    first_no_sync_late(twin, "all")
+
+
+def first_no_sync_with_two(twin: Twin) -> None:
+    first_no_sync_late(twin, "two")
+
+
 EXACT: list[Script] = [
     one_backward_per_step,
     several_backwards_without_no_sync,
@@ -218,6 +257,10 @@ EXACT: list[Script] = [
     gradients_by_autograd_grad,
     gradient_of_the_input,
     backward_to_some_inputs_only,
+    first_no_sync_with_nothing,
+    first_no_sync_with_some,
+    first_no_sync_with_all,
+    first_no_sync_with_two,
 ]
 
 

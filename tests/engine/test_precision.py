@@ -239,7 +239,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, float]]] = [
         {"gradient_dtype": "parameter", "reduce_dtype": "gradient"},
         {"parameters": 2, "optimizer": 6, "gradients": 1, "reduced": 1},
     ),
-    (1, {}, {"parameters": 2, "optimizer": 6, "gradients": 4, "reduced": 2}),
+    (1, {}, {"parameters": 2, "optimizer": 6, "gradients": 2, "reduced": 2}),
     (0, {"gradient_dtype": "parameter", "master_weights": False}, {"parameters": 2, "optimizer": 4, "gradients": 2}),
 ]
 """Bytes per element on each of two ranks."""

@@ -161,7 +161,7 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(3, {}), (3, {"prefetch": 0}), (3, {"prefetch": 2}), (3, {"release_after_forward": False}), (2, {})],
+    [(3, {}), (3, {"prefetch": 0}), (3, {"prefetch": 2}), (3, {"release_after_forward": False}), (2, {}), (1, {})],
 )
 def test_peaks_are_reached_and_not_passed(ranks: Launcher, stage: int, options: dict[str, Any]) -> None:
     for reverse in (False, True):
@@ -176,9 +176,16 @@ def test_module_of_linear_layers_by_formula() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     count, world = 4 * 512 * 512, 8
-    for stage, per_element in ((0, 18.0), (1, 6 + 12 / world), (2, 2 + 16 / world), (3, 18 / world)):
+    sliced = 2 + 16 / world  # stage 1 keeps whole gradients where some must wait for others
+    rows = ((0, 1, 18.0), (1, 2, 6 + 12 / world), (1, 1, sliced), (2, 1, sliced), (2, 2, sliced), (3, 2, 18 / world))
+    for stage, accumulation, per_element in rows:
         plan = load_config(stage=stage).plan(
-            model, world_size=world, compute_dtype=torch.bfloat16, device="cpu", snapshots=False
+            model,
+            world_size=world,
+            compute_dtype=torch.bfloat16,
+            device="cpu",
+            snapshots=False,
+            accumulation=accumulation,
         )
         held = plan.ledger(0).held()
         states = sum(

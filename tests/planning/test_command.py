@@ -106,6 +106,22 @@ def test_deepspeeds_json_brings_stage_precision_and_offload(capsys: pytest.Captu
     assert (found["settings"]["stage"], found["settings"]["offload"]) == (3, "none")
 
 
+def test_accumulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Stage 1 keeps whole gradients where they wait for later micro-batches."""
+    file = tmp_path / "ds.json"
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    file.write_text(json.dumps(batch | {"zero_optimization": {"stage": 1}}))
+    held = []
+    for options in (("--config", str(file)), ("--stage", "1", "--accumulation", "2"), ("--stage", "1")):
+        _, found = as_json(capsys, f"{MODELS}:Stack", *options, "--world", "2", "--device", "cpu")
+        gradients = [e["taken"] for e in found["ledger"] if e["category"] == "gradients"]
+        held.append((found["settings"]["accumulation"], sum(gradients)))
+    assert [count for count, _ in held] == [4, 2, 1]
+    assert held[0][1] == held[1][1] == 2 * held[2][1]
+    status, _, error = run(capsys, f"{MODELS}:Stack", "--accumulation", "0")
+    assert status == 2 and "accumulation is 0; accepted: 1 or more" in error
+
+
 def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "plan.png"

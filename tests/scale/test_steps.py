@@ -132,10 +132,13 @@ def test_a_pipeline_in_lanes() -> None:
 
 
 def test_state_is_that_of_the_design() -> None:
-    half = replace(WORKLOAD, parameter_bytes=2)
-    for stage, single, low in ((0, 16, 18), (1, 8 + 8 / 4, 6 + 12 / 4), (2, 4 + 12 / 4, 2 + 16 / 4), (3, 4, 18 / 4)):
-        assert state_bytes(WORKLOAD, Layout("", stage, 4, 4)) == pytest.approx(400 * single)
-        assert state_bytes(half, Layout("", stage, 4, 4)) == pytest.approx(400 * low)
+    sliced = 4 + 12 / 4, 2 + 16 / 4
+    waiting = 8 + 8 / 4, 6 + 12 / 4
+    rows = ((0, 1, 16, 18), (1, 2, *waiting), (1, 1, *sliced), (2, 1, *sliced), (2, 2, *sliced), (3, 2, 4, 18 / 4))
+    for stage, micro_batches, single, low in rows:
+        workload = replace(WORKLOAD, micro_batches=micro_batches)
+        assert state_bytes(workload, Layout("", stage, 4, 4)) == pytest.approx(400 * single)
+        assert state_bytes(replace(workload, parameter_bytes=2), Layout("", stage, 4, 4)) == pytest.approx(400 * low)
 
 
 def test_computation_by_peaks() -> None:

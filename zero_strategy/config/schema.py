@@ -486,7 +486,9 @@ class ZeroConfig(Section):
                 (a class name, an `OptimizerState`, a torch optimizer; default "AdamW"), `offload` (an `Offload`),
                 `device` ("cpu" or "cuda"; default: what is here), `ranks_per_host` (default: all), `snapshots`
                 (default: `checkpoint.asynchronous`), `activations` (bytes to keep free on the device), `tokens` and
-                `recompute` (of a micro-batch, for shapes of plain numbers, whose activations are known).
+                `recompute` (of a micro-batch, for shapes of plain numbers, whose activations are known),
+                `accumulation` (micro-batches of a step, all but the last under `no_sync`: at stage 1 whole gradients
+                are kept for more than one; default: 1).
 
         Raises:
             ValueError: If the mesh does not fit the ranks, or an option is not accepted; names it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_strategy.config import ResolvedConfig
+from zero_strategy.config import ResolvedConfig, ZeroConfig
 from zero_strategy.memory.ledger import Owner
 from zero_strategy.memory.shapes import ModelShape, NamedShapes
 from zero_strategy.sharding.grouping import gradient_dtypes, group_parameters, wants_master
@@ -58,6 +58,11 @@ class BucketFacts:
     def owned(self, placement: Placement, shard_rank: int) -> tuple[int, int]:
         """First and one-past-last element whose optimizer state a rank holds."""
         return self.layout.slice_bounds(shard_rank) if placement.shard_optimizer else (0, self.layout.numel)
+
+    def keeps_whole(self, config: ZeroConfig, accumulation: int) -> bool:
+        """Whether a buffer of whole gradients stays from step to step, as `GradientBucket.keeps_whole` says."""
+        all_owned = not PLACEMENTS[config.stage].shard_optimizer or self.layout.slice_numel == self.layout.numel
+        return config.gradient_reduction == "per_step" and (accumulation > 1 or all_owned)
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
         """The parts of parameters between two elements."""

@@ -17,17 +17,18 @@ from zero_strategy.sharding.reducer import MAX_IN_FLIGHT
 T = TypeVar("T")
 
 
-def peaks_of(units: Units, config: ZeroConfig, device_type: str) -> Iterator[Entry]:
+def peaks_of(units: Units, config: ZeroConfig, device_type: str, accumulation: int) -> Iterator[Entry]:
     """The peaks of a training step on the device, activations left out.
 
     Args:
         units: Buckets by unit, the root first.
         config: A resolved config.
         device_type: "cpu" or "cuda".
+        accumulation: Micro-batches of a step.
     """
     if PLACEMENTS[config.stage].shard_parameters:
         yield _gathered(units, config, device_type)
-    yield from _in_flight(units, config, device_type)
+    yield from _in_flight(units, config, device_type, accumulation)
     largest = max((bucket.handed for unit in units for bucket in unit), default=0)  # until it is added to the bucket
     yield Entry("gradient buckets", "device", Owner("autograd"), largest, allocated(largest, device_type), peak=True)
 
@@ -69,11 +70,11 @@ def held_whole(sizes: Sequence[int], pipeline: PipelineConfig) -> list[int]:
     return found
 
 
-def _in_flight(units: Units, config: ZeroConfig, device_type: str) -> Iterator[Entry]:
+def _in_flight(units: Units, config: ZeroConfig, device_type: str, accumulation: int) -> Iterator[Entry]:
     """Buffers of local gradients that live as long as their reduction, and copies in the dtype of the sum."""
     trained = [[bucket for bucket in unit if bucket.trainable] for unit in units]
     root, others = trained[0], [bucket for unit in trained[1:] for bucket in unit]
-    if config.gradient_reduction == "per_step":
+    if all(bucket.keeps_whole(config, accumulation) for bucket in (*root, *others)):  # of one config all do, or none
         filling: list[BucketFacts] = []
         sending = [*root, *others]
     else:

@@ -55,6 +55,7 @@ class MemoryPlan:
         activations: Bytes per rank to be kept free on the device for activations.
         tokens: Of a micro-batch, where activations shall be computed (models of plain numbers).
         recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
+        accumulation: Micro-batches of a step, all but the last under `no_sync`.
     """
 
     model: ModelShape
@@ -68,6 +69,7 @@ class MemoryPlan:
     activations: int = 0
     tokens: int = 0
     recompute: bool = False
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         if self.tokens and self.model.costs is None:
@@ -76,6 +78,8 @@ class MemoryPlan:
                 "activations=..., on the command line --activations 4GB"
             )
         self.offload.check_stage(self.resolved.config.stage)
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation is {self.accumulation}; accepted: 1 or more")
         if not 1 <= self.ranks_per_host <= self.resolved.world_size:
             raise ValueError(
                 f"ranks_per_host is {self.ranks_per_host}; accepted: 1 to the world size {self.resolved.world_size}"
@@ -127,7 +131,7 @@ class MemoryPlan:
             ledger.add(entry)
         if self.snapshots and rank < shard:  # the first replica writes for all
             ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
-        for entry in peaks_of(units, self.resolved.config, self.device_type):
+        for entry in peaks_of(units, self.resolved.config, self.device_type, self.accumulation):
             ledger.add(entry)
         device, host = self._activation_bytes()
         for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
@@ -327,7 +331,7 @@ class _BucketEntries:
         if not (whole and bucket.gradient_dtype == bucket.dtype):  # else p.grad is the gradient itself
             each = self.plan._allocated(bucket.dtype.itemsize)
             yield Entry("handles", "device", bucket.owner, count * bucket.dtype.itemsize, count * each)
-        if reduction == "per_step":
+        if bucket.keeps_whole(self.plan.resolved.config, self.plan.accumulation):
             yield self._buffer("gradients", "device", (0, bucket.layout.numel), bucket.gradient_dtype.itemsize)
         else:
             yield from self._state_buffers("gradients", tier, bucket.gradient_dtype.itemsize)
@@ -431,6 +435,7 @@ def plan_model(
     activations: int = 0,
     tokens: int = 0,
     recompute: bool = False,
+    accumulation: int = 1,
 ) -> MemoryPlan:
     """Plan a run. See `ZeroConfig.plan`."""
     resolved = config if isinstance(config, ResolvedConfig) else resolve(config, world_size)
@@ -458,4 +463,5 @@ def plan_model(
         activations,
         tokens,
         recompute,
+        accumulation,
     )

@@ -94,6 +94,7 @@ def _add_run(run: Any) -> None:
     run.add_argument("--optimizer-bytes", type=int, metavar="N", help="state of an optimizer of yours, per element")
     run.add_argument("--activations", type=parse_size, default=0, metavar="4GB", help="device bytes reserved, per rank")
     run.add_argument("--micro-batch", type=int, metavar="N", help="rows: computes activations, for plain numbers")
+    run.add_argument("--accumulation", type=int, metavar="N", help="micro-batches of a step; default: the config's, 1")
     run.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens of a row (default: %(default)s)")
     run.add_argument("--recompute", action="store_true", help="blocks are run again in backward")
     run.add_argument("--no-snapshots", action="store_true", help="checkpoints are not written in the background")
@@ -184,6 +185,7 @@ def _plan(options: argparse.Namespace) -> Any:
         activations=options.activations,
         tokens=_tokens(options),
         recompute=options.recompute,
+        accumulation=settings.accumulation if options.accumulation is None else options.accumulation,
     )
 
 

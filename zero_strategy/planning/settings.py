@@ -26,6 +26,8 @@ class PlannedSettings(NamedTuple):
     """Of the computation, as far as the file says it."""
     optimizer: str | None = None
     """Its class name, likewise."""
+    accumulation: int = 1
+    """Micro-batches of a step, likewise."""
 
 
 def planned_settings(options: argparse.Namespace) -> PlannedSettings:
@@ -54,7 +56,11 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
         return PlannedSettings(config, offload)
     named = deepspeed.optimizer
     return PlannedSettings(
-        config, offload, _DTYPES.get(deepspeed.precision.value), None if named is None else named.type
+        config,
+        offload,
+        _DTYPES.get(deepspeed.precision.value),
+        None if named is None else named.type,
+        deepspeed.batch.gradient_accumulation_steps or 1,
     )
 
 

@@ -1,9 +1,10 @@
 """The gradients of one bucket: local sums, the reduction, and what `p.grad` shows.
 
-`own` collects this rank's gradients; a reduction turns them into `reduced` (owned elements), the mean over ranks. Under
-`per_step` reduction the whole buffer of `own` stays and `reduced` is its owned part; under `per_micro_batch` they
-live only while a backward runs, and `reduced` may be in a tier (`offload.gradients`): an `OffloadedVector`, to which
-each reduction is added chunk by chunk.
+`own` collects this rank's gradients; a reduction turns them into `reduced` (owned elements), the mean over ranks.
+Gradients of `own` live only while a backward runs, unless they have to wait: where sums of several micro-batches are
+reduced together (`per_step` reduction and `no_sync`), or this rank owns all elements, the whole buffer stays
+(`keeps_whole`) and `reduced` is its owned part. Under `per_micro_batch` reduction `reduced` may be in a tier
+(`offload.gradients`): an `OffloadedVector`, to which each reduction is added chunk by chunk.
 
 Order of summation (documented, so that a single process can repeat it):
     per_step         g = (sum over ranks r, in order, of (sum over micro-batches a, in order, of g[r, a])) / ranks
@@ -21,7 +22,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from zero_strategy.distributed import PendingWork
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.parts import OffloadedPart
 from zero_strategy.memory.vectors import OffloadedVector, VectorSpec, add_scaled
@@ -32,6 +32,7 @@ from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.local_sums import LocalSums
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.power_sums import PowerSums
+from zero_strategy.sharding.reduction import Reduction
 from zero_strategy.sharding.shown import ShownGradients
 from zero_strategy.sharding.waiting_factors import WaitingFactors
 
@@ -43,10 +44,11 @@ class GradientBucket:
         bucket: The parameters.
         dtype: Dtype in which gradients are accumulated.
         reduce_dtype: Dtype in which they are sent and summed over ranks.
-        per_step: Keep the whole local sum until the step, instead of reducing every micro-batch.
+        per_step: Local sums may wait for the last micro-batch of a step, see `keep_whole`.
         store: Where reduced gradients are kept; None: on the device.
 
     Attributes:
+        keeps_whole: Whether the buffer of local sums stays, and `reduced` is a part of it.
         live: Indices of parameters that hold a reduced gradient.
         late: Gradients that came after the bucket had left in this backward, by index.
         version: Grows with every change of reduced gradients, those apart that `scale` puts off.
@@ -64,27 +66,35 @@ class GradientBucket:
     ) -> None:
         assert store is None or not per_step, "whole sums stay on the device"
         self._store, self._vector = store, None if store is None else store.vectors.get(gradients_name(bucket.names[0]))
-        self.bucket, self.dtype, self.reduce_dtype, self.per_step = bucket, dtype, reduce_dtype, per_step
+        self.bucket, self.dtype, self.reduce_dtype = bucket, dtype, reduce_dtype
+        owns_all = bucket.owned == slice(0, bucket.layout.numel)
+        self.keeps_whole = per_step and owns_all
         self.version = 0
         self.live: set[int] = set()
         self.late: dict[int, Tensor] = {}
         self.own = LocalSums(bucket, dtype)
         self.reduced: Tensor | None = None
         self._earlier: Tensor | None = None
-        self._work: PendingWork | None = None
-        self._spread: PendingWork | None = None
-        self._sent: Tensor | None = None  # in the dtype of the sum, while it is reduced
-        self._sum: Tensor | None = None  # this rank's part, likewise
-        self._summed = self._straight = False
+        self._reduction: Reduction | None = None
+        self._straight = False  # it writes into the reduced gradients
         self._empty = True  # whatever is in `reduced` is no sum
-        self._shows_gradient = (
-            bucket.owned == slice(0, bucket.layout.numel) and dtype == bucket.dtype and store is None
-        )
+        self._shows_gradient = owns_all and dtype == bucket.dtype and store is None
         self._powers: PowerSums | None = None  # of what is in a tier, where a norm was asked for
         self._factors = WaitingFactors(self._multiply)  # for reduced gradients
         self.shown = ShownGradients(self, bucket)
 
     # ---- accumulation on this rank ----
+
+    def keep_whole(self) -> None:
+        """From now on local sums wait for a later backward, in a buffer that stays."""
+        if self.keeps_whole:
+            return
+        self.version += 1
+        self.finish()
+        self.keeps_whole = True
+        (reduced, self.reduced) = (self.reduced, None)
+        if not self._empty:
+            self._earlier = reduced
 
     def begin(self) -> None:
         """Prepare for gradients of a new backward: notice `zero_grad`, keep earlier reduced sums apart."""
@@ -96,7 +106,7 @@ class GradientBucket:
 
     def resume(self, index: int) -> None:
         """Go on as before `begin`: no gradient of parameter `index` came to be added."""
-        if self._work is not None:
+        if self._reduction is not None:
             self.finish()
         self._restore()
         if index in self.live or index in self.own.live:
@@ -104,7 +114,7 @@ class GradientBucket:
 
     def _set_aside(self) -> None:
         """Save the reduced sum from the buffer that is about to collect new local gradients."""
-        if self.per_step and self.reduced is not None:
+        if self.keeps_whole and self.reduced is not None:
             if not self._empty and self._earlier is None:
                 self._earlier = self.reduced.clone()
                 self._show_all()
@@ -112,23 +122,23 @@ class GradientBucket:
 
     def _restore(self) -> None:
         """Undo `_set_aside` where nothing was collected since."""
-        if self._earlier is not None and not self.own.live and self.own.whole is not None and self._work is None:
+        if self._earlier is not None and not self.own.live and self._reduction is None:
             self.version += 1
-            self.reduced = self.own.whole[self.bucket.owned]
+            self.reduced = self.own.zeros()[self.bucket.owned]
             self.reduced.copy_(self._earlier)
             self._earlier = None
             self._show_all()
 
-    def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add this rank's `gradient` of parameter `index` to the local sum."""
+    def accumulate(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
+        """Add this rank's `gradient` of parameter `index` to the local sum; `lent`: its memory stays the caller's."""
         self.version += 1
         gradient = self.own.plain(index, gradient)
         # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
-        if self._work is not None or (self.per_step and self.reduced is not None):
+        if self._reduction is not None or (self.keeps_whole and self.reduced is not None):
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
         else:
-            self.own.hands_over = self._takes_the_mean()
+            self.own.hands_over = not lent and self._takes_the_mean()
             self.own.add(index, gradient)
 
     def admit_late(self) -> None:
@@ -144,23 +154,24 @@ class GradientBucket:
     @torch.no_grad()
     def launch(self) -> None:
         """Start the reduction; parameters without a local gradient contribute zeros."""
-        assert self._work is None
+        assert self._reduction is None
         self.version += 1
         self._set_aside()
         reduce, names = self.bucket.mesh.reduce, self.bucket.names
         self._straight = self._takes_the_mean()
         factor = self._mean_factor if self._straight or not self._divides_later else 1.0
         into = self._new_sum() if self._straight else None
+        divides = not self._divides_later
         if into is not None and (scattered := self.own.scattered()) is not None:
-            self._sum = into
-            self._work = reduce.reduce_scatter_scattered(scattered, into, names, factor)
+            work = reduce.reduce_scatter_scattered(scattered, into, names, factor)
+            self._reduction = Reduction(self.bucket, work, None, into, divides=divides)
             self.own.live.clear()
         else:
             whole = self.own.complete()
-            self._sent = whole if self.reduce_dtype == self.dtype else whole.to(self.reduce_dtype)
-            self._sum = self._sent[self.bucket.slice] if into is None else into
-            self._work = reduce.reduce_scatter(self._sent, names, factor, into)
-        self._summed = False
+            sent = whole if self.reduce_dtype == self.dtype else whole.to(self.reduce_dtype)
+            total = sent[self.bucket.slice] if into is None else into
+            work = reduce.reduce_scatter(sent, names, factor, into)
+            self._reduction = Reduction(self.bucket, work, sent, total, divides=divides)
 
     def _takes_the_mean(self) -> bool:
         """Whether the reduction's result is all of the reduced gradients, so that it can be written there at once."""
@@ -176,20 +187,9 @@ class GradientBucket:
 
     @torch.no_grad()
     def finish_sum(self) -> None:
-        """Complete the sum over ranks and take the mean; where whole gradients are kept, start spreading it."""
-        if self._work is None or self._summed:
-            return
-        self._summed = True
-        self._work.wait()
-        mesh = self.bucket.mesh
-        assert self._sum is not None
-        if mesh.replicate.size > 1:
-            mesh.replicate.all_reduce(self._sum, self.bucket.names)
-            if not self._divides_later:
-                self._sum.mul_(1.0 / mesh.world_size)
-        if not self.bucket.placement.shard_optimizer:
-            assert self._sent is not None
-            self._spread = mesh.reduce.all_gather(self._sent, of=self.bucket.names)
+        """Complete the sum over ranks, if a reduction is under way; see `Reduction`."""
+        if self._reduction is not None:
+            self._reduction.finish_sum()
 
     @property
     def _mean_factor(self) -> float:
@@ -200,23 +200,20 @@ class GradientBucket:
     @property
     def _divides_later(self) -> bool:
         """Whether the sum becomes a mean on its way into the reduced gradients, without a pass over it."""
-        return self.bucket.placement.shard_optimizer and not self.per_step
+        return self.bucket.placement.shard_optimizer and not self.keeps_whole
 
     @torch.no_grad()
     def finish(self, *, keep: bool = True) -> None:
         """Wait for a reduction under way and add its result to what is already reduced, unless nobody wants it."""
-        if self._work is None:
+        if self._reduction is None:
             return
         self.version += 1
-        self.finish_sum()
-        if self._spread is not None:
-            self._spread.wait()
-        self._work = self._spread = None
-        (sent, self._sent), (total, self._sum) = (self._sent, None), (self._sum, None)
-        if self.per_step:
-            self._keep_whole(sent)
+        (done, self._reduction) = (self._reduction, None)
+        done.wait()
+        if self.keeps_whole:
+            self._keep_whole(done.sent)
         else:
-            mine = total if self.bucket.placement.shard_optimizer else sent
+            mine = done.total if self.bucket.placement.shard_optimizer else done.sent
             if keep and not self._straight:
                 assert mine is not None
                 self._add(mine)
@@ -272,7 +269,7 @@ class GradientBucket:
             parameter.grad = None
         self._factors.clear()
         self._forget_sums()
-        if not self.per_step:
+        if not self.keeps_whole:
             self.own.whole = None
 
     def _forget_sums(self) -> None:
@@ -282,7 +279,7 @@ class GradientBucket:
         self._forget_powers()
         if self._vector is not None:
             self._vector.blank()
-        elif not self.per_step and (self.bucket.placement.shard_parameters or self._shows_gradient):
+        elif not self.keeps_whole and (self.bucket.placement.shard_parameters or self._shows_gradient):
             # Its memory is the forward's until gradients are reduced again; what somebody has kept of a p.grad is his.
             self.reduced = None
 
@@ -300,7 +297,7 @@ class GradientBucket:
 
     def _handle(self, index: int) -> Tensor:
         if self._shows_gradient and self._earlier is None:
-            whole = self.own.whole if self.per_step else self.reduced
+            whole = self.own.whole if self.keeps_whole else self.reduced
             if whole is not None:
                 return self.shown.itself(index, whole)
         return self.shown.stand_in(index)
@@ -360,12 +357,12 @@ class GradientBucket:
         self.version += 1
         self._drop(index)
         owned = self.bucket.owned
-        if self.per_step and self.own.live:  # the buffer is in use: this joins the sums of earlier backwards
+        if self.keeps_whole and self.own.live:  # the buffer is in use: this joins the sums of earlier backwards
             if self._earlier is None:
                 self._earlier = torch.zeros_like(self.own.zeros()[owned])
             target: Tensor | OffloadedVector | None = self._earlier
         else:
-            if self.reduced is None and self.per_step:
+            if self.reduced is None and self.keeps_whole:
                 self.reduced = self.own.zeros()[owned].zero_()
                 self._restore()
             elif self.reduced is None and self._store is None:
@@ -451,7 +448,7 @@ class GradientBucket:
 
     def scaled_gradients(self) -> dict[int, tuple[Tensor | OffloadedPart, float]]:
         """The same in two factors, so that a reader who multiplies anyway saves a pass over memory."""
-        assert not self.own.live and self._work is None
+        assert not self.own.live and self._reduction is None
         self._restore()
         if not self.live:
             return {}
@@ -479,10 +476,11 @@ class GradientBucket:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger."""
         for own in self.own.held():
-            yield "gradients" if self.per_step else "gradient buckets", own
-        if self._sent is not None and self._sent is not self.own.whole:
-            yield "gradient buckets", self._sent
-        if self.reduced is not None and not self.per_step:
+            yield "gradients" if self.keeps_whole else "gradient buckets", own
+        sent = None if self._reduction is None else self._reduction.sent
+        if sent is not None and sent is not self.own.whole:
+            yield "gradient buckets", sent
+        if self.reduced is not None and not self.keeps_whole:
             yield "gradients", self.reduced
         if self._earlier is not None:
             yield "gradient buckets", self._earlier
@@ -500,7 +498,7 @@ class GradientBucket:
         """Bytes of gradients that stay between backwards, in whatever tier."""
         if self._vector is not None:
             return self._vector.numel * self._vector.dtype.itemsize
-        if self.per_step:
+        if self.keeps_whole:
             return 0 if self.own.whole is None else self.own.whole.nbytes
         return 0 if self.reduced is None else self.reduced.numel() * self.reduced.element_size()
 

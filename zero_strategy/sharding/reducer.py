@@ -51,9 +51,8 @@ class GradientReducer:
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
         self._reuse = BufferReuse()
-        if not per_step:
-            for bucket in self.buckets:
-                bucket.own.reuse = self._reuse
+        for bucket in self.buckets:
+            bucket.own.reuse = self._reuse
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
         self._gatherer = gatherer
         if gatherer is not None:
@@ -212,6 +211,9 @@ class GradientReducer:
         if self.announce is not None:
             self.announce("backward", self.shown())
         self._active = True
+        if not self._reduces:
+            for bucket in self.buckets:
+                bucket.keep_whole()
         if not (self._joined and self._began):
             self._reuse.open()
             self._forget_backward()
@@ -274,7 +276,7 @@ class GradientReducer:
             bucket.begin()
         self._seen[number] |= bucket.own.live
         self._left[number] = None
-        if (self.watchers or not self.per_step) and len(self._in_flight) >= MAX_IN_FLIGHT:
+        if (self.watchers or not bucket.keeps_whole) and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._complete(self._in_flight.popleft())
         bucket.launch()
         self._in_flight.append(bucket)
@@ -456,7 +458,7 @@ class GradientReducer:
                     bucket.bucket.make_master()
                     bucket.begin()
                     mine = local_values(bucket.bucket.parts[index], parameter, gradient)
-                    bucket.accumulate(index, mine)
+                    bucket.accumulate(index, mine, lent=True)
                     bucket.show(index)
                     self._unreduced = True
                     return
