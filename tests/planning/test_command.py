@@ -114,7 +114,7 @@ def test_accumulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     held = []
     for options in (("--config", str(file)), ("--stage", "1", "--accumulation", "2"), ("--stage", "1")):
         _, found = as_json(capsys, f"{MODELS}:Stack", *options, "--world", "2", "--device", "cpu")
-        gradients = [e["taken"] for e in found["ledger"] if e["category"] == "gradients"]
+        gradients = [e["taken"] for e in found["ledger"]["entries"] if e["category"] == "gradients"]
         held.append((found["settings"]["accumulation"], sum(gradients)))
     assert [count for count, _ in held] == [4, 2, 1]
     assert held[0][1] == held[1][1] == 2 * held[2][1]

@@ -63,17 +63,26 @@ def test_what_is_not_known_fits() -> None:
 
 
 def test_a_stage_is_the_smallest_change() -> None:
-    now = plan(stage=0)
     budget = Budget(device=int(plan(stage=2).ledger().tier_bytes("device") / 0.95) + GB // 10, host=100 * GB)
-    assert not fits(now, budget) and not fits(plan(stage=1), budget)
+    now = plan(stage=0)
+    assert not fits(now, budget)
+    assert what(now, budget)[0] == ("stage: 1",)
+    now = plan(stage=0, accumulation=2)  # then stage 1 keeps whole gradients
+    assert not fits(now, budget) and not fits(plan(stage=1, accumulation=2), budget)
     assert what(now, budget)[0] == ("stage: 2",)
 
 
 def test_whole_gradients_of_the_config_are_given_up_before_parameters() -> None:
     now = load_config(stage=2, gradient_reduction="per_step").plan(
-        gpt_shape(1536, 32, 32000), world_size=4, device="cuda", compute_dtype=torch.bfloat16, snapshots=False
+        gpt_shape(1536, 32, 32000),
+        world_size=4,
+        device="cuda",
+        compute_dtype=torch.bfloat16,
+        snapshots=False,
+        accumulation=2,
     )
     budget = Budget(device=int(plan(stage=2).ledger().tier_bytes("device") / 0.95) + GB // 10, host=100 * GB)
+    assert not fits(now, budget)
     assert what(now, budget)[0] == ("gradient_reduction: per_micro_batch",)
 
 
