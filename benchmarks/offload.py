@@ -9,8 +9,6 @@
     deepspeed-nvme  the same with optimizer and parameters in files (DeepSpeed needs libaio). Of parameters DeepSpeed
                     keeps a billion elements in host memory by default (`max_in_cpu`), and gradients beside what it
                     writes of them; ours keep both in as many bytes (--resident-bytes)
-    device          one process, bf16, a whole training step on --device: with the optimizer's state in host memory over
-                    without. At or below 1.25 is the goal on a GPU, with --model transformer-1b and a large batch
 
 Contenders take turns as A B B A; figures are medians of rounds with bootstrap intervals.
 """
@@ -41,7 +39,7 @@ from tests.launcher import RankPool
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
-SUITES = ("step", "deepspeed-cpu", "deepspeed-nvme", "device")
+SUITES = ("step", "deepspeed-cpu", "deepspeed-nvme")
 LAYER = 1024
 LASTING = 2.0
 """Seconds of each turn of fio, reading and writing."""
@@ -103,52 +101,6 @@ def step_alone(folder: Path, layers: int, rounds: int) -> dict[str, Any]:
         }
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-# ----------------------------------------------------------------------------------------------------- on a device
-
-
-class OnDevice:
-    """Training steps of one process."""
-
-    def __init__(self, options: argparse.Namespace, offload: dict[str, Any]) -> None:
-        self.device = torch.device(options.device)
-        model, vocabulary = build(options.model, options.length), SIZES[options.model].vocabulary
-        self.engine = ZeroEngine(
-            model, load_config(stage=2, offload=offload), compute_dtype=torch.bfloat16, device=self.device
-        )
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.engine.attach(self.optimizer)
-        rows = torch.randint(vocabulary, (options.rows, options.length + 1), generator=torch.Generator().manual_seed(1))
-        self.model, self.rows = model, rows.to(self.device)
-        for _ in range(2):
-            self.seconds()
-
-    def seconds(self) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        loss_fn(self.model(self.rows[:, :-1]).float(), self.rows[:, 1:]).backward()
-        self.engine.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._synchronize()
-        return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def on_device(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step with the optimizer's state in host memory, and without."""
-    both = {"A": OnDevice(options, {"optimizer": "cpu"}), "B": OnDevice(options, {})}
-    samples = [[both[turn].seconds() for turn in TURNS] for _ in range(options.rounds)]
-    return {
-        "ratio": asdict(bootstrap([round_ratio([[seconds] for seconds in turns]) for turns in samples])),
-        "offloaded": statistics.median(seconds for turns in samples for seconds in (turns[0], turns[3])),
-        "plain": statistics.median(seconds for turns in samples for seconds in turns[1:3]),
-        "samples": samples,
-    }
 
 
 # ------------------------------------------------------------------------------------------------- against DeepSpeed
@@ -268,7 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", choices=SIZES, default="transformer-small")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--device", default="cpu", help="of the suite `device`")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--resident-bytes", type=int, default=MAX_IN_CPU, help="of ours, per rank, in deepspeed-nvme")
     parser.add_argument("--out", type=Path)
@@ -277,8 +228,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for suite in options.suites:
         if suite == "step":
             found = step_alone(options.folder, options.layers, options.rounds)
-        elif suite == "device":
-            found = on_device(options)
         else:
             found = compare(suite, options)
         report["suites"][suite] = found

@@ -18,6 +18,14 @@ for shape in "512 16" "2048 4"; do
   "$python" -m benchmarks.transformer_layer --device cuda --dtype bf16 --hidden 1024 --length "$length" --batch "$batch" \
     --suites layer options stochastic compiled loss | tee "$out/transformer_layer_$length.txt" || status=1
 done
-"$python" -m benchmarks.offload --folder "$out" --suites device --device cuda --model transformer-1b --rows 16 --length 1024 \
-  --out "$out/offload.json" | tee "$out/offload.txt" || status=1
+# DeepSpeed's pair only where it is installed.
+"$python" -m benchmarks.one_device --device cuda --model transformer-1b --rows 8 --length 1024 \
+  --pairs zero0:plain,zero1:plain,zero0-low:plain-low,zero1-low:plain-low \
+  --out "$out/one_device.json" | tee "$out/one_device.txt" || status=1
+"$python" -m benchmarks.one_device --device cuda --model transformer-1b --rows 16 --length 1024 --rounds 4 \
+  --pairs zero2:zero2-optimizer,zero3-offload:fsdp2-offload --out "$out/offload.json" | tee "$out/offload.txt" || status=1
+if "$python" -c 'import deepspeed' 2> /dev/null; then
+  "$python" -m benchmarks.one_device --device cuda --model transformer-1b --rows 16 --length 1024 --rounds 4 \
+    --pairs zero3-offload:deepspeed3-offload --out "$out/deepspeed.json" | tee "$out/deepspeed.txt" || status=1
+fi
 exit $status

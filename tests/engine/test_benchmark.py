@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import recorder
+from benchmarks import one_device, recorder
 from benchmarks.ratios import bootstrap, round_ratio
 from benchmarks.step import default_pairs, main
 from tests.launcher import Launcher
@@ -53,3 +54,18 @@ def test_the_recorder_is_timed_beside_an_engine_without(ranks: Launcher, tmp_pat
     recorded = recorder.of_the_record(str(tmp_path))
     assert recorded["recorded steps"] == 2 + 2 * 3  # of one of the two
     assert 0 < recorded["of them the recorder's own"] < recorded["seconds of a recorded step"]
+
+
+def on_one_device(precision: str, pairs: list[tuple[str, str]]) -> list[float]:
+    work = one_device.Work("transformer-tiny", 2, 8, precision, torch.device("cpu"))
+    found = [one_device.compare(first, second, work, rounds=1, warmup=1) for first, second in pairs]
+    assert all(len(each["samples"]) == 1 and each["ratio"]["median"] > 0 for each in found)
+    with pytest.raises(ValueError, match="'zero4' is no contender"):
+        one_device.make("zero4", work)
+    return [each["largest difference of losses"] for each in found]
+
+
+def test_contenders_on_one_device_do_the_same_training(ranks: Launcher) -> None:
+    same = [("zero0", "plain"), ("zero1", "plain"), ("zero2", "zero2-optimizer"), ("zero3-offload", "fsdp2-offload")]
+    assert max(ranks(1)(on_one_device, "fp32", same)[0]) < 2e-6
+    assert max(ranks(1)(on_one_device, "bf16", [*same, ("zero0-low", "plain-low")])[0]) < 5e-3

@@ -97,20 +97,20 @@ def check_apart(written: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> 
     Raises:
         ValueError: Naming two that overlap.
     """
-    spans = [
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), f"{name}[{index}]", writes)
-        for group, writes in ((written, True), (read, False))
-        for name, tensors in group.items()
-        for index, tensor in enumerate(tensors)
-        if tensor.numel() and not _is_traced(tensor)
-    ]
+    spans: list[tuple[int, int, bool, str, int]] = []
+    for group, writes in ((written, True), (read, False)):
+        for name, tensors in group.items():
+            for index, tensor in enumerate(tensors):
+                if tensor.numel() and not _is_traced(tensor):
+                    start = tensor.data_ptr()
+                    spans.append((start, start + tensor.nbytes, writes, name, index))
     spans.sort(key=lambda span: span[:2])
-    end, holder, holder_writes = -1, "", False
-    for start, stop, name, writes in spans:
+    end, holder, at, holder_writes = -1, "", 0, False
+    for start, stop, writes, name, index in spans:
         if start < end and (writes or holder_writes):
-            raise ValueError(f"{name} overlaps {holder} in memory, and one of them is written")
+            raise ValueError(f"{name}[{index}] overlaps {holder}[{at}] in memory, and one of them is written")
         if stop > end:
-            end, holder, holder_writes = stop, name, writes
+            end, holder, at, holder_writes = stop, name, index, writes
 
 
 def check_table(name: str, table: Tensor, rows: int, columns: Sequence[str]) -> None:

@@ -152,9 +152,9 @@ def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, 
 
     def add(indices: Sequence[int], values: Sequence[Tensor]) -> None:
         found, counts = _power_sums(values, norm_type)
-        for index, value, count in zip(indices, found, counts, strict=True):
-            sums[index] = torch.maximum(sums[index], value) if is_max else sums[index] + value
-            nonfinite[index] += count
+        at = torch.tensor(indices)
+        sums[at] = torch.maximum(sums[at], found) if is_max else sums[at] + found
+        nonfinite[at] += counts
 
     if here:
         add(list(here), list(here.values()))

@@ -42,25 +42,31 @@ class OwnGradients:
             if index in found[id(gradients)]:
                 yield gradients, index, *found[id(gradients)][index]
 
+    def _buckets(self) -> list[GradientBucket]:
+        """Those of the parameters, once each."""
+        found: dict[int, GradientBucket] = {}
+        for parameter in self._parameters():
+            place = self._model.place(parameter)
+            assert place is not None
+            found.setdefault(id(place[0]), self._model.gradient_of(place[0]))
+        return list(found.values())
+
     def shards(
         self, norm_type: float, only: Container[int] | None = None
     ) -> tuple[list[Shard], list[float], list[str]]:
         """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
         check_norm_type(norm_type)  # before anybody expects it of gradients to come
-        for parameter in self._parameters():
-            place = self._model.place(parameter)
-            assert place is not None
-            self._model.gradient_of(place[0]).round_scales()
-            self._model.gradient_of(place[0]).expect_norm(norm_type)
+        for expecting in self._buckets():
+            expecting.round_scales()
+            expecting.expect_norm(norm_type)
         shards, factors, names = [], [], []
         for gradients, index, values, factor in self._each(only):
             bucket = gradients.bucket
             if not bucket.parts[index].counts:
                 continue  # the first tensor-parallel rank has the same
             if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
-                pieces = bucket.layout.pieces(*bucket.layout.slice_bounds(self._model.mesh.shard_rank))
-                cuts = [piece for piece in pieces if piece.index == index]
-                start, stop = (cuts[0].start, cuts[0].stop) if cuts else (0, 0)
+                cut = bucket.slice_piece_of.get(index)
+                start, stop = (0, 0) if cut is None else (cut.start, cut.stop)
                 values = values[start:stop] if isinstance(values, Tensor) else values.narrow(start, stop)
             shards.append(values)
             factors.append(factor)

@@ -110,9 +110,12 @@ class ShardedOptimizer:
         place = self.model.place(parameter)
         assert place is not None
         bucket, index = place
-        found, shape = bucket.piece_of.get(index), bucket.layout.segments[index].shape
+        found = bucket.piece_of.get(index)
         if found is None:
             return None
+        if known is not None and _lies_at(known[0], bucket.master, found):
+            return known[0]
+        shape = bucket.layout.segments[index].shape
         if bucket.master_vector is not None or bucket.shard_vector is not None:
             if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master_dtype:
                 # Values are elsewhere: an object of the right shape, to which the state belongs.
@@ -125,8 +128,7 @@ class ShardedOptimizer:
         view = bucket.master[found.offset : found.offset + found.numel]
         if not bucket.placement.shard_optimizer and shape:  # all of this rank's part: show its shape
             view = view.view(shape)
-        if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
-            self._pieces[id(parameter)] = known = (nn.Parameter(view), found)
+        self._pieces[id(parameter)] = known = (nn.Parameter(view), found)
         return known[0]
 
     def _divide_existing_state(self) -> None:
@@ -227,14 +229,13 @@ class ShardedOptimizer:
             return
         for work in [bucket.publish(copied=self._fused) for bucket in buckets]:
             work.wait()
-        for parameter in self._stepped_parameters:
-            torch.autograd.graph.increment_version(parameter)  # so that a backward through old values is noticed
+        torch.autograd.graph.increment_version(self._stepped_parameters)  # a backward through old values is noticed
         for bucket in buckets:
             bucket.note_versions()
         self.model.forget_gathered()
 
     def _swap_in(self) -> None:
-        self._stepped: list[ParameterBucket] = []
+        stepped: dict[int, ParameterBucket] = {}
         self._stepped_parameters: list[nn.Parameter] = []
         self._updates: list[Update] = []
         gradients: dict[int, dict[int, tuple[Shard, float]]] = {}
@@ -248,8 +249,7 @@ class ShardedOptimizer:
                 gradient_bucket = self.model.gradient_of(bucket)
                 if index in gradient_bucket.live:
                     self._stepped_parameters.append(parameter)
-                    if bucket not in self._stepped:
-                        self._stepped.append(bucket)
+                    stepped[id(bucket)] = bucket
                 piece = self.piece(parameter)
                 if piece is None:
                     continue
@@ -269,6 +269,7 @@ class ShardedOptimizer:
                     assert isinstance(gradient, Tensor), "what is in tiers is updated by a rule"
                     piece.grad = gradient.to(piece.dtype).view(piece.shape)
             group["params"] = pieces
+        self._stepped = list(stepped.values())
         self.optimizer.state.update(self.state)
 
     def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:
@@ -468,3 +469,9 @@ def _run_closure_first(args: Any, kwargs: Any) -> Any:
     if "closure" in kwargs:
         return args, {**kwargs, "closure": lambda: loss}
     return (args[0], lambda: loss, *args[2:]), kwargs
+
+
+def _lies_at(piece: Tensor, values: Tensor, cut: Piece) -> bool:
+    """Whether a piece is that part of a flat tensor already; where it is empty, nobody can tell."""
+    place = values.data_ptr() + cut.offset * values.element_size()
+    return cut.numel > 0 and values.numel() > 0 and piece.data_ptr() == place and piece.dtype == values.dtype

@@ -48,7 +48,7 @@ class ParameterBucket:
         owned: First and one-past-last bucket element whose optimizer state this rank holds.
         pieces: The parts of parameters inside `owned`.
         slice_pieces: The parts of parameters inside `slice`; offsets count from its start.
-        piece_of: The same by parameter index.
+        piece_of, slice_piece_of: The same by parameter index.
         flat: The whole bucket, (layout.numel,); its storage is empty while released.
         shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded; empty where it is
             in a tier.
@@ -89,6 +89,7 @@ class ParameterBucket:
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
         self.slice_pieces: tuple[Piece, ...] = self.layout.pieces(self.slice.start, self.slice.stop)
         self.piece_of = {piece.index: piece for piece in self.pieces}
+        self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
         self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
         self._poison_views = [
             self._poison[index : index + 1].expand(segment.numel).view(segment.shape)

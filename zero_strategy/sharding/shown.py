@@ -33,6 +33,7 @@ class ShownGradients:
     def __init__(self, gradients: GradientBucket, bucket: ParameterBucket) -> None:
         self._bucket, self._gradients = bucket, ref(gradients)
         self._handles: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, GradientHandle] = {}
         self._poisons: dict[int, Tensor] = {}  # the memory of those handles that are no gradients
         self._versions: dict[int, int] = {}
 
@@ -50,6 +51,11 @@ class ShownGradients:
     def stand_in(self, index: int) -> Tensor:
         """A handle that stands for the gradient."""
         if index not in self._handles or index not in self._versions:
+            known = self._stand_ins.get(index)
+            if known is not None:
+                self._handles[index] = known
+                self._versions[index] = self._poisons[index]._version
+                return known
             shape = self._bucket.parts[index].shape
             # A tensor of its own per parameter, so that its version counter tells who was written to.
             poison = torch.full((1,), float("nan"), dtype=self._bucket.dtype, device=self._bucket.device)
@@ -57,7 +63,9 @@ class ShownGradients:
             self._poisons[index] = plain
             name, stage, gradients = self._bucket.names[index], self._bucket.placement.stage, self._gradients()
             assert gradients is not None  # it asks for this
-            self._handles[index] = GradientHandle.of(plain, name, stage, reader_of(gradients, index))
+            self._handles[index] = self._stand_ins[index] = GradientHandle.of(
+                plain, name, stage, reader_of(gradients, index)
+            )
             self._versions[index] = plain._version
         return self._handles[index]
 
@@ -77,6 +85,7 @@ class ShownGradients:
     def forget(self, index: int) -> None:
         """Make a new handle when it is shown again."""
         del self._handles[index]
+        self._stand_ins.pop(index, None)
         self._versions.pop(index, None)
 
     def changes(self) -> list[bool | Tensor | None]:
