@@ -127,7 +127,7 @@ def test_gradient_reduction_follows_the_stage(stage, reduction):
     assert resolved.config.origin_of("gradient_reduction") == f"derived: stage {stage}"
 
 
-@pytest.mark.parametrize(("stage", "tier", "reason"), [(1, "none", "whole gradients"), (2, "cpu", "offload.optimizer")])
+@pytest.mark.parametrize(("stage", "tier", "reason"), [(1, "none", "wait for"), (2, "cpu", "offload.optimizer")])
 def test_gradients_follow_the_optimizer_once_they_are_reduced(stage, tier, reason):
     resolved = resolve(load_config(stage=stage, offload={"optimizer": "cpu"}), 2)
     assert resolved.config.offload.gradients == tier

@@ -135,6 +135,31 @@ def test_where_sums_are_shown_as_they_are(ranks: Launcher) -> None:
     assert ranks(2)(counts, 0, {}, False) == [{"handed": 0, "copied": 12}] * 2
 
 
+def lent(stage: int) -> dict[str, Tensor]:
+    """A gradient that the caller goes on using before it is reduced."""
+    with small_messages():
+        module = seeded(Twice)
+        engine = ZeroEngine(module, load_config(stage=stage, units={"min_numel": 0}))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine.attach(optimizer)
+        for _ in range(3):
+            for parameter in module.parameters():
+                gradient = torch.ones_like(parameter)
+                engine.add_gradient(parameter, gradient)
+                gradient.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_is_added_stays_the_callers(ranks: Launcher, stage: int) -> None:
+    module = seeded(Twice)
+    for found in ranks(2)(lent, stage):
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(found[name], value - 3 * 0.1, rtol=1e-6, atol=1e-6)
+
+
 def twice(stage: int) -> dict[str, Tensor]:
     with small_messages():
         module = seeded(Twice, twice=True)

@@ -109,7 +109,7 @@ def test_deepspeeds_json_brings_stage_precision_and_offload(capsys: pytest.Captu
 def test_accumulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Stage 1 keeps whole gradients where they wait for later micro-batches."""
     file = tmp_path / "ds.json"
-    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    batch = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8}  # so in 4 parts on 2 ranks
     file.write_text(json.dumps(batch | {"zero_optimization": {"stage": 1}}))
     held = []
     for options in (("--config", str(file)), ("--stage", "1", "--accumulation", "2"), ("--stage", "1")):
@@ -120,6 +120,15 @@ def test_accumulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert held[0][1] == held[1][1] == 2 * held[2][1]
     status, _, error = run(capsys, f"{MODELS}:Stack", "--accumulation", "0")
     assert status == 2 and "accumulation is 0; accepted: 1 or more" in error
+    status, _, error = run(capsys, f"{MODELS}:Stack", "--config", str(file), "--world", "16")
+    assert status == 2 and "train_batch_size" in error
+
+
+def test_micro_batches_of_a_pipeline_wait(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "zero.yaml"
+    file.write_text("{stage: 1, pipeline: {stages: 2, micro_batches: 8}}")
+    _, found = as_json(capsys, f"{MODELS}:Stack", "--config", str(file), "--world", "4", "--device", "cpu")
+    assert found["settings"]["accumulation"] == 8
 
 
 def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -150,15 +150,15 @@ def _resolve_gradients(config: ZeroConfig) -> None:
     """The tier of gradients: only reduced ones can leave the device."""
     offload, per_step = config.offload, config.gradient_reduction == "per_step"
     if offload.gradients is None and per_step:
-        offload.record("gradients", "none", "derived: whole gradients wait for the step on the device")
+        offload.record("gradients", "none", "derived: those of several micro-batches wait for the step on the device")
     elif offload.gradients is None:
         offload.record("gradients", offload.optimizer, "derived: offload.optimizer")
     elif offload.gradients != "none" and per_step:
         raise ValueError(
             f"offload.gradients is {offload.gradients!r} [{config.origin_of('offload.gradients')}] and "
-            f"gradient_reduction is 'per_step' [{config.origin_of('gradient_reduction')}], where every rank keeps "
-            "whole gradients on the device until the step; use gradient_reduction: per_micro_batch (the default of "
-            "stages 2 and 3), or leave offload.gradients out"
+            f"gradient_reduction is 'per_step' [{config.origin_of('gradient_reduction')}], where gradients of "
+            "several micro-batches wait for the step, whole, on the device; use gradient_reduction: per_micro_batch "
+            "(the default of stages 2 and 3), or leave offload.gradients out"
         )
 
 

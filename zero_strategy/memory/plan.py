@@ -446,6 +446,9 @@ def plan_model(
             "divided by tensor parallelism. Plan a model of layers as one rank has them (of 8 ranks, an eighth of the "
             "heads and of the hidden units), for world_size / mesh.tensor ranks"
         )
+    if settings.pipeline.stages > 1:
+        assert settings.pipeline.micro_batches and settings.pipeline.chunks, "resolve() derives them"
+        accumulation = max(accumulation, settings.pipeline.micro_batches * settings.pipeline.chunks)
     shape = model if isinstance(model, ModelShape) else ModelShape.of(model, settings.units)
     if isinstance(optimizer, Optimizer):
         optimizer = state_of(optimizer)

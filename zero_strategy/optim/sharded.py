@@ -128,7 +128,8 @@ class ShardedOptimizer:
         view = bucket.master[found.offset : found.offset + found.numel]
         if not bucket.placement.shard_optimizer and shape:  # all of this rank's part: show its shape
             view = view.view(shape)
-        self._pieces[id(parameter)] = known = (nn.Parameter(view), found)
+        if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
+            self._pieces[id(parameter)] = known = (nn.Parameter(view), found)
         return known[0]
 
     def _divide_existing_state(self) -> None:
@@ -472,6 +473,6 @@ def _run_closure_first(args: Any, kwargs: Any) -> Any:
 
 
 def _lies_at(piece: Tensor, values: Tensor, cut: Piece) -> bool:
-    """Whether a piece is that part of a flat tensor already; where it is empty, nobody can tell."""
+    """Whether a piece is that part of a flat tensor already; of an empty one that cannot be told this way."""
     place = values.data_ptr() + cut.offset * values.element_size()
     return cut.numel > 0 and values.numel() > 0 and piece.data_ptr() == place and piece.dtype == values.dtype

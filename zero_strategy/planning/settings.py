@@ -60,8 +60,18 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
         offload,
         _DTYPES.get(deepspeed.precision.value),
         None if named is None else named.type,
-        deepspeed.batch.gradient_accumulation_steps or 1,
+        _accumulation(deepspeed, config, options.world),
     )
+
+
+def _accumulation(deepspeed: DeepSpeedSettings, config: ZeroConfig, world_size: int) -> int:
+    """Micro-batches of a step; 1 where the file leaves it open.
+
+    Raises:
+        ValueError: If its batch sizes do not fit the ranks.
+    """
+    copies = world_size // (config.pipeline.stages * (config.mesh.tensor or 1))
+    return deepspeed.batch.derive(max(1, copies)).gradient_accumulation_steps or 1
 
 
 def _config(path: str | None) -> tuple[ZeroConfig, DeepSpeedSettings | None]:

@@ -18,7 +18,7 @@ class Placement:
     Attributes:
         stage: The ZeRO stage this row is named after.
         shard_parameters: Parameters are released and gathered around their use.
-        shard_gradients: Only the owned slice of a reduced gradient is kept.
+        shard_gradients: Only the owned slice of a gradient is kept, also of those of earlier micro-batches.
         shard_optimizer: Each rank updates its own slice only.
     """
 

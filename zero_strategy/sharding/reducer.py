@@ -178,6 +178,8 @@ class GradientReducer:
         self._awaited.discard((number, index))
         assert gradient is not None
         with torch.no_grad():
+            if not self._reduces:
+                bucket.keep_whole()
             bucket.accumulate(index, gradient)
         bucket.show(index)
         self._seen[number].add(index)
@@ -211,9 +213,6 @@ class GradientReducer:
         if self.announce is not None:
             self.announce("backward", self.shown())
         self._active = True
-        if not self._reduces:
-            for bucket in self.buckets:
-                bucket.keep_whole()
         if not (self._joined and self._began):
             self._reuse.open()
             self._forget_backward()
@@ -276,10 +275,19 @@ class GradientReducer:
             bucket.begin()
         self._seen[number] |= bucket.own.live
         self._left[number] = None
-        if (self.watchers or not bucket.keeps_whole) and len(self._in_flight) >= MAX_IN_FLIGHT:
+        if self._bounded(bucket) and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._complete(self._in_flight.popleft())
         bucket.launch()
         self._in_flight.append(bucket)
+
+    def _bounded(self, bucket: GradientBucket) -> bool:
+        """Whether few may be under way: each takes memory, or somebody waits for it.
+
+        Sums over copies are waited for where a reduction is completed. So with copies all ranks do it at the same
+        point, although buckets may keep whole gradients on some of them only.
+        """
+        copies = self.mesh.world_size > self.mesh.shard_size > 1
+        return bool(self.watchers) or copies or not bucket.keeps_whole
 
     def _complete(self, bucket: GradientBucket) -> None:
         bucket.finish()
