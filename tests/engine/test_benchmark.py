@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import one_device, recorder
+from benchmarks import host_time, one_device, recorder
 from benchmarks.ratios import bootstrap, round_ratio
 from benchmarks.step import default_pairs, main
 from tests.launcher import Launcher
@@ -69,3 +69,13 @@ def test_contenders_on_one_device_do_the_same_training(ranks: Launcher) -> None:
     same = [("zero0", "plain"), ("zero1", "plain"), ("zero2", "zero2-optimizer"), ("zero3-offload", "fsdp2-offload")]
     assert max(ranks(1)(on_one_device, "fp32", same)[0]) < 2e-6
     assert max(ranks(1)(on_one_device, "bf16", [*same, ("zero0-low", "plain-low")])[0]) < 5e-3
+
+
+def test_host_time_is_told_by_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "host.json"
+    rows = host_time.main(["--depths", "2", "--stages", "2", "--steps", "1", "--out", str(out)])
+    assert [(row["stage"], row["units"]) for row in rows] == [(None, 2), (2, 2)] == [
+        (row["stage"], row["units"]) for row in json.loads(out.read_text())["rows"]
+    ]
+    assert all(row[part] > 0 for row in rows for part in host_time.PARTS)
+    assert "plain torch" in capsys.readouterr().out

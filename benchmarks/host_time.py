@@ -1,0 +1,92 @@
+"""What the engine costs the host, per unit: models so small that their arithmetic is nothing, of growing depth.
+
+    python -m benchmarks.host_time --depths 12,48,144 --out host_time.json
+
+One process, blocks of twelve parameters, each a unit; microseconds per unit of each part of a step, ours at every stage
+and plain torch (AdamW(fused=True), clip_grad_norm_). On a GPU this is what has to be hidden behind its work. It is flat
+where nothing looks at all units for each of them. Nothing is sent: collectives have their own figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpt import GPT, GPTSize, loss_fn
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+
+PARTS = ("forward", "backward", "clipping", "step", "zero_grad")
+_LENGTH, _VOCABULARY = 16, 64
+
+
+def measure(stage: int | None, depth: int, steps: int, warmup: int = 4) -> dict[str, float]:
+    """Medians, in microseconds per unit.
+
+    Args:
+        stage: Of ours; None: plain torch.
+        depth: Number of blocks.
+        steps: That count.
+        warmup: Steps before.
+    """
+    model, optimizer, clip = _make(stage, depth)
+    rows = torch.randint(_VOCABULARY, (2, _LENGTH + 1))
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    for step in range(warmup + steps):
+        at = [time.perf_counter()]
+        loss = loss_fn(model(rows[:, :-1]), rows[:, 1:])
+        for what in (lambda: None, loss.backward, clip, optimizer.step, optimizer.zero_grad):
+            what()
+            at.append(time.perf_counter())
+        if step >= warmup:
+            for part, begin, end in zip(PARTS, at, at[1:]):
+                found[part].append(1e6 * (end - begin) / depth)
+    return {part: statistics.median(times) for part, times in found.items()}
+
+
+def _make(stage: int | None, depth: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
+    torch.manual_seed(0)
+    model = GPT(GPTSize(width=32, depth=depth, heads=2, vocabulary=_VOCABULARY), _LENGTH)
+    if stage is None:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return model, optimizer, partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine.attach(optimizer)
+    return model, optimizer, partial(engine.clip_grad_norm_, 1.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Measure, print a table, write JSON."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__, formatter_class=raw)
+    parser.add_argument("--depths", default="12,48,144", help="numbers of units (default: %(default)s)")
+    parser.add_argument("--stages", default="0,1,2,3")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    print(f"{'us per unit':<12}{'units':>6}" + "".join(f"{part:>11}" for part in (*PARTS, "all")))
+    for stage in (None, *map(int, options.stages.split(","))):
+        for depth in map(int, options.depths.split(",")):
+            parts = measure(stage, depth, options.steps)
+            rows.append({"stage": stage, "units": depth, **parts})
+            name, every = "plain torch" if stage is None else f"stage {stage}", sum(parts.values())
+            print(f"{name:<12}{depth:>6}" + "".join(f"{us:>11.0f}" for us in (*parts.values(), every)), flush=True)
+    if options.out is not None:
+        options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
