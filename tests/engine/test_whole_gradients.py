@@ -40,9 +40,9 @@ def test_ranks_may_differ(ranks: Launcher, world: int, config: dict[str, dict[st
         assert not wrong
 
 
-def uneven(config: dict[str, dict[str, int]], without: list[int], rank: int) -> dict[str, Tensor]:
+def uneven(config: dict[str, dict[str, int]], without: list[int]) -> dict[str, Tensor]:
     """Two steps of two micro-batches; some ranks have no data at all, and so never wait."""
-    module = net()
+    module, rank = net(), torch.distributed.get_rank()
     engine = ZeroEngine(module, load_config(stage=1, units={"min_numel": 0}, rendezvous_seconds=5.0, **config))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.attach(optimizer)
@@ -60,14 +60,10 @@ def uneven(config: dict[str, dict[str, int]], without: list[int], rank: int) -> 
     return engine.full_state_dict()
 
 
-def uneven_here(config: dict[str, dict[str, int]], without: list[int]) -> dict[str, Tensor]:
-    return uneven(config, without, torch.distributed.get_rank())
-
-
 @pytest.mark.parametrize("without", [[3], [2, 3], [0]], ids=str)
 def test_ranks_without_data_follow(ranks: Launcher, without: list[int]) -> None:
-    expected = ranks(4)(uneven_here, {}, without)[0]
-    for found in ranks(4)(uneven_here, COPIES, without):
+    expected = ranks(4)(uneven, {}, without)[0]
+    for found in ranks(4)(uneven, COPIES, without):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
@@ -83,7 +79,10 @@ def kept(first: str) -> tuple[int, int]:
         if step:
             loss = loss_of(module(torch.ones(2, 6)))
             with engine.no_sync():
-                loss.backward() if first == "backward" else torch.autograd.grad(loss, list(module.parameters()))
+                if first == "backward":
+                    loss.backward()
+                else:
+                    torch.autograd.grad(loss, list(module.parameters()))
         loss_of(module(torch.ones(2, 6))).backward()
         optimizer.step()
         found.append(engine.state_bytes()["gradients"])
