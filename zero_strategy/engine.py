@@ -303,7 +303,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         Args:
             inputs: What it computes with, for whoever observes.
         """
-        self.model.reducer.hook_trainable()
+        self.model.reducer.make_masters()
         gatherer = self.model.gatherer
         with self.observed.forward(inputs):
             if gatherer is None:

@@ -30,33 +30,38 @@ class OwnGradients:
         Args:
             only: Ids of the parameters that count; default: all.
         """
-        found: dict[int, dict[int, tuple[Shard, float]]] = {}
-        for parameter in self._parameters():
-            if only is not None and id(parameter) not in only:
-                continue
-            place = self._model.place(parameter)
-            assert place is not None
-            gradients, index = self._model.gradient_of(place[0]), place[1]
-            if id(gradients) not in found:
-                found[id(gradients)] = gradients.scaled_gradients()
-            if index in found[id(gradients)]:
-                yield gradients, index, *found[id(gradients)][index]
+        found: dict[GradientBucket, dict[int, tuple[Shard, float]]] = {}
+        for gradients, index in self._places(only):
+            if gradients not in found:
+                found[gradients] = gradients.scaled_gradients()
+            if index in found[gradients]:
+                yield gradients, index, *found[gradients][index]
 
-    def _buckets(self) -> list[GradientBucket]:
-        """Those of the parameters, once each."""
-        found: dict[int, GradientBucket] = {}
+    def _with_gradients(self, only: Container[int] | None) -> dict[GradientBucket, list[int]]:
+        """The same without values: buckets and indices there."""
+        wanted: dict[GradientBucket, set[int]] = {}
+        for gradients, index in self._places(only):
+            wanted.setdefault(gradients, set()).add(index)
+        return {
+            gradients: [index for index in gradients.owned_indices() if index in indices]
+            for gradients, indices in wanted.items()
+        }
+
+    def _places(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int]]:
+        """Where the parameters' gradients are, whether they have one or not: bucket, index."""
+        place_of, gradient_of = self._model.place, self._model.gradient_of
         for parameter in self._parameters():
-            place = self._model.place(parameter)
-            assert place is not None
-            found.setdefault(id(place[0]), self._model.gradient_of(place[0]))
-        return list(found.values())
+            if only is None or id(parameter) in only:
+                place = place_of(parameter)
+                assert place is not None
+                yield gradient_of(place[0]), place[1]
 
     def shards(
         self, norm_type: float, only: Container[int] | None = None
     ) -> tuple[list[Shard], list[float], list[str]]:
         """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
         check_norm_type(norm_type)  # before anybody expects it of gradients to come
-        for expecting in self._buckets():
+        for expecting in {gradients: None for gradients, _ in self._places()}:
             expecting.round_scales()
             expecting.expect_norm(norm_type)
         shards, factors, names = [], [], []
@@ -82,12 +87,15 @@ class OwnGradients:
     @torch.no_grad()
     def scale(self, factor: float, only: Container[int] | None = None) -> None:
         """Multiply the gradients; a fused step does it on its way."""
-        for gradients, index, _, _ in list(self._each(only)):
-            gradients.scale(index, factor)
+        if factor == 1.0:
+            return
+        for gradients, indices in self._with_gradients(only).items():
+            gradients.scale(indices, factor)
 
     @torch.no_grad()
     def clip_values(self, limit: float, only: Container[int] | None = None) -> None:
         """Clamp every element of the gradients to [-limit, limit]."""
         self._model.reducer.settle()
-        for gradients, index, _, _ in list(self._each(only)):
-            gradients.change(index, partial(torch.clamp_, min=-limit, max=limit))
+        for gradients, indices in self._with_gradients(only).items():
+            for index in indices:
+                gradients.change(index, partial(torch.clamp_, min=-limit, max=limit))

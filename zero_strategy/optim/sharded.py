@@ -68,7 +68,7 @@ class ShardedOptimizer:
                 ops.ensure(device)
         self.optimizer, self.model = optimizer, model
         self.skip_next = self._fused = False
-        self._pieces: dict[int, tuple[nn.Parameter, Piece | None]] = {}
+        self._pieces: dict[int, tuple[nn.Parameter, Piece, Tensor]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
         self._nothing: dict[torch.dtype, Tensor] = {}
         self.state: dict[Tensor, Any] = {}
@@ -110,11 +110,11 @@ class ShardedOptimizer:
         place = self.model.place(parameter)
         assert place is not None
         bucket, index = place
+        if known is not None and known[2] is bucket.master:
+            return known[0]
         found = bucket.piece_of.get(index)
         if found is None:
             return None
-        if known is not None and _lies_at(known[0], bucket.master, found):
-            return known[0]
         shape = bucket.layout.segments[index].shape
         if bucket.master_vector is not None or bucket.shard_vector is not None:
             if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master_dtype:
@@ -123,13 +123,15 @@ class ShardedOptimizer:
                 stand_in = self._nothing.setdefault(bucket.master_dtype, nothing).expand(found.numel)
                 if not bucket.placement.shard_optimizer and shape:
                     stand_in = stand_in.view(shape) if found.numel else torch.empty(shape)
-                self._pieces[id(parameter)] = known = (nn.Parameter(stand_in), found)
+                known = (nn.Parameter(stand_in), found, bucket.master)
+            self._pieces[id(parameter)] = (known[0], found, bucket.master)
             return known[0]
         view = bucket.master[found.offset : found.offset + found.numel]
         if not bucket.placement.shard_optimizer and shape:  # all of this rank's part: show its shape
             view = view.view(shape)
         if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
-            self._pieces[id(parameter)] = known = (nn.Parameter(view), found)
+            known = (nn.Parameter(view), found, bucket.master)
+        self._pieces[id(parameter)] = (known[0], found, bucket.master)
         return known[0]
 
     def _divide_existing_state(self) -> None:
@@ -161,8 +163,7 @@ class ShardedOptimizer:
         }
         if piece is None:
             return
-        _, cut = self._pieces[id(parameter)]
-        assert cut is not None
+        _, cut, _ = self._pieces[id(parameter)]
         kept: dict[str, Any] = {}
         for key, value in values.items():
             if key in mine:
@@ -218,7 +219,7 @@ class ShardedOptimizer:
                 if self._offloaded is not None:
                     self._offloaded.step(self._updates, scale)
                 else:
-                    rule.update([_segment(update) for update in self._updates], scale, self._combine)
+                    rule.update(_segments(self._updates), scale, self._combine)
         return changed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -443,16 +444,20 @@ def _devices(model: ShardedModel) -> set[str]:
     return {bucket.device.type for bucket in model.buckets}
 
 
-def _segment(update: Update) -> Segment:
-    """All of a piece, whose state is in memory, as the rule takes it."""
-    cut, piece, copy = update.cut, update.piece, None
-    if update.bucket.has_master:
-        copy = update.bucket.owned_values[cut.offset : cut.offset + cut.numel]
-    param, owner = piece.detach(), update.parameter
-    assert isinstance(update.gradient, Tensor)
-    return Segment(
-        update.group, param, update.gradient, update.state, like=piece, copy=copy, scale=update.factor, owner=owner
-    )
+def _segments(updates: Sequence[Update]) -> list[Segment]:
+    """All of the pieces, whose state is in memory, as the rule takes them."""
+    copies: dict[int, dict[int, Tensor]] = {}  # by the id of a bucket, then by index
+    found = []
+    for update in updates:
+        bucket, piece, gradient = update.bucket, update.piece, update.gradient
+        if id(bucket) not in copies:
+            copies[id(bucket)] = bucket.split_owned(bucket.owned_values) if bucket.has_master else {}
+        copy, owner = copies[id(bucket)].get(update.cut.index), update.parameter
+        assert isinstance(gradient, Tensor)
+        found.append(
+            Segment(update.group, piece.detach(), gradient, update.state, piece, copy, update.factor, owner)
+        )
+    return found
 
 
 def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
@@ -470,9 +475,3 @@ def _run_closure_first(args: Any, kwargs: Any) -> Any:
     if "closure" in kwargs:
         return args, {**kwargs, "closure": lambda: loss}
     return (args[0], lambda: loss, *args[2:]), kwargs
-
-
-def _lies_at(piece: Tensor, values: Tensor, cut: Piece) -> bool:
-    """Whether a piece is that part of a flat tensor already; of an empty one that cannot be told this way."""
-    place = values.data_ptr() + cut.offset * values.element_size()
-    return cut.numel > 0 and values.numel() > 0 and piece.data_ptr() == place and piece.dtype == values.dtype

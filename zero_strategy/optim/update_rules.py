@@ -77,10 +77,13 @@ class UpdateRule:
 def _uniform(segments: Iterable[Segment]) -> Iterable[list[Segment]]:
     """Lists that one call can take: one device, with or without copies, one form of the algorithm."""
     lists: dict[Any, list[Segment]] = {}
+    forms: dict[int, tuple[Any, ...]] = {}
     for segment in segments:
-        flags = tuple(segment.group.get(flag) for flag in ("decoupled_weight_decay", "nesterov"))
-        momentum = bool(segment.group.get("momentum"))
-        lists.setdefault((segment.param.device, segment.copy is None, flags, momentum), []).append(segment)
+        group = segment.group
+        if (form := forms.get(id(group))) is None:
+            flags = (group.get("decoupled_weight_decay"), group.get("nesterov"), bool(group.get("momentum")))
+            form = forms[id(group)] = flags
+        lists.setdefault((segment.param.device, segment.copy is None, form), []).append(segment)
     return lists.values()
 
 
@@ -94,11 +97,13 @@ def _copies(segments: Sequence[Segment]) -> list[Tensor]:
 
 def _states(segments: Sequence[Segment], key: str) -> list[Tensor]:
     """One state of every segment, its elements in the order of the parameter's."""
+    found = []
     for segment in segments:
-        if segment.state[key].stride() != segment.like.stride():  # loaded from a parameter of another memory format
-            value = segment.state[key]
-            segment.state[key] = torch.empty_like(segment.like, dtype=value.dtype).copy_(value)
-    return [in_memory_order(segment.state[key]) for segment in segments]
+        value: Tensor = segment.state[key]
+        if value.stride() != segment.like.stride():  # loaded from a parameter of another memory format
+            value = segment.state[key] = torch.empty_like(segment.like, dtype=value.dtype).copy_(value)
+        found.append(in_memory_order(value))
+    return found
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -107,7 +112,8 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     Raises:
         ValueError: If it has gaps or overlaps.
     """
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor
     expected = 1
@@ -168,11 +174,13 @@ class AdamRule(UpdateRule):
 def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
     """Rows of `ops.ADAM_COLUMNS`, with the step counted on."""
     rows = []
+    known: dict[int, tuple[list[float], float]] = {}
     for segment, step in zip(segments, _count(segments), strict=True):
         group = segment.group
-        beta1, beta2 = group["betas"]
-        decay = group["weight_decay"]
-        rows.append([float(group["lr"]), beta1, beta2, group["eps"], decay, step, _sign(segment, scale)])
+        if (row := known.get(id(group))) is None:
+            numbers = [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
+            row = known[id(group)] = numbers, -scale if group.get("maximize") else scale
+        rows.append([*row[0], step, segment.scale * row[1]])
     return rows
 
 

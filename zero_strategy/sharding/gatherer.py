@@ -8,8 +8,10 @@ the next unit early; it is never relied on.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -25,6 +27,8 @@ from zero_strategy.uncompiled import uncompiled
 
 _OUTSIDE = -1
 """Stands among the calls of a unit for uses outside of its forward."""
+_NO_TENSORS = frozenset((dict, OrderedDict, bool, int, float, str, NoneType))
+"""Types of what most attributes of modules hold."""
 _TRACE_PER_UNIT = 16
 """Bound of what is remembered of the order of uses."""
 
@@ -353,8 +357,12 @@ class _ForwardHook:
 
     def _left_in(self, module: nn.Module) -> Iterator[Tensor]:
         """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""
-        for part in module.modules():
+        parts = [module]
+        for part in parts:
+            parts += [child for child in part._modules.values() if child is not None]
             for value in part.__dict__.values():
+                if type(value) in _NO_TENSORS:  # nearly all: this runs in every forward
+                    continue
                 if isinstance(value, Tensor) and value.grad_fn is not None and value not in self._left:
                     self._left[value] = True
                     yield value

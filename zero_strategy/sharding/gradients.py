@@ -17,7 +17,7 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -426,11 +426,15 @@ class GradientBucket:
         for values in self._reduced_parts(index):
             how(values)
 
-    def scale(self, index: int, factor: float) -> None:
-        """Multiply a reduced gradient; where `p.grad` does not show it, not before somebody reads it."""
+    @torch.no_grad()
+    def scale(self, indices: Sequence[int], factor: float) -> None:
+        """Multiply reduced gradients; where `p.grad` does not show them, not before somebody reads them."""
         if self._shows_gradient:
-            self._multiply(index, factor)
-        else:
+            self.version += 1
+            if parts := [values for index in indices for values in self._reduced_parts(index)]:
+                torch._foreach_mul_(parts, factor)
+            return
+        for index in indices:
             self._factors.add(index, factor)
 
     def round_scales(self) -> None:
@@ -448,15 +452,24 @@ class GradientBucket:
 
     def scaled_gradients(self) -> dict[int, tuple[Tensor | OffloadedPart, float]]:
         """The same in two factors, so that a reader who multiplies anyway saves a pass over memory."""
+        indices = self.owned_indices()
+        if not indices:
+            return {}
+        factor = self._factors.of
+        if self._vector is None and self.reduced is not None:
+            parts = self.bucket.split_owned(self.reduced)
+            return {index: (parts[index], factor(index)) for index in indices}
+        return {
+            index: (values, factor(index))
+            for index in indices
+            if (values := self._owned(self.bucket.piece_of[index])) is not None
+        }
+
+    def owned_indices(self) -> list[int]:
+        """The parameters with a reduced gradient of which this rank owns a part."""
         assert not self.own.live and self._reduction is None
         self._restore()
-        if not self.live:
-            return {}
-        return {
-            piece.index: (values, self._factors.of(piece.index))
-            for piece in self.bucket.pieces
-            if piece.index in self.live and (values := self._owned(piece)) is not None
-        }
+        return [piece.index for piece in self.bucket.pieces if piece.index in self.live] if self.live else []
 
     def _owned(self, piece: Piece) -> Tensor | OffloadedPart | None:
         if self._vector is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGN_BYTES = 128
 """Every parameter and every slice starts on this boundary: a cache line pair, and two AVX-512 vectors."""
@@ -34,12 +35,12 @@ class Segment:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-d parameter, 0 for a zero-size one."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Index one past its last element in the bucket."""
         return self.offset + self.numel

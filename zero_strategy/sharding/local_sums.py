@@ -68,7 +68,8 @@ class LocalSums:
     def view(self, index: int) -> Tensor:
         """Its place in the buffer of all, which is made, in its shape."""
         segment = self.bucket.layout.segments[index]
-        return self._collected()[segment.offset : segment.stop].view(segment.shape)
+        whole = self.whole if self.whole is not None and not self.handed else self._collected()
+        return whole[segment.offset : segment.stop].view(segment.shape)
 
     def sum_of(self, index: int) -> Tensor | None:
         """The sum of a parameter's gradients, in its shape; None: it has none."""

@@ -11,8 +11,9 @@ refills the same storage object; nothing that autograd holds goes stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,7 @@ class ParameterBucket:
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
         self.slice_pieces: tuple[Piece, ...] = self.layout.pieces(self.slice.start, self.slice.stop)
         self.piece_of = {piece.index: piece for piece in self.pieces}
+        self._cuts = _cuts(self.pieces, self.owned.stop - self.owned.start)
         self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
         self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
         self._poison_views = [
@@ -229,6 +231,7 @@ class ParameterBucket:
         for parameter in self.parameters:
             recast(parameter, self.dtype, self.device)
         self.tensors = [held_by(parameter) for parameter in self.parameters]
+        self._views = [self.segment_view(index) for index in range(len(self.parameters))]
         self._point_at_flat()
 
     @torch.no_grad()
@@ -400,6 +403,12 @@ class ParameterBucket:
         pairs = zip(self.parameters, self.tensors, strict=True)
         return [(parameter._version, tensor._version) for parameter, tensor in pairs]
 
+    def split_owned(self, owned: Tensor) -> dict[int, Tensor]:
+        """Views of all pieces in a flat tensor of owned elements, by parameter index, in one call of torch."""
+        sizes, places = self._cuts
+        parts = owned.split_with_sizes(sizes)
+        return {index: parts[place] for index, place in places}
+
     def segment_view(self, index: int) -> Tensor:
         """Parameter `index` as a shaped view of the flat buffer."""
         segment = self.layout.segments[index]
@@ -448,8 +457,8 @@ class ParameterBucket:
         return self.master.numel() * self.master.element_size() if self.has_master else 0
 
     def _point_at_flat(self) -> None:
-        for index, tensor in enumerate(self.tensors):
-            tensor.data = self.segment_view(index)
+        for tensor, view in zip(self.tensors, self._views, strict=True):
+            tensor.data = view
 
 
 def weights_name(first: str) -> str:
@@ -462,14 +471,28 @@ def master_name(first: str) -> str:
     return f"{first}/master"
 
 
+def _cuts(pieces: Sequence[Piece], numel: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Lengths into which `numel` elements are cut, gaps too; and (index of a parameter, number of its length)."""
+    sizes: list[int] = []
+    places: list[tuple[int, int]] = []
+    end = 0
+    for piece in pieces:
+        places.append((piece.index, len(sizes) + 1))
+        sizes += [piece.offset - end, piece.numel]
+        end = piece.offset + piece.numel
+    return [*sizes, numel - end], places
+
+
 def _poison_value(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _plain_mode() -> ExitStack:
+def _plain_mode() -> AbstractContextManager[Any]:
     """Leave inference mode: tensors made or changed in it could not be saved for a later backward."""
+    if not torch.is_inference_mode_enabled():
+        return torch.no_grad()
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())

@@ -78,10 +78,11 @@ class GradientReducer:
         """Buckets that left before the ranks agreed, in order."""
         self._seen: list[set[int]] = [set() for _ in self.buckets]
         self._in_flight: deque[GradientBucket] = deque()
-        self._hooked: set[tuple[int, int]] = set()
+        self._numbers = {id(bucket.bucket): number for number, bucket in enumerate(self.buckets)}
         self._hooks: list[Any] = []
         self._unreduced = False
-        self.hook_trainable()
+        self._hook()
+        self.make_masters()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -126,20 +127,23 @@ class GradientReducer:
         finally:
             self._paused = before
 
-    def hook_trainable(self) -> None:
-        """Watch every parameter that requires a gradient now and is not watched yet (it may have been unfrozen)."""
+    def _hook(self) -> None:
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.bucket.parameters):
-                if parameter.requires_grad:
-                    bucket.bucket.make_master()
-                if (number, index) not in self._hooked:
-                    self._hooked.add((number, index))
-                    trainable = parameter.requires_grad
-                    parameter.requires_grad_(True)  # a frozen one takes hooks too, and keeps them when it is unfrozen
-                    hook = ParameterHook(self, number, index)
-                    self._hooks.append(parameter.register_hook(hook.before))
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook.after))
-                    parameter.requires_grad_(trainable)
+                trainable = parameter.requires_grad
+                parameter.requires_grad_(True)  # a frozen one takes hooks too, and keeps them when it is unfrozen
+                hook = ParameterHook(self, number, index)
+                self._hooks.append(parameter.register_hook(hook.before))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook.after))
+                parameter.requires_grad_(trainable)
+
+    def make_masters(self) -> None:
+        """Keep master weights, where they are due, of what requires a gradient now (it may have been unfrozen)."""
+        for bucket in self.buckets:
+            parameters = bucket.bucket
+            if parameters.keeps_master and not parameters.has_master:
+                if any(parameter.requires_grad for parameter in parameters.parameters):
+                    parameters.make_master()
 
     def unhook(self) -> None:
         """Let go of the parameters."""
@@ -155,7 +159,7 @@ class GradientReducer:
         if not self._active:
             for bucket in self.buckets:
                 bucket.sync_removed()
-        self.hook_trainable()
+        self.make_masters()
 
     # ---- during backward ----
 
@@ -177,15 +181,21 @@ class GradientReducer:
         gradient = bucket.bucket.parameters[index].grad
         self._awaited.discard((number, index))
         assert gradient is not None
-        with torch.no_grad():
-            if not self._reduces:
-                bucket.keep_whole()
-            bucket.accumulate(index, gradient)
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                self._take(bucket, index, gradient)
+        else:
+            self._take(bucket, index, gradient)
         bucket.show(index)
         self._seen[number].add(index)
         self.plan.finished(number)
         if self._reduces and self._gatherer is None:
             self._launch_full()
+
+    def _take(self, bucket: GradientBucket, index: int, gradient: Tensor) -> None:
+        if not self._reduces:
+            bucket.keep_whole()
+        bucket.accumulate(index, gradient)
 
     def unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
         """The backward of a unit with these parameters is over, on every rank at the same point of its gathers."""
@@ -197,9 +207,8 @@ class GradientReducer:
             self._launch_unit(buckets)
 
     def _launch_unit(self, buckets: Sequence[ParameterBucket]) -> None:
-        for number, bucket in enumerate(self.buckets):
-            mine = any(bucket.bucket is other for other in buckets)
-            if mine and number not in self._left and self.plan.trains(number):
+        for number in sorted(self._numbers[id(bucket)] for bucket in buckets if id(bucket) in self._numbers):
+            if number not in self._left and self.plan.trains(number):
                 self._launch(number)
 
     def begin_backward(self) -> None:

@@ -33,7 +33,7 @@ class ReductionWatcher(Protocol):
 
 
 class Watcher:
-    """A forward pre-hook of the root module: unfrozen parameters get hooks, a torn backward is noticed."""
+    """A forward pre-hook of the root module: unfrozen parameters get master weights, a torn backward is noticed."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self.reducer = reducer
