@@ -74,9 +74,12 @@ def _against_parts(options: Options, case: tuple[int, str, str, int]) -> list[Ro
     stage, regime, precision, ranks = case
     found = overhead(stage, plan_of(options, workload(options, regime, precision)), ranks, options.timeout)
     share = found["overhead"]
+    gloo = found["overhead_beside_gloo"]
     said = f"overhead {100 * share['median']:.1f} % ({100 * share['low']:.1f} - {100 * share['high']:.1f})"
+    said += f", with gloo's collectives {100 * gloo['median']:.1f} %"
     what = f"parts of a step, zero{stage}, {regime}, {precision}, {ranks} ranks"
-    ratio, parts = Ratio(**found["parts_over_step"]), sum(found["parts"].values())
+    seconds = found["parts"]
+    ratio, parts = Ratio(**found["parts_over_step"]), sum(seconds[name] for name in ("compute", "transport", "kernels"))
     return [row_of("step", what, "parts", ratio, found["step"], parts, "s", note=said, details=found)]
 
 
