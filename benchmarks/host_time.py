@@ -3,7 +3,7 @@
     python -m benchmarks.host_time --depths 12,48,144 --out host_time.json
 
 One process, blocks of twelve parameters, each a unit; microseconds per unit of each part of a step, ours at every stage
-and plain torch (AdamW(fused=True), clip_grad_norm_). On a GPU this is what has to be hidden behind its work. It is flat
+and plain torch (AdamW(fused=True), clip_grad_norm_): what the thread was on a core for, whatever else the machine does. On a GPU this is what has to be hidden behind its work. It is flat
 where nothing looks at all units for each of them. Nothing is sent: collectives have their own figures.
 """
 
@@ -42,11 +42,11 @@ def measure(stage: int | None, depth: int, steps: int, warmup: int = 4) -> dict[
     rows = torch.randint(_VOCABULARY, (2, _LENGTH + 1))
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for step in range(warmup + steps):
-        at = [time.perf_counter()]
+        at = [time.thread_time()]
         loss = loss_fn(model(rows[:, :-1]), rows[:, 1:])
         for what in (lambda: None, loss.backward, clip, optimizer.step, optimizer.zero_grad):
             what()
-            at.append(time.perf_counter())
+            at.append(time.thread_time())
         if step >= warmup:
             for part, begin, end in zip(PARTS, at, at[1:]):
                 found[part].append(1e6 * (end - begin) / depth)
