@@ -59,6 +59,7 @@ class Parts:
         self.engine.counters.reset()
         contender.step(workload)
         self.transfers = self._transfers()
+        self.totals = [torch.zeros_like(flat.chunk(dist.get_world_size())[0]) for *_, flat in self.transfers]
         self.shares = [self._share(bucket) for bucket in self.engine.model.buckets if bucket.trainable]
         self.named: dict[str, Callable[[], None]] = {
             "compute": self.compute,
@@ -110,11 +111,11 @@ class Parts:
 
     def gloo(self) -> None:
         begun = []
-        for kind, calls, flat in self.transfers:
+        for (kind, calls, flat), total in zip(self.transfers, self.totals, strict=True):
             own = flat.chunk(dist.get_world_size())[dist.get_rank()]
             for _ in range(calls):
                 if kind == "reduce_scatter":
-                    begun.append(_REDUCE_SCATTER(torch.empty_like(own), flat, async_op=True))
+                    begun.append(_REDUCE_SCATTER(total, flat, async_op=True))
                 else:
                     begun.append(_ALL_GATHER(flat, own, async_op=True))
         for work in begun:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.host_time --depths 12,48,144 --out host_time.json
 
-One process, blocks of twelve parameters, each a unit; microseconds per unit of each part of a step, ours at every stage
-and plain torch (AdamW(fused=True), clip_grad_norm_). The least of all steps, which other work on the machine disturbs
-least. On a GPU this is what has to be hidden behind its work. It is flat where nothing looks at all units for each of
-them. Nothing is sent: collectives have their own figures.
+One process, blocks of twelve parameters, each a unit; microseconds of the calling thread's CPU time per unit, for each
+part of a step, ours at every stage and plain torch (AdamW(fused=True), clip_grad_norm_). Of each part the least of all
+steps, which other work on the machine disturbs least; "all" is the sum of these. On a GPU this is what has to be hidden
+behind its work. It is flat where nothing looks at all units for each of them. Nothing is sent: collectives have their
+own figures.
 """
 
 from __future__ import annotations

@@ -136,6 +136,18 @@ def in_place_on_the_input(twin: Twin) -> None:
         twin.zero_grad()
 
 
+def test_modules_that_know_each_other() -> None:
+    """A child that several have, and one that has its parent: each is looked at once in a forward."""
+    model = nn.Sequential(seeded(Eager, seed=0), seeded(Eager, seed=1))
+    engine = ZeroEngine(model, load_config(stage=3, units={"classes": ["Eager"]}))
+    model[0].shared = model[0].again = model[0].layer
+    model[0].parent = model
+    x = torch.ones(2, 6, requires_grad=True)
+    model(x * 1).sum().backward()
+    assert x.grad is not None and engine.grad_norm().value > 0
+    engine.close()
+
+
 def test_a_unit_may_change_its_input_in_place(ranks: Launcher) -> None:
     for wrong in ranks(2)(play, in_place_on_the_input, SOME):
         assert not wrong

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_strategy.sharding.layout import ALIGN_BYTES, BucketLayout, build_layout, round_up
+from zero_strategy.sharding.layout import ALIGN_BYTES, BucketLayout, build_layout, cuts, round_up
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=12)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -113,6 +113,19 @@ def test_an_owner_of_a_zero_size_parameter_is_the_same_for_all(
                 assert len(holders) == 1
             else:
                 assert holders, "with no elements at all, every slice is the same empty range"
+
+
+@given(SHAPES, ITEMSIZES, WORLDS)
+def test_cuts_are_the_pieces(shapes: list[tuple[int, ...]], itemsize: int, world: int) -> None:
+    layout = build_layout(named(shapes), itemsize, world)
+    for start, stop in map(layout.slice_bounds, range(world)):
+        pieces = layout.pieces(start, stop)
+        sizes, places = cuts(pieces, stop - start)
+        ends = list(itertools.accumulate(sizes, initial=0))
+        assert min(sizes) >= 0 and ends[-1] == stop - start
+        assert [(index, ends[place], sizes[place]) for index, place in places] == [
+            (piece.index, piece.offset, piece.numel) for piece in pieces
+        ]
 
 
 @given(st.integers(0, 1000), st.integers(1, 100))

@@ -117,8 +117,8 @@ def check_apart(written: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> 
 
 
 def _lie_apart(lists: Iterable[Tensors]) -> bool:
-    """Whether no two of them share memory at all, in as little time as that takes to tell."""
-    if torch.compiler.is_compiling():
+    """Whether it can be told in little time that no two of them share memory at all; False says nothing."""
+    if torch.compiler.is_compiling():  # traced ones have no memory
         return True
     spans: list[tuple[int, int]] = []
     for tensors in lists:

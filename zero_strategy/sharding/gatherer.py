@@ -27,8 +27,8 @@ from zero_strategy.uncompiled import uncompiled
 
 _OUTSIDE = -1
 """Stands among the calls of a unit for uses outside of its forward."""
-_NO_TENSORS = frozenset((dict, OrderedDict, bool, int, float, str, NoneType))
-"""Types of what most attributes of modules hold."""
+_NO_TENSORS = frozenset(map(id, (dict, OrderedDict, bool, int, float, str, NoneType)))
+"""Ids of the types that most attributes of modules have, none of which is a tensor's."""
 _TRACE_PER_UNIT = 16
 """Bound of what is remembered of the order of uses."""
 
@@ -101,6 +101,7 @@ class ParameterGatherer:
 
     def __init__(self, units: Sequence[Unit], prefetch: int, release_after_forward: bool) -> None:
         self.units, self.prefetch, self.release_after_forward = list(units), prefetch, release_after_forward
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self.trace: list[Unit] = []
         self.checksum = 0
         self._in_backward: dict[Unit, None] = {}
@@ -171,7 +172,7 @@ class ParameterGatherer:
 
     def _launch(self, unit: Unit) -> None:
         if not unit.under_way:
-            number = self.units.index(unit)
+            number = self._numbers[unit]
             if self.announce is None:
                 self.checksum = (self.checksum * 31 + number + 1) % 32749
             else:
@@ -357,11 +358,14 @@ class _ForwardHook:
 
     def _left_in(self, module: nn.Module) -> Iterator[Tensor]:
         """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""
-        parts = [module]
+        parts, seen = [module], {id(module)}
         for part in parts:
-            parts += [child for child in part._modules.values() if child is not None]
+            for child in part._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    parts.append(child)
             for value in part.__dict__.values():
-                if type(value) in _NO_TENSORS:  # nearly all: this runs in every forward
+                if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
                     continue
                 if isinstance(value, Tensor) and value.grad_fn is not None and value not in self._left:
                     self._left[value] = True

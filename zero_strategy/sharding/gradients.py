@@ -429,13 +429,17 @@ class GradientBucket:
     @torch.no_grad()
     def scale(self, indices: Sequence[int], factor: float) -> None:
         """Multiply reduced gradients; where `p.grad` does not show them, not before somebody reads them."""
-        if self._shows_gradient:
-            self.version += 1
-            if parts := [values for index in indices for values in self._reduced_parts(index)]:
-                torch._foreach_mul_(parts, factor)
+        if not self._shows_gradient:
+            for index in indices:
+                self._factors.add(index, factor)
             return
-        for index in indices:
-            self._factors.add(index, factor)
+        self.version += bool(indices)
+        parts = [values for index in indices for values in self._reduced_parts(index)]
+        if parts and self.dtype == torch.float32:
+            torch._foreach_mul_(parts, factor)
+        else:  # on the CPU it rounds the factor to the gradients' dtype, which `mul_` does not
+            for values in parts:
+                values.mul_(factor)
 
     def round_scales(self) -> None:
         """Carry out the multiplications that round, as before a look at the result."""

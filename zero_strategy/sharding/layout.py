@@ -138,6 +138,26 @@ def build_layout(
     return BucketLayout(tuple(segments), round_up(offset, align * world_size * replicas), align, world_size)
 
 
+def cuts(pieces: Sequence[Piece], numel: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """How `torch.split` cuts a rank's owned elements into its pieces.
+
+    Args:
+        pieces: All of the range, in order.
+        numel: Its elements.
+
+    Returns:
+        Lengths, those of gaps too; and (index of a parameter, number of its length).
+    """
+    sizes: list[int] = []
+    places: list[tuple[int, int]] = []
+    end = 0
+    for piece in pieces:
+        places.append((piece.index, len(sizes) + 1))
+        sizes += [piece.offset - end, piece.numel]
+        end = piece.offset + piece.numel
+    return [*sizes, numel - end], places
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -23,7 +23,7 @@ from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
 from zero_strategy.sharding.dtensors import held_by, local_values, part_of, recast
 from zero_strategy.sharding.grouping import LOW_PRECISION
-from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
+from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout, cuts
 from zero_strategy.sharding.placement import Placement
 
 
@@ -90,7 +90,7 @@ class ParameterBucket:
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
         self.slice_pieces: tuple[Piece, ...] = self.layout.pieces(self.slice.start, self.slice.stop)
         self.piece_of = {piece.index: piece for piece in self.pieces}
-        self._cuts = _cuts(self.pieces, self.owned.stop - self.owned.start)
+        self._cuts = cuts(self.pieces, self.owned.stop - self.owned.start)
         self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
         self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
         self._poison_views = [
@@ -469,18 +469,6 @@ def weights_name(first: str) -> str:
 def master_name(first: str) -> str:
     """The vector of a bucket's master weights, by the name of its first parameter."""
     return f"{first}/master"
-
-
-def _cuts(pieces: Sequence[Piece], numel: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Lengths into which `numel` elements are cut, gaps too; and (index of a parameter, number of its length)."""
-    sizes: list[int] = []
-    places: list[tuple[int, int]] = []
-    end = 0
-    for piece in pieces:
-        places.append((piece.index, len(sizes) + 1))
-        sizes += [piece.offset - end, piece.numel]
-        end = piece.offset + piece.numel
-    return [*sizes, numel - end], places
 
 
 def _poison_value(dtype: torch.dtype) -> float | int | bool:
