@@ -32,7 +32,6 @@ from benchmarks.ratios import TURNS, bootstrap, round_ratio
 
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-TRANSPORTS = ("transport", "gloo")
 _HYPER = [1e-4, 0.9, 0.999, 1e-8, 0.1, 10, 1.0]
 
 
@@ -41,18 +40,18 @@ class PartTimes:
     """Seconds of the slowest rank.
 
     Attributes:
-        rounds: By round, block (A B B A) and step, by transport.
+        rounds: By round, block (A B B A) and step.
         parts: Of each part, one per step.
     """
 
-    rounds: dict[str, list[list[list[float]]]] = field(default_factory=dict)
+    rounds: list[list[list[float]]] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Parts:
     """The same work as an engine's step, without the engine."""
 
-    def __init__(self, contender: Contender, workload: Workload) -> None:
+    def __init__(self, contender: Contender, workload: Workload, transport: str) -> None:
         self.workload, self.engine = workload, contender.engine
         self.model: nn.Module = build(workload.model, workload.length).to(workload.dtype)
         self.number = 0
@@ -63,8 +62,7 @@ class Parts:
         self.shares = [self._share(bucket) for bucket in self.engine.model.buckets if bucket.trainable]
         self.named: dict[str, Callable[[], None]] = {
             "compute": self.compute,
-            "transport": self.transport,
-            "gloo": self.gloo,
+            transport: {"transport": self.transport, "gloo": self.gloo}[transport],
             "kernels": self.kernels,
         }
 
@@ -135,34 +133,31 @@ class Parts:
             )  # fmt: skip
 
 
-def measure(stage: int, workload: Workload, rounds: int, block_steps: int, warmup: int, threads: int) -> PartTimes:
-    """On every rank; the times are the same on all."""
+def measure(
+    stage: int, workload: Workload, rounds: int, block_steps: int, warmup: int, threads: int, transport: str
+) -> PartTimes:
+    """On every rank; the times are the same on all. Each transport in processes of its own: gloo changes the heap."""
     torch.set_num_threads(threads)
     contender = make(f"zero{stage}", workload)
     for _ in range(2):
         contender.step(workload)
-    parts = Parts(contender, workload)
-    times = PartTimes({name: [] for name in TRANSPORTS}, {name: [] for name in parts.named})
+    parts = Parts(contender, workload, transport)
+    times = PartTimes(parts={name: [] for name in parts.named})
     for _ in range(warmup):
         _parts_block(parts, 1)
         _step_block(contender, workload, 1)
     for _ in range(rounds):
-        blocks: dict[str, list[list[float]]] = {name: [] for name in TRANSPORTS}
+        blocks = []
         for turn in TURNS:
-            steps = _step_block(contender, workload, block_steps) if turn == "A" else []
-            found = {} if turn == "A" else _parts_block(parts, block_steps)
+            if turn == "A":
+                blocks.append(_step_block(contender, workload, block_steps))
+                continue
+            found = _parts_block(parts, block_steps)
             for name, seconds in found.items():
                 times.parts[name] += seconds
-            for transport in TRANSPORTS:
-                blocks[transport].append(steps or _sums(found, transport))
-        for transport in TRANSPORTS:
-            times.rounds[transport].append(blocks[transport])
+            blocks.append([sum(each) for each in zip(*found.values(), strict=True)])
+        times.rounds.append(blocks)
     return times
-
-
-def _sums(found: dict[str, list[float]], transport: str) -> list[float]:
-    """Seconds of all parts together, with one of the transports."""
-    return [sum(each) for each in zip(found["compute"], found[transport], found["kernels"], strict=True)]
 
 
 def _step_block(contender: Contender, workload: Workload, steps: int) -> list[float]:
@@ -188,18 +183,20 @@ def _slowest(action: Callable[[], Any]) -> float:
     return float(taken)
 
 
-def summarize(stage: int, times: PartTimes) -> dict[str, Any]:
+def summarize(stage: int, times: PartTimes, beside_gloo: PartTimes) -> dict[str, Any]:
     """The overhead as a fraction of the step, and the seconds of everything."""
-    shares, beside_gloo = ([1 / round_ratio(blocks) for blocks in times.rounds[name]] for name in TRANSPORTS)
-    steps = [second for blocks in times.rounds["transport"] for block in (blocks[0], blocks[3]) for second in block]
+    shares, gloo = ([1 / round_ratio(blocks) for blocks in each.rounds] for each in (times, beside_gloo))
+    steps = [second for blocks in times.rounds for block in (blocks[0], blocks[3]) for second in block]
     return {
         "stage": stage,
         "overhead": asdict(bootstrap([1 - share for share in shares])),
-        "overhead_beside_gloo": asdict(bootstrap([1 - share for share in beside_gloo])),
+        "overhead_beside_gloo": asdict(bootstrap([1 - share for share in gloo])),
         "parts_over_step": asdict(bootstrap(shares)),
         "step": statistics.median(steps),
         "parts": {name: statistics.median(seconds) for name, seconds in times.parts.items()},
+        "gloo": statistics.median(beside_gloo.parts["gloo"]),
         "rounds": times.rounds,
+        "rounds_beside_gloo": beside_gloo.rounds,
     }
 
 

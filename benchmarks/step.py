@@ -152,12 +152,15 @@ def compare_all(pairs: Sequence[Pair], plan: Plan, ranks: int, timeout: float) -
 
 def overhead(stage: int, plan: Plan, ranks: int, timeout: float) -> dict[str, Any]:
     """The same for a stage's engine against its parts."""
-    pool = RankPool(ranks)
-    arguments = (stage, plan.workload, plan.rounds, plan.block_steps, plan.warmup, plan.threads)
-    try:
-        return engine_overhead.summarize(stage, pool.run(engine_overhead.measure, arguments, timeout=timeout)[0])
-    finally:
-        pool.close()
+    found = {}
+    for transport in ("transport", "gloo"):
+        pool = RankPool(ranks)
+        arguments = (stage, plan.workload, plan.rounds, plan.block_steps, plan.warmup, plan.threads, transport)
+        try:
+            found[transport] = pool.run(engine_overhead.measure, arguments, timeout=timeout)[0]
+        finally:
+            pool.close()
+    return engine_overhead.summarize(stage, found["transport"], found["gloo"])
 
 
 def summarize(times: PairTimes) -> dict[str, Any]:

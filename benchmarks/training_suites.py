@@ -78,8 +78,7 @@ def _against_parts(options: Options, case: tuple[int, str, str, int]) -> list[Ro
     said = f"overhead {100 * share['median']:.1f} % ({100 * share['low']:.1f} - {100 * share['high']:.1f})"
     said += f", with gloo's collectives {100 * gloo['median']:.1f} %"
     what = f"parts of a step, zero{stage}, {regime}, {precision}, {ranks} ranks"
-    seconds = found["parts"]
-    ratio, parts = Ratio(**found["parts_over_step"]), sum(seconds[name] for name in ("compute", "transport", "kernels"))
+    ratio, parts = Ratio(**found["parts_over_step"]), sum(found["parts"].values())
     return [row_of("step", what, "parts", ratio, found["step"], parts, "s", note=said, details=found)]
 
 

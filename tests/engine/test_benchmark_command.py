@@ -134,7 +134,7 @@ def test_a_run_leaves_numbers_a_picture_and_a_table(tmp_path: Path, capsys: pyte
     assert (step.peer, parts.peer) == ("fsdp2", "parts")
     for row in (step, parts):
         assert 0 < row.low <= row.ratio <= row.high and row.ours > 0 and row.theirs > 0
-    assert "differ" not in step.note and set(parts.details["parts"]) == {"compute", "transport", "gloo", "kernels"}
+    assert "differ" not in step.note and set(parts.details["parts"]) == {"compute", "transport", "kernels"}
     assert (out / "step.png").stat().st_size > 1000
     printed = capsys.readouterr()
     assert (out / "report.md").read_text().strip() in printed.out
