@@ -34,6 +34,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 BACKGROUND = [False, True]
 CHECKPOINT_BYTES = 330_000
 """More than what the model's checkpoint takes, less than twice of it."""
+SMALL_DISK = 320 * 4096
+"""Bytes of a disk that a test may fill, in pages: one of its own, never the machine's."""
 
 
 # ----------------------------------------------------------------------------------------------- on every rank
@@ -213,8 +215,10 @@ def fill_and_save(folder: str, bytes_left: int) -> dict[str, Any]:
     step(engine, optimizer, 0)
     filler = Path(folder, "filler")
     if dist.get_rank() == 0:
+        free = shutil.disk_usage(folder).free
+        assert free <= SMALL_DISK, f"{folder} is on a disk that others use too: {free} bytes of it are free"
         with open(filler, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - bytes_left)
+            os.posix_fallocate(file.fileno(), 0, free - bytes_left)
     dist.barrier()
     said = error_of(lambda: engine.save(Path(folder, "next")))
     dist.barrier()
@@ -230,11 +234,12 @@ def fill_and_save(folder: str, bytes_left: int) -> dict[str, Any]:
 
 def test_the_last_bytes_of_a_disk(ranks: Launcher, tmp_path: Path) -> None:
     """Wherever the space ends - in the files, the receipts, the manifest - the save fails on all ranks, or is whole."""
-    ranks(2)(fill_and_save, str(tmp_path), CHECKPOINT_BYTES)
-    needed = sum(path.stat().st_size for path in (tmp_path / "next").rglob("*"))
+    with small_disk(tmp_path / "ample", SMALL_DISK) as disk:
+        ranks(2)(fill_and_save, str(disk), 2 * CHECKPOINT_BYTES)
+        needed = sum(path.stat().st_size for path in (disk / "next").rglob("*"))
     outcomes = []
     for number, spare in enumerate((-1, 0, 8, 16, 24, 32, 48, 200)):
-        with small_disk(tmp_path / str(number), 4 * CHECKPOINT_BYTES) as disk:
+        with small_disk(tmp_path / str(number), SMALL_DISK) as disk:
             results = ranks(2)(fill_and_save, str(disk), needed // 4096 * 4096 + spare * 4096)
         outcomes.append({bool(found["said"]) for found in results})
         for found in results:
