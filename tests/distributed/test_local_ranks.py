@@ -42,7 +42,8 @@ def test_a_failure_is_told_by_rank_and_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_command_ends(tmp_path: Path, how: signal.Signals) -> None:
-    code = f"from zero_strategy.distributed.local_ranks import run_local_ranks as run; run('{HERE}:fail_or_wait', "
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # else as the tests were started
+    code += f"from zero_strategy.distributed.local_ranks import run_local_ranks as run; run('{HERE}:fail_or_wait', "
     process = subprocess.Popen([sys.executable, "-c", f"{code}({str(tmp_path)!r}, False), 1)"], stderr=subprocess.PIPE)
     while not list(tmp_path.iterdir()):
         assert process.poll() is None, process.communicate()[1].decode()

@@ -140,13 +140,16 @@ def merged_and_in_place(root: Path, stage: int) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_merged_files_are_those_of_an_in_place_save(tmp_path: Path, ranks: Launcher, world: int) -> None:
+def test_merged_files_are_those_of_an_in_place_save(
+    tmp_path: Path, ranks: Launcher, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
     for stage in range(4):
         root = tmp_path / str(stage)
         root.mkdir()
         if world > 1:
             ranks(world)(merged_and_in_place, root, stage)
         else:
+            monkeypatch.chdir(root)  # in this process, which goes back when the test is over
             merged_and_in_place(root, stage)
         merge([root / f"host{rank}" / "c" for rank in range(world)], root / "merged")
         assert tensors(root / "merged") == tensors(root / "in_place")
