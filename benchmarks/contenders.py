@@ -6,8 +6,10 @@ Each is set up as its own documentation recommends, with the same model, optimiz
 - ``zero_redundancy``: the same with torch's ZeroRedundancyOptimizer, which divides the optimizer's state.
 - ``fsdp2``: ``fully_shard`` on every block and on the root, parameters released after forward, and gradients
   reduced after every micro-batch, so that no rank holds more than its slice of them.
+- ``fsdp2-kept``: parameters stay whole from the first forward of a step to its last backward.
 - ``deepspeed1`` ... ``deepspeed3``: see `deepspeed_contender`.
 - ``zero0`` ... ``zero3``: ZeroEngine with the defaults of its config but for precision.
+- ``zero3-kept``: the same with ``release_after_backward: false``.
 
 In bf16 everybody computes and gathers in bf16 and reduces in ``Workload.reduce``; DeepSpeed, FSDP2 and ours keep fp32
 master weights and fp32 state of the optimizer. DDP and ZeroRedundancyOptimizer have neither.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -112,16 +114,17 @@ def make(name: str, workload: Workload) -> Contender:
     model = build(workload.model, workload.length)
     if name in {"ddp", "zero_redundancy"}:
         return _ddp(model, workload, divided=name == "zero_redundancy")
-    if name == "fsdp2":
-        return _fsdp2(model, workload)
+    if name in {"fsdp2", "fsdp2-kept"}:
+        return _fsdp2(model, workload, keeps=name == "fsdp2-kept")
     if name in {"deepspeed1", "deepspeed2", "deepspeed3"}:
         from benchmarks.deepspeed_contender import DeepSpeedContender
 
         return DeepSpeedContender.make(model, optimizer_of(model, workload), workload, int(name[-1]))
-    if name in {"zero0", "zero1", "zero2", "zero3"}:
-        return _zero(model, workload, int(name[-1]))
+    if name in {"zero0", "zero1", "zero2", "zero3", "zero3-kept"}:
+        return _zero(model, workload, int(name[4]), keeps=name == "zero3-kept")
     raise ValueError(
-        f"{name!r} is no contender; there are ddp, zero_redundancy, fsdp2, deepspeed1 to deepspeed3 and zero0 to zero3"
+        f"{name!r} is no contender; there are ddp, zero_redundancy, fsdp2, fsdp2-kept, deepspeed1 to deepspeed3, zero0 "
+        "to zero3 and zero3-kept"
     )
 
 
@@ -169,24 +172,33 @@ def _ddp(model: GPT, workload: Workload, divided: bool) -> Contender:
     )
 
 
-def _fsdp2(model: GPT, workload: Workload) -> Contender:
+def _fsdp2(model: GPT, workload: Workload, keeps: bool) -> Contender:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    settings: dict[str, Any] = {"mesh": mesh}
+    settings: dict[str, Any] = {"mesh": mesh} | ({"reshard_after_forward": False} if keeps else {})
     if workload.precision != "fp32":
         reduced = torch.float32 if workload.reduce == "float32" else workload.dtype
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=reduced)
     for block in model.blocks:
         fully_shard(block, **settings)
-    fully_shard(model, **settings)
+    sharded: Any = fully_shard(model, **settings)
+
+    @contextlib.contextmanager
+    def kept() -> Iterator[None]:
+        sharded.set_reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            sharded.set_reshard_after_backward(True)
+
     return Contender(
         model,
         optimizer_of(model, workload),
         lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
-        contextlib.nullcontext,
+        kept if keeps else contextlib.nullcontext,
     )
 
 
-def _zero(model: GPT, workload: Workload, stage: int) -> Contender:
+def _zero(model: GPT, workload: Workload, stage: int, keeps: bool) -> Contender:
     # Imported late: DDP and FSDP2 can be compared with each other without it.
     from zero_strategy.config import load_config
     from zero_strategy.engine import ZeroEngine
@@ -195,7 +207,7 @@ def _zero(model: GPT, workload: Workload, stage: int) -> Contender:
     kept = "parameter" if workload.reduce == "parameter" else "float32"
     summed = "gradient" if workload.reduce == "parameter" else "float32"
     precision = {"gradient_dtype": kept, "reduce_dtype": summed, "master_weights": workload.master} if low else {}
-    config = load_config(stage=stage, precision=precision)
+    config = load_config(stage=stage, precision=precision, release_after_backward=not keeps)
     engine = ZeroEngine(model, config, compute_dtype=workload.dtype if low else None)
     optimizer = optimizer_of(model, workload)
     engine.attach(optimizer)

@@ -4,10 +4,11 @@
     python -m benchmarks.scale_model --measure --json fitted.json        # what this machine says of the model
     python -m benchmarks.scale_model --fitted fitted.json                # its overhead per unit, on GPUs
 
-Predicts stages 1 to 3, hybrid sharding (copies x rows) and a pipeline, on GPUs whose figures are printed with their
-sources. Every GPU has the same number of tokens, however many there are. --measure times collectives and steps on
-gloo ranks here, fits latency, bandwidth, overlap and overhead to two ranks, and says how far that is off at four. How a
-step is put together: benchmarks/scale/steps.py; what collectives cost: benchmarks/scale/collectives.py.
+Predicts stages 1 to 3 (3 also with parameters kept until the step), hybrid sharding (copies x rows) and a pipeline, on
+GPUs whose figures are printed with their sources. Every GPU has the same number of tokens, however many there are.
+--measure times collectives and steps on gloo ranks here, fits latency, bandwidth, overlap and overhead to two ranks,
+and says how far that is off at four. How a step is put together: benchmarks/scale/steps.py; what collectives cost:
+benchmarks/scale/collectives.py.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ def assumptions(workload: Workload, machine: Machine, origin: str) -> list[str]:
         "all-reduce (benchmarks/scale/collectives.py); the ranks of a host use all its network ports together",
         "the first gather and the last reduction of a pass, and the all-gather of parameters after a step at stages 1 "
         "and 2, have nothing beside them",
+        "zero3-kept: stage 3 with release_after_backward: false; whole parameters count as state",
         "hybrid: stage 3 in rows of a host, doubled until the state has room (or --hybrid-shard); copies of the rows "
         "all-reduce their slices",
         "pipeline: stage 1 in each lane; as many stages as the state needs; equal stages; the schedule simulated by "

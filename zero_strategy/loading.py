@@ -46,6 +46,7 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
     with contextlib.suppress(OSError):  # what could not be written before is written anew
         engine.offloaded.settle()
     _check_same(engine, reader)
+    engine.model.follow_edits()  # what is not loaded stays as the user has left it
     referenced = references.check(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
     whole = catalog_of(engine).without(referenced)
@@ -114,13 +115,15 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
                     wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
 
     with torch.no_grad():
+        engine.model.follow_edits()
         together(engine.mesh.team.control, want)
+        engine.model.let_go(engine.model.buckets)
         with piece_exchange.supplied(engine, reader, wanted):
             together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
-        _release(engine)
+        engine.model.forget_gathered()
     if engine.scaler is not None and own.get("loss_scaler"):
         engine.scaler.load_state_dict(own["loss_scaler"])
 
@@ -156,6 +159,7 @@ def load_extra_state(module: nn.Module, reader: StateReader) -> None:
 
 
 def _release(engine: ZeroEngine) -> None:
+    engine.model.let_go(engine.model.buckets)
     engine.model.forget_gathered()
 
 

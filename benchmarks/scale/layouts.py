@@ -8,7 +8,7 @@ from types import MappingProxyType
 from benchmarks.scale.hardware import Machine
 from benchmarks.scale.steps import Layout, Workload, state_bytes
 
-LAYOUTS = ("zero1", "zero2", "zero3", "hybrid", "pipeline")
+LAYOUTS = ("zero1", "zero2", "zero3", "zero3-kept", "hybrid", "pipeline")
 ROOM = 0.8
 """The part of the device's memory that model state may take; activations need the rest."""
 
@@ -67,7 +67,7 @@ def layout_of(
         return _hybrid(ranks, workload, machine, shard)
     if name == "pipeline":
         return _pipeline(ranks, workload, machine, stages, schedule, micro_batches)
-    return Layout(name, int(name[-1]), ranks, ranks)
+    return Layout(name, int(name[4]), ranks, ranks, kept=name.endswith("-kept"))
 
 
 def _hybrid(ranks: int, workload: Workload, machine: Machine, shard: int | None) -> Layout | None:

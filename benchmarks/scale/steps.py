@@ -14,6 +14,7 @@ added where it does the computing itself, or, where a device does, a lower bound
 | 1 | | reduce-scatter, with the last micro-batch | all-gather of parameters, nothing beside it |
 | 2 | | reduce-scatter, with every micro-batch | the same |
 | 3 | all-gather, with every micro-batch | all-gather and reduce-scatter, with every micro-batch | |
+| 3, `kept` | all-gather, with the first micro-batch | reduce-scatter, with every micro-batch | |
 
 With copies (`mesh.replicate`) a reduce-scatter along the row is followed by an all-reduce of the slice along the
 column.
@@ -85,6 +86,7 @@ class Layout:
         stages: Of a pipeline.
         schedule: Of the pipeline.
         micro_batches: Of a pipeline and a step; 0: four for each stage.
+        kept: At stage 3 what was gathered stays until the optimizer's step.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Layout:
     stages: int = 1
     schedule: str = "1f1b"
     micro_batches: int = 0
+    kept: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in PLACEMENTS:
@@ -102,6 +105,8 @@ class Layout:
             raise ValueError(f"{self.ranks} ranks are not copies of {self.stages} stages x {self.shard} ranks")
         if self.stages > 1 and self.stage > 1:
             raise ValueError(f"stage {self.stage} in a pipeline reduces per micro-batch; modelled are 0 and 1")
+        if self.kept and self.stage != 3:
+            raise ValueError(f"kept at stage {self.stage}: parameters are gathered at stage 3 alone")
 
     @property
     def replicate(self) -> int:
@@ -221,8 +226,9 @@ def passes_of(workload: Workload, layout: Layout, machine: Machine, compute: Com
     units, times, placement = workload.units, workload.micro_batches, PLACEMENTS[layout.stage]
     forward, backward = compute.forward / times / units, compute.backward / times / units
     gather, reduce = messages_of(workload, layout, machine)
-    before = gather if placement.shard_parameters else 0.0
-    passes = [Pass(units, forward, before, times)]
+    first = gather if placement.shard_parameters else 0.0
+    before = 0.0 if layout.kept else first
+    passes = [Pass(units, forward, first), Pass(units, forward, before, times - 1)]
     if placement.shard_gradients:
         passes.append(Pass(units, backward, before + reduce, times))
     else:
@@ -302,13 +308,15 @@ def _made(
 def state_bytes(workload: Workload, layout: Layout) -> float:
     """Persistent bytes of a rank: parameters, fp32 gradients, two moments, and master weights of low-precision ones.
 
-    Stage 1 keeps whole gradients where some wait for later micro-batches.
+    Stage 1 keeps whole gradients where some wait for later micro-batches. Parameters that are kept are whole from a
+    step's first forward to its end, beside the slice: they count.
     """
     placement, elements = PLACEMENTS[layout.stage], workload.parameters / layout.stages
     waits = not placement.shard_gradients and (layout.stages > 1 or workload.micro_batches > 1)
     sliced = placement.shard_optimizer and not waits
     optimizer = 8 if workload.parameter_bytes >= 4 else 12
-    return elements * (
+    kept = workload.parameters * workload.parameter_bytes if layout.kept else 0.0
+    return kept + elements * (
         workload.parameter_bytes / (layout.shard if placement.shard_parameters else 1)
         + 4 / (layout.shard if sliced else 1)
         + optimizer / (layout.shard if placement.shard_optimizer else 1)

@@ -38,11 +38,11 @@ def test_stages_meet_the_peer_that_is_nearest() -> None:
 
 def test_the_contenders_do_the_same_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
-    pairs = "zero0:ddp,zero1:ddp,zero2:ddp,zero3:fsdp2"
+    pairs = "zero0:ddp,zero1:ddp,zero2:ddp,zero3:fsdp2,zero3-kept:fsdp2-kept"
     small = ["--model", "transformer-tiny", "--batch", "2", "--length", "16", "--accumulation", "2"]
     main([*small, "--pairs", pairs, "--rounds", "1", "--block-steps", "1", "--warmup", "1", "--out", str(out)])
     report = json.loads(out.read_text())
-    assert [entry["a"] for entry in report["pairs"]] == ["zero0", "zero1", "zero2", "zero3"]
+    assert [entry["a"] for entry in report["pairs"]] == ["zero0", "zero1", "zero2", "zero3", "zero3-kept"]
     assert all(entry["same_training"] for entry in report["pairs"])
     assert "zero3 / fsdp2" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.engine.live import live_bytes, only_new
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import DEFAULTS, Setting, ShardedTwin, Twin, play
+from tests.engine.twins import DEFAULTS, KEPT, Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
 
 STAGE_3 = Setting(3, "per_micro_batch")
@@ -37,7 +37,8 @@ def evaluation_between_steps(twin: Twin) -> None:
 
 
 def test_training_after_no_grad_and_inference_mode(ranks: Launcher) -> None:
-    for wrong in ranks(2)(play, evaluation_between_steps, [*DEFAULTS, Setting(3, "per_micro_batch", {"prefetch": 2})]):
+    settings = [*DEFAULTS, Setting(3, "per_micro_batch", {"prefetch": 2}), KEPT]
+    for wrong in ranks(2)(play, evaluation_between_steps, settings):
         assert not wrong
 
 

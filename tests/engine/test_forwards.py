@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.nets import Block, Net, loss_of, net, seeded
-from tests.engine.twins import DEFAULTS, Script, Setting, Twin, play
+from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, Twin, play
 from tests.launcher import Launcher
 
 STAGE_3 = [
     Setting(3, "per_micro_batch"),
     Setting(3, "per_micro_batch", {"prefetch": 0}),
     Setting(3, "per_micro_batch", {"prefetch": 2, "release_after_forward": False}),
+    KEPT,
 ]
 SOME = [Setting(0, "per_step"), Setting(2, "per_micro_batch"), *STAGE_3]
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import DEFAULTS, Script, Setting, ShardedTwin, Twin, play
+from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
 from zero_strategy.optim.full_state import safe_set_full_fp32_param
 from zero_strategy.sharding import GatheredParameters
 
-KEPT = Setting(3, "per_micro_batch", {"release_after_forward": False})
+LONGER = [Setting(3, "per_micro_batch", {"release_after_forward": False}), KEPT]
 
 
 def start(twin: Twin, lr: float = 0.1) -> Net:
@@ -144,14 +144,14 @@ SCRIPTS: list[Script] = [
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_held_values_follow_every_update(ranks: Launcher, script: Script) -> None:
-    for wrong in ranks(2)(play, script, [*DEFAULTS, KEPT]):
+    for wrong in ranks(2)(play, script, [*DEFAULTS, *LONGER]):
         assert not wrong
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_values_stay_fresh_after_an_interrupted_forward(ranks: Launcher, error: type[BaseException]) -> None:
     for reset in (False, True):
-        for wrong in ranks(2)(play, partial(interrupted_forwards, error=error, reset=reset), [*DEFAULTS, KEPT]):
+        for wrong in ranks(2)(play, partial(interrupted_forwards, error=error, reset=reset), [*DEFAULTS, *LONGER]):
             assert not wrong, f"reset: {reset}"
 
 

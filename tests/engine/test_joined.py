@@ -47,6 +47,8 @@ class Case:
     accumulation: int = 1
     clip_norm: float | None = None
     sized: bool = True
+    release: bool = True
+    """Whether stage 3 releases units after backward."""
 
 
 class Batches:
@@ -71,7 +73,7 @@ def train(case: Case, counts: list[int]) -> tuple[Trained, list[list[float]], in
     """On every rank: what is left, the weights of each epoch, and the length where there is one."""
     rank, seen, length = dist.get_rank(), [], -1
     model = build("convnet", MODEL_SEED)
-    more = {"units": {"min_numel": 0}, "gradient_reduction": case.order}
+    more = {"units": {"min_numel": 0}, "gradient_reduction": case.order, "release_after_backward": case.release}
     engine = ZeroEngine(model, load_config(stage=case.stage, uneven_batches=case.policy, **more))
     optimizer = adamw(param_groups(model))
     engine.attach(optimizer)
@@ -158,7 +160,8 @@ def test_two_ranks_equal_the_oracle(ranks: Launcher) -> None:
     """At every stage and order of summation, bit for bit."""
     cases = [Case(stage, order, "join") for stage in range(4) for order in ORDERS]
     cases += [Case(stage, ORDERS[stage % 2], "join_active", 2, 0.6, sized=stage < 2) for stage in range(4)]
-    check(ranks, [4, 2], cases)
+    kept = [Case(3, order, "join_active", number, release=False) for number in (2, 4) for order in ORDERS]
+    check(ranks, [4, 2], cases + kept)
 
 
 def test_three_ranks_equal_the_oracle(ranks: Launcher) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import Block, loss_of, seeded
-from tests.engine.twins import SETTINGS, Setting, Twin, play
+from tests.engine.twins import KEPT, SETTINGS, Setting, Twin, play
 from tests.launcher import Launcher
 
 STEPS = 5
@@ -91,7 +91,7 @@ def random_script(twin: Twin, seed: int, branches: bool) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_scripts(ranks: Launcher, seed: int) -> None:
     script = partial(random_script, seed=seed, branches=False)
-    for wrong in ranks(2)(play, script, SETTINGS, tolerance=2e-5):
+    for wrong in ranks(2)(play, script, [*SETTINGS, KEPT], tolerance=2e-5):
         assert not wrong
 
 

@@ -45,6 +45,8 @@ SETTINGS = (
     Setting(3, "per_micro_batch"),
     Setting(3, "per_step"),
 )
+KEPT = Setting(3, "per_micro_batch", {"release_after_backward": False})
+"""Units stay whole until the optimizer's step."""
 DEFAULTS = tuple(setting for setting in SETTINGS if (setting.order == "per_step") == (setting.stage < 2))
 
 

@@ -161,7 +161,15 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(3, {}), (3, {"prefetch": 0}), (3, {"prefetch": 2}), (3, {"release_after_forward": False}), (2, {}), (1, {})],
+    [
+        (3, {}),
+        (3, {"prefetch": 0}),
+        (3, {"prefetch": 2}),
+        (3, {"release_after_forward": False}),
+        (3, {"release_after_backward": False}),
+        (2, {}),
+        (1, {}),
+    ],
 )
 def test_peaks_are_reached_and_not_passed(ranks: Launcher, stage: int, options: dict[str, Any]) -> None:
     for reverse in (False, True):

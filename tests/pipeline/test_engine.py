@@ -72,6 +72,7 @@ class Case(NamedTuple):
     micro_batches: int = 3
     tied: bool = True
     gather: str = "per_micro_batch"
+    release: bool = True
 
 
 class Found(NamedTuple):
@@ -96,7 +97,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "micro_batches": case.micro_batches,
         "gather": case.gather,
     }
-    return {"stage": case.zero, "pipeline": pipeline}
+    return {"stage": case.zero, "release_after_backward": case.release, "pipeline": pipeline}
 
 
 def train(case: Case) -> Found:
@@ -156,7 +157,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), (
 @pytest.mark.parametrize("copies", [1, 2])
 def test_every_stage_of_zero(ranks: Launcher, copies: int) -> None:
     plainly = [Case(2, copies, zero, tied=tied) for zero in range(4) for tied in (True, False)]
-    check(ranks, [*plainly, Case(2, copies, 3, gather="per_step")])
+    check(ranks, [*plainly, Case(2, copies, 3, gather="per_step"), Case(2, copies, 3, release=False)])
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

@@ -62,6 +62,15 @@ def test_what_is_not_known_fits() -> None:
     assert fits(plan(), Budget())
 
 
+def test_parameters_that_are_kept_are_released_first() -> None:
+    kept = plan(stage=3).changed(settings={"release_after_backward": False})
+    budget = Budget(device=int(plan(stage=3).ledger().tier_bytes("device") / 0.95) + GB // 10, host=100 * GB)
+    assert not fits(kept, budget)
+    assert what(kept, budget)[0] == ("release_after_backward: true",)
+    below = plan(stage=2).changed(settings={"release_after_backward": False})
+    assert ("stage: 3", "release_after_backward: true") in what(below, budget)
+
+
 def test_a_stage_is_the_smallest_change() -> None:
     budget = Budget(device=int(plan(stage=2).ledger().tier_bytes("device") / 0.95) + GB // 10, host=100 * GB)
     now = plan(stage=0)

@@ -103,7 +103,7 @@ def test_predictions_are_printed_with_what_they_rest_on(tmp_path: Path, capsys: 
     report = json.loads(out.read_text())
     names = [(one["layout"]["ranks"], one["layout"]["name"]) for one in report["predictions"]]
     assert (4096, "zero1") in names and (64, "hybrid 8 x 8") in names and (8, "pipeline 2 x 4") in names
-    assert len(names) == 14, "hybrid sharding of one host is stage 3"
+    assert len(names) == 17, "hybrid sharding of one host is stage 3"
     assert all(one["step"] > 0 for one in report["predictions"]) and report["machine"]["between"]["bandwidth"] == 25e9
     assert all(f"{one['step']:.3f}" in said for one in report["predictions"])
     assert plot.read_bytes().startswith(b"\x89PNG")

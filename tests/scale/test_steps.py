@@ -50,8 +50,15 @@ def test_which_ranks_share_a_host() -> None:
         Group(2, 3, NEAR, FAR)
 
 
-def step(stage: int, ranks: int = 4, shard: int | None = None, micro_batches: int = 1, **machine: float) -> Prediction:
-    layout = Layout("", stage, ranks, shard or ranks)
+def step(
+    stage: int,
+    ranks: int = 4,
+    shard: int | None = None,
+    micro_batches: int = 1,
+    kept: bool = False,
+    **machine: float,
+) -> Prediction:
+    layout = Layout("", stage, ranks, shard or ranks, kept=kept)
     return predict(replace(WORKLOAD, micro_batches=micro_batches), layout, replace(MACHINE, **machine), COMPUTE)
 
 
@@ -78,6 +85,18 @@ def test_micro_batches_send_what_their_stage_says() -> None:
     # A unit's backward takes 2 s in each of two micro-batches.
     assert step(2, micro_batches=2, overlap=1).step == pytest.approx(8 + 2 * (6 + 2 + 18) + 24 + 1 + 3 * CONTROL)
     assert step(1, micro_batches=2, overlap=1).step == pytest.approx(8 + 8 + (6 + 2 + 18) + 24 + 1 + 3 * CONTROL)
+
+
+def test_kept_parameters_are_gathered_once_beside_the_forward() -> None:
+    base = 1 + 2 * CONTROL
+    assert step(3, kept=True).step == pytest.approx(8 + 4 * 6 + 16 + 4 * 6 + base)
+    assert step(3, kept=True, overlap=1).step == pytest.approx((6 + 2 + 18) + (6 + 4 + 18) + base)
+    twice = step(3, kept=True, micro_batches=2, overlap=1)
+    assert twice.step == pytest.approx((6 + 1 + 18) + 4 + 2 * (6 + 2 + 18) + 1 + 3 * CONTROL)
+    assert twice.communication == pytest.approx(step(2, micro_batches=2).communication)
+    assert twice.state_bytes == 400 * 4 + step(3, micro_batches=2).state_bytes
+    with pytest.raises(ValueError, match="kept at stage 2"):
+        Layout("", 2, 4, 4, kept=True)
 
 
 def test_copies_of_rows() -> None:

@@ -412,6 +412,10 @@ class ZeroConfig(Section):
     release_after_forward: bool = True
     """Stage 3: free gathered parameters between forward and backward. False saves a gather, costs memory."""
 
+    release_after_backward: bool = True
+    """Stage 3: free gathered parameters after backward. False keeps them from their first forward until an optimizer
+    steps on them: one gather per step, hidden behind the first forward, and whole parameters in between."""
+
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling."""
 

@@ -72,6 +72,7 @@ class ParameterNorms:
         Yields:
             A mapping by name that is filled at the end of the block, on every rank; what did not move has 0.
         """
+        self.engine.model.follow_edits()
         before = [self._owned(bucket).clone() for bucket in self.engine.model.buckets]
         found: dict[str, float] = {}
         yield found

@@ -135,9 +135,13 @@ def _mesh_of(module: nn.Module) -> Mesh | None:
 
 
 def _digests(module: nn.Module) -> Iterator[tuple[str, str]]:
+    followed: set[int] = set()
     for name, parameter in module.named_parameters():
         model = sharded_model_of(parameter)
         place = None if model is None else model.place(parameter)
+        if model is not None and id(model) not in followed:
+            followed.add(id(model))
+            model.follow_edits()
         if place is None or not place[0].placement.shard_parameters:
             yield name, f"whole {_digest(name, parameter.shape, held_by(parameter))}"
         elif (values := _slice_of(*place)) is not None:

@@ -96,6 +96,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         uneven_batches: str | None = None,
         prefetch: int | None = None,
         release_after_forward: bool | None = None,
+        release_after_backward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
         offload: OffloadConfig | dict[str, Any] | None = None,
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
@@ -129,6 +130,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
             prefetch: Units that are gathered ahead under stage 3.
             release_after_forward: Free gathered parameters between forward and backward under stage 3.
+            release_after_backward: Free them after backward under stage 3 (else after the optimizer's step).
             loss_scale: Dynamic loss scaling for fp16.
             offload: Where state is kept that the device has no room for.
             activation_checkpointing: Which activations are computed again in backward instead of being kept.
@@ -161,6 +163,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             uneven_batches=uneven_batches,
             prefetch=prefetch,
             release_after_forward=release_after_forward,
+            release_after_backward=release_after_backward,
             loss_scale=loss_scale,
             offload=offload,
             activation_checkpointing=activation_checkpointing,

@@ -42,7 +42,8 @@ def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
     def taken(buckets: Sequence[BucketFacts]) -> int:
         return sum(allocated(bucket.layout.numel * bucket.dtype.itemsize, device_type) for bucket in buckets)
 
-    width = 1 + config.prefetch if config.release_after_forward else len(units)
+    releases = config.release_after_forward and config.release_after_backward
+    width = 1 + config.prefetch if releases else len(units)
     stay = held_whole([taken(unit) for unit in units], config.pipeline)
     others = [unit for number, unit in enumerate(units) if number and number not in stay]
     window = max(windows(others, width), key=lambda found: sum(map(taken, found)), default=[])

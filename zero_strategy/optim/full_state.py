@@ -62,6 +62,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
         ValueError: If no engine shards `param`.
     """
     _, bucket, index = _find(param)
+    bucket.follow_values()
     piece = bucket.piece_of.get(index)
     value = None if piece is None else bucket.read_master(piece.offset, piece.offset + piece.numel)
     return _whole(bucket, index, value, bucket.master_dtype)
@@ -72,9 +73,11 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master copy from a whole `value`, the same on all ranks."""
     model, bucket, index = _find(param)
     _check_shape(param, value)
+    bucket.follow_edits()
+    model.let_go([bucket])
     bucket.set_master(index, value)
     bucket.publish().wait()
-    model.forget_gathered()
+    model.forget_gathered([bucket])
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:

@@ -234,7 +234,7 @@ class ShardedOptimizer:
         torch.autograd.graph.increment_version(self._stepped_parameters)  # a backward through old values is noticed
         for bucket in buckets:
             bucket.note_versions()
-        self.model.forget_gathered()
+        self.model.forget_gathered(buckets)
 
     def _swap_in(self) -> None:
         stepped: dict[int, ParameterBucket] = {}
@@ -272,6 +272,8 @@ class ShardedOptimizer:
                     piece.grad = gradient.to(piece.dtype).view(piece.shape)
             group["params"] = pieces
         self._stepped = list(stepped.values())
+        if not self.skip_next:
+            self.model.let_go(self._stepped)
         self.optimizer.state.update(self.state)
 
     def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:

@@ -165,15 +165,19 @@ def suggestions(plan: MemoryPlan, budget: Budget) -> list[str]:
 
 
 def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
-    """Higher stages, and gradients that are reduced every micro-batch; at last nothing that is fetched ahead."""
+    """Higher stages, gradients that are reduced every micro-batch; then what is gathered released, none ahead."""
     config, now = plan.resolved.config, plan.resolved.config.stage
     reduced: dict[str, object] = {"gradient_reduction": "per_micro_batch"}
     stages: list[dict[str, object]] = [{"stage": stage} for stage in range(now + 1, 4)]
     tried = [reduced, *stages] if now >= 2 else [*stages, reduced]  # stages 2 and 3 have it by default
     for settings in (*tried, *(settings | reduced for settings in stages)):
         yield _change(settings, plan.changed(settings=settings))
-    if now == 3 and (config.prefetch or not config.release_after_forward):
-        lean: dict[str, object] = {"release_after_forward": True, "prefetch": 0}
+    released: dict[str, object] = {} if config.release_after_backward else {"release_after_backward": True}
+    if released:
+        settings = released if now == 3 else {"stage": 3, **released}
+        yield _change(settings, plan.changed(settings=settings))
+    if now == 3 and (config.prefetch or not config.release_after_forward or released):
+        lean: dict[str, object] = {**released, "release_after_forward": True, "prefetch": 0}
         yield _change(lean, plan.changed(settings=lean))
 
 

@@ -251,7 +251,8 @@ class Saver:
         if settings.while_saving == "wait":
             self.wait()
         engine.mesh.team.rendezvous.meet(f"save({os.fspath(directory)!r})")
-        engine.model.reducer.follow_edits()
+        engine.model.reducer.check_whole()
+        engine.model.follow_edits()
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
         whole = catalog_of(engine)

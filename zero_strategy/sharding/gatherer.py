@@ -2,14 +2,15 @@
 
 A unit is gathered when its forward begins, released when it ends, gathered again when the gradient of its output
 arrives in backward, and released when the gradients of its inputs are done. Parameters of the root unit are gathered
-by whichever module owns them and stay until backward ends. The order of gathers seen last time is a hint for fetching
-the next unit early; it is never relied on.
+by whichever module owns them and stay until backward ends. Without `release_after_backward` buckets that a forward with
+gradients has gathered are kept: they stay whole until an optimizer steps on them. The order of gathers seen last time
+is a hint for fetching the next unit early; it is never relied on.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
@@ -77,10 +78,16 @@ class Unit:
             bucket.finish_gather()
 
     def release(self) -> None:
-        """Free all but the own slices, unless somebody still uses them."""
+        """Free all but the own slices of what is not kept, unless somebody still uses them."""
         if not self.depth and not self.calls and not self.pinned:
             for bucket in self.buckets:
-                bucket.release()
+                if not bucket.kept:
+                    bucket.release()
+
+    def keep(self) -> None:
+        """Stay whole until let go."""
+        for bucket in self.buckets:
+            bucket.kept = True
 
 
 class ParameterGatherer:
@@ -90,6 +97,7 @@ class ParameterGatherer:
         units: All units, the root first.
         prefetch: How many units to fetch ahead.
         release_after_forward: Release between forward and backward (else only after backward).
+        release_after_backward: Release after backward (else only when an optimizer steps on them).
 
     Attributes:
         trace: Units in the order in which they were used since the last `start_trace`.
@@ -99,9 +107,13 @@ class ParameterGatherer:
             own take part in this rank's gathers.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch: int, release_after_forward: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], prefetch: int, release_after_forward: bool, release_after_backward: bool = True
+    ) -> None:
         self.units, self.prefetch, self.release_after_forward = list(units), prefetch, release_after_forward
+        self.release_after_backward = release_after_backward
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.trace: list[Unit] = []
         self.checksum = 0
         self._in_backward: dict[Unit, None] = {}
@@ -114,6 +126,8 @@ class ParameterGatherer:
         self._handles: list[Any] = []
         for unit in self.units:
             self._hook(unit)
+            for bucket in unit.buckets:
+                bucket.tracks_edits = not release_after_backward
 
     def _hook(self, unit: Unit) -> None:
         before, after = _ForwardHook(self, unit, enter=True), _ForwardHook(self, unit, enter=False)
@@ -162,6 +176,8 @@ class ParameterGatherer:
         if unit.buckets:
             self._launch(unit)
             unit.gather()
+            if not self.release_after_backward and torch.is_grad_enabled() and self.announce is None:
+                unit.keep()  # not where ranks that only follow hold nothing
             if len(self.trace) >= _TRACE_PER_UNIT * len(self.units):  # nobody calls the root, which would begin anew
                 self.start_trace()
             self.trace.append(unit)
@@ -233,14 +249,37 @@ class ParameterGatherer:
         if self._creates_graph:  # its units stay until the backward of second derivatives, or the step
             self._creates_graph = False
         else:
-            self.release_idle()
+            self.release_unused()
 
     def hold_for_backward(self, unit: Unit) -> None:
         """Code outside of the unit's forward has computed with its parameters: keep them until backward is over."""
         unit.calls.add(_OUTSIDE)
 
+    def follow_edits(self) -> None:
+        """Carry what was written to kept parameters over to the own slices."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.follow_values()
+
+    def let_go(self, buckets: Iterable[ParameterBucket]) -> None:
+        """Values are about to change: what was written to kept ones counts, and they are kept no longer.
+
+        What a forward or a user holds stays; it is refreshed when the values have changed.
+        """
+        for bucket in buckets:
+            unit = self._unit_of[id(bucket)]
+            if bucket.kept:
+                bucket.follow_values()
+                bucket.kept = bool(unit.depth or unit.pinned)
+                unit.release()
+
     def release_idle(self) -> None:
-        """Backward is over, or an update made gathered values stale: release all that no forward uses."""
+        """Release all that nobody uses, also what is kept."""
+        self.let_go(bucket for unit in self.units for bucket in unit.buckets)
+        self.release_unused()
+
+    def release_unused(self) -> None:
+        """No backward is under way, or gathered values are stale: release all that is not kept and no forward uses."""
         self._backward_queued = self._creates_graph = False
         for unit in self.units:
             unit.calls.clear()
@@ -248,11 +287,14 @@ class ParameterGatherer:
             unit.release()
 
     def reset(self) -> None:
-        """Return to the resting state after an exception tore a forward or a backward apart."""
+        """Return to the resting state after an exception tore a forward or a backward apart.
+
+        What is kept stays, as it does on ranks without an exception.
+        """
         for unit in self.units:
             unit.depth = unit.pinned = 0
             unit.open_calls.clear()
-        self.release_idle()
+        self.release_unused()
 
 
 class _InputGate:

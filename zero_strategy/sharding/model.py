@@ -113,7 +113,9 @@ class ShardedModel:
         plan = [bucket for unit in backward_order for bucket in unit.buckets if _can_train(bucket)]
         self.gatherer: ParameterGatherer | None = None
         if self.placement.shard_parameters:
-            self.gatherer = ParameterGatherer(self.units, config.prefetch, config.release_after_forward)
+            self.gatherer = ParameterGatherer(
+                self.units, config.prefetch, config.release_after_forward, config.release_after_backward
+            )
         self.reducer = GradientReducer([self.gradient_of(bucket) for bucket in plan], mesh, per_step, self.gatherer)
         self.reducer.step_torn = self._step_torn
         self.guards = ModuleGuards(self)
@@ -233,12 +235,31 @@ class ShardedModel:
             self.mesh.gather.all_gather(flat).wait()
         return flat
 
-    def forget_gathered(self) -> None:
-        """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective."""
+    def follow_edits(self) -> None:
+        """Carry what the user wrote into whole parameters over to their master copies and slices."""
         if self.gatherer is not None:
-            self.gatherer.release_idle()
+            self.gatherer.follow_edits()
+            return
+        for bucket in self.buckets:
+            bucket.follow_edits()
+
+    def let_go(self, buckets: Iterable[ParameterBucket]) -> None:
+        """The values of these are about to change: what nobody uses is no longer kept whole."""
+        if self.gatherer is not None:
+            self.gatherer.let_go(buckets)
+
+    def forget_gathered(self, changed: Iterable[ParameterBucket] | None = None) -> None:
+        """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective.
+
+        Args:
+            changed: The buckets that were `let_go` before; None: all.
+        """
+        if self.gatherer is not None:
+            self.gatherer.release_unused()
+            others = set() if changed is None else {id(b) for b in self.buckets if b.kept} - set(map(id, changed))
             for bucket in self.buckets:
-                bucket.refresh()
+                if id(bucket) not in others:
+                    bucket.refresh()
 
     @contextmanager
     def gathered(

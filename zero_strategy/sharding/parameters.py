@@ -57,6 +57,8 @@ class ParameterBucket:
         master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves; empty where it is
             in a tier.
         master_vector: The master copy in a tier, or None.
+        kept: Sharded parameters that are whole stay so until they are let go, whoever uses them.
+        tracks_edits: What is written to them while they are whole may have to be followed.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class ParameterBucket:
             for index, segment in enumerate(self.layout.segments)
         ]
         self._pending: PendingWork | None = None
+        self.kept = self.tracks_edits = False
         self.gathered = True
         self._fill(blank)
         self._versions = self._present_versions()
@@ -311,6 +314,8 @@ class ParameterBucket:
                 self._pending = None
                 self._point_at_flat()
             self.gathered = True
+            if self.tracks_edits:
+                self.note_versions()
 
     def release(self) -> None:
         """Free all but the own slice (stage 3). Changes made to gathered values are dropped."""
@@ -330,6 +335,8 @@ class ParameterBucket:
         if self.placement.shard_parameters and self.gathered:
             with _plain_mode():
                 self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names).wait()
+            if self.kept:
+                self.note_versions()
 
     def check_poison(self) -> None:
         """Raise if somebody wrote to a released parameter.
@@ -385,14 +392,35 @@ class ParameterBucket:
     @torch.no_grad()
     def follow_edits(self) -> None:
         """Carry what the user wrote into whole parameters in place over to their master copy."""
+        if self.placement.shard_parameters and not self.kept:
+            return
         versions = self._present_versions()
-        if versions == self._versions or self.placement.shard_parameters:
+        if versions == self._versions:
             return
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             piece = self.piece_of.get(index)
-            if now != before and piece is not None and self.has_master:
-                self._follow(piece.offset, piece.offset + piece.numel)
+            if now == before or piece is None:
+                continue
+            start, stop = piece.offset, piece.offset + piece.numel
+            if self.placement.shard_parameters:
+                self.write_owned(start, self.flat[self.slice][start:stop])
+            if self.has_master:
+                self._follow(start, stop)
         self._versions = versions
+
+    @torch.no_grad()
+    def follow_values(self) -> None:
+        """Of what is kept, also carry over what was written through `p.data`, which no version counter tells of.
+
+        Where there are master weights they would not notice that in whole parameters either.
+        """
+        if not self.kept or self.has_master or self.shard_vector is not None:
+            self.follow_edits()
+            return
+        own = self.flat[self.slice]
+        if not (self._twice and torch.equal(own, self.shard)):  # a write has a step that was taken early done again
+            self.shard.copy_(own)
+        self.note_versions()
 
     def note_versions(self) -> None:
         """What was written to whole parameters so far is in their master copy already."""

@@ -447,7 +447,7 @@ class GradientReducer:
         Raises:
             RuntimeError: If the last backward did not finish.
         """
-        self._check_whole()
+        self.check_whole()
         for bucket in self.buckets:
             bucket.finish()
             bucket.sync_handles()
@@ -468,7 +468,7 @@ class GradientReducer:
         Raises:
             RuntimeError: If the last backward did not finish.
         """
-        self._check_whole()
+        self.check_whole()
         for bucket in self.buckets:
             for index, known in enumerate(bucket.bucket.parameters):
                 if known is parameter:
@@ -481,17 +481,12 @@ class GradientReducer:
                     return
         raise AssertionError("not a parameter that may be trained")
 
-    def follow_edits(self) -> None:
-        """Before parameters are saved: take over what the user wrote into them. Gradients are left alone.
+    def check_whole(self) -> None:
+        """Before parameters or gradients are used or saved.
 
         Raises:
             RuntimeError: If the last backward did not finish.
         """
-        self._check_whole()
-        for bucket in self.buckets:
-            bucket.bucket.follow_edits()
-
-    def _check_whole(self) -> None:
         if self._active and torch._C._current_graph_task_id() == -1:
             raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
 

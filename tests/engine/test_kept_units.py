@@ -1,0 +1,371 @@
+"""`release_after_backward: false`: parameters stay whole from their first forward until an optimizer steps on them.
+
+One gather for all micro-batches, and between them whole parameters that may be read and written as those of stage 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.nets import loss_of, net
+from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, ShardedTwin, Twin, play
+from tests.launcher import Launcher
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zero_strategy.sharding import GatheredParameters
+
+SETTINGS = [
+    KEPT,
+    Setting(3, "per_step", {"release_after_backward": False, "prefetch": 0}),
+]
+OFFLOADED = Setting(
+    3, "per_micro_batch", {"release_after_backward": False, "offload": {"parameters": "cpu", "optimizer": "cpu"}}
+)
+WHOLE = [setting for setting in DEFAULTS if setting.stage < 3]
+
+
+def micro_batch(twin: Twin, model: nn.Module, seed: int, *, sync: bool = True) -> None:
+    loss = loss_of(model(twin.data(seed, 2, 6)))
+    twin.note(loss)
+    twin.backward(loss, sync=sync)
+
+
+def written_between(twin: Twin, dtype: torch.dtype, through_data: bool) -> None:
+    """In-place writes at any point of a step, to all of a parameter and to a part, also to one without a gradient."""
+    model: Any = net().to(dtype)
+    model.stem.weight.requires_grad_(False)
+    model.mask = nn.Parameter(torch.arange(7), requires_grad=False)
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1, foreach=False))
+    for step in range(3):
+        loss = loss_of(model(twin.data(3 * step, 2, 6).to(dtype)))
+        twin.backward(loss, sync=False)
+        with torch.no_grad():
+            model.blocks[step].up.weight.mul_(0.5)
+            model.stem.weight[1:3] += 0.25
+            model.mask.add_(step)
+        twin.note(loss, model.blocks[step].up.weight, model.stem.weight)
+        loss = loss_of(model(twin.data(3 * step + 1, 2, 6).to(dtype)))
+        twin.backward(loss)
+        with torch.no_grad():
+            model.head.bias.copy_(torch.arange(3.0))
+            if through_data:
+                model.blocks[1].norm.weight.data.clamp_(-0.75, 0.75)
+            twin.note(model(twin.data(3 * step + 2, 2, 6).to(dtype)))
+            model.scale.add_(0.125)
+        twin.note(loss)
+        twin.step()
+        twin.zero_grad()
+
+
+def values_replaced_between(twin: Twin) -> None:
+    """Whole values, a master, a state dict, a modifier rank: each in the middle of a step, beside a write in place."""
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
+    sharded = isinstance(twin, ShardedTwin)
+    for step in range(4):
+        micro_batch(twin, model, 2 * step, sync=False)
+        with torch.no_grad():
+            model.stem.bias.add_(0.5)
+        if step == 0:
+            new = torch.full_like(model.head.weight, 0.25)
+            safe_set_full_fp32_param(model.head.weight, new) if sharded else model.head.weight.data.copy_(new)
+        elif step == 1:
+            model.load_state_dict({name: value / 2 for name, value in net(seed=4).state_dict().items()})
+        elif step == 2:
+            held: Any = GatheredParameters([model.head.bias], twin.world - 1) if sharded else contextlib.nullcontext()
+            with held, torch.no_grad():
+                if not sharded or twin.rank == twin.world - 1:
+                    model.head.bias.add_(2)
+        micro_batch(twin, model, 2 * step + 1)
+        twin.step()
+        twin.zero_grad()
+        with torch.no_grad():
+            twin.note(model(twin.data(40, 2, 6)))
+
+
+def written_in_a_scope(twin: Twin) -> None:
+    """Manual optimization: the root is in use while the optimizer steps, and written to before and after that."""
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
+    for step in range(2):
+        with twin.scope():
+            for micro in range(3):
+                micro_batch(twin, model, 3 * step + micro)
+                with torch.no_grad():
+                    model.stem.weight.mul_(0.5)
+                    model.scale.data.add_(0.25)
+                twin.step()
+                twin.zero_grad()
+                with torch.no_grad():
+                    model.head.bias.add_(0.125)
+                    twin.note(model.stem.weight, model.scale, model.head.bias)
+
+
+def two_optimizers(twin: Twin) -> None:
+    model = net()
+    twin.shard(model)
+    body = torch.optim.SGD(model.blocks.parameters(), lr=0.3)
+    rest = torch.optim.AdamW([*model.stem.parameters(), *model.head.parameters(), model.scale], lr=0.1, foreach=False)
+    twin.attach(body, rest)
+    for step in range(4):
+        micro_batch(twin, model, 2 * step, sync=False)
+        micro_batch(twin, model, 2 * step + 1)
+        twin.step(body)
+        if step % 2:
+            micro_batch(twin, model, 30 + step)
+        twin.step(rest)
+        twin.zero_grad()
+
+
+def penalties(twin: Twin) -> None:
+    """Losses that use weights outside of any forward, before it and after it, as where they are never released."""
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.SGD(model.parameters(), lr=0.05))
+    for step in range(3):
+        for micro in range(2):
+            before = model.blocks[0].up.weight.square().sum() if micro else 0.0
+            loss = loss_of(model(twin.data(2 * step + micro, 2, 6)))
+            after = model.blocks[step].down.weight.abs().sum() + model.scale.square()
+            twin.note(loss)
+            twin.backward(loss + 0.1 * before + 0.1 * after, sync=micro == 1)
+        twin.step()
+        twin.zero_grad()
+
+
+def second_derivatives(twin: Twin) -> None:
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.SGD(model.parameters(), lr=0.05))
+    for step in range(2):
+        for micro in range(2):
+            x = twin.data(2 * step + micro, 2, 6).requires_grad_()
+            (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+            twin.backward(slope.square().sum(), sync=micro == 1)
+        twin.step()
+        twin.zero_grad()
+        twin.note(model(twin.data(9, 2, 6)).detach())
+
+
+SCRIPTS: list[Any] = [
+    pytest.param(partial(written_between, dtype=torch.float32, through_data=True), id="written"),
+    pytest.param(values_replaced_between, id="replaced"),
+    pytest.param(written_in_a_scope, id="written in a scope"),
+    pytest.param(two_optimizers, id="two optimizers"),
+    pytest.param(penalties, id="penalties"),
+    pytest.param(second_derivatives, id="second derivatives"),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_kept_units_are_those_of_plain_modules(ranks: Launcher, world: int, script: Script) -> None:
+    # A gradient that comes after its unit's is reduced by itself, so the order of sums is another one.
+    tolerance = 1e-7 if script is penalties else 0.0
+    for wrong in ranks(world)(play, script, [*WHOLE, *SETTINGS], tolerance):
+        assert not wrong
+
+
+def other_than_stage_2(script: Script, settings: list[Setting]) -> dict[str, Any]:
+    """What differs from stage 2, which has the same master weights and tiers; by setting."""
+    wrong: dict[str, Any] = {}
+    for setting in settings:
+        outcomes = []
+        tiers = {"offload": {"optimizer": "cpu"}} if "offload" in setting.config else {}
+        for each in (Setting(2, setting.order, tiers), setting):
+            twin = ShardedTwin(each)
+            script(twin)
+            outcomes.append(twin.outcome())
+        assert outcomes[0].keys() == outcomes[1].keys()
+        found = [
+            key
+            for key, value in outcomes[0].items()
+            if not (torch.equal(value, outcomes[1][key]) if torch.is_tensor(value) else value == outcomes[1][key])
+        ]
+        if found:
+            wrong[str(setting)] = found
+    return wrong
+
+
+def test_kept_units_with_master_weights_and_in_tiers(ranks: Launcher) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        settings = [*SETTINGS, OFFLOADED] if dtype == torch.bfloat16 else [OFFLOADED]
+        # Master weights do not follow what goes through `p.data`, at any stage, nor does what lies in a tier.
+        script = partial(written_between, dtype=dtype, through_data=False)
+        for wrong in ranks(2)(other_than_stage_2, script, settings):
+            assert not wrong, dtype
+
+
+def when_whole() -> dict[str, list[bool]]:
+    """Which units are whole at points of a step, and after it."""
+    twin = ShardedTwin(KEPT)
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = {}
+
+    def look(when: str) -> None:
+        found[when] = [unit.gathered for unit in twin.own.model.units]
+
+    for step in range(2):
+        with torch.no_grad():
+            model(twin.data(7, 2, 6))
+        look(f"{step} evaluated")
+        micro_batch(twin, model, step, sync=False)
+        look(f"{step} first")
+        with torch.no_grad():
+            model(twin.data(8, 2, 6))
+        micro_batch(twin, model, step + 5)
+        look(f"{step} second")
+        if step:
+            twin.reset()
+            look("1 reset, second")
+            with torch.no_grad():
+                model(twin.data(9, 2, 6))
+        twin.step()
+        look(f"{step} stepped")
+    return found
+
+
+def test_units_are_whole_from_the_first_forward_to_the_step(ranks: Launcher) -> None:
+    for found in ranks(2)(when_whole):
+        for when, whole in found.items():
+            assert all(whole) if when.endswith(("first", "second")) else not any(whole), when
+
+
+def elements_gathered(accumulation: int, keeps: bool, order: str) -> tuple[float, int]:
+    """Elements sent in a step, as parts of what each rank lacks of the model; units whole after the last backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    config = load_config(
+        stage=3, release_after_backward=not keeps, gradient_reduction=order, units={"min_numel": 0}, prefetch=1
+    )
+    engine = ZeroEngine(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    for step in range(3):
+        if step == 1:
+            engine.counters.reset()
+        for index in range(accumulation):
+            with contextlib.nullcontext() if index == accumulation - 1 else engine.no_sync():
+                model(torch.randn(2, 64)).square().mean().backward()
+        whole = sum(unit.gathered for unit in engine.model.units[1:])
+        optimizer.step()
+        optimizer.zero_grad()
+    mesh = engine.mesh
+    lacking = sum(bucket.layout.numel for bucket in engine.model.buckets) * (mesh.world_size - 1) / mesh.world_size
+    return engine.counters.elements_sent / 2 / lacking, whole
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("order", "reductions"), [("per_micro_batch", 3), ("per_step", 1)])
+def test_one_gather_for_all_micro_batches(ranks: Launcher, world: int, order: str, reductions: int) -> None:
+    for passes, whole in ranks(world)(elements_gathered, 3, True, order):
+        assert passes == reductions + 1
+        assert whole == 6
+    for passes, whole in ranks(world)(elements_gathered, 3, False, order):
+        assert passes >= reductions + 3
+        assert not whole
+
+
+def frozen_bases() -> list[Any]:
+    """Bytes sent in each step where only small parts are trained; what is whole; the frozen values, written to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1)) for _ in range(4)))
+    down = nn.Linear(1, 64, bias=False).requires_grad_(False)
+    for block in model:
+        block.append(down)
+        block[0].requires_grad_(False)
+    engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine.attach(optimizer)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sent = []
+    for step in range(4):
+        before = engine.counters.elements_sent
+        model(torch.randn(2, 64)).square().mean().backward()
+        if step == 2:
+            with torch.no_grad():
+                model[1][0].weight.fill_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(engine.counters.elements_sent - before)
+    whole = [not bool(block[0].weight.isnan().any()) for block in model]
+    saved = engine.full_state_dict()["1.0.weight"]
+    engine.model.forget_gathered()
+    engine.drain()
+    return [trained, sent, whole, saved, [unit.gathered for unit in engine.model.units]]
+
+
+def test_what_is_frozen_is_gathered_once(ranks: Launcher) -> None:
+    for trained, sent, whole, saved, in_the_end in ranks(2)(frozen_bases):
+        assert all(whole) and not all(in_the_end)
+        assert sent[0] > 4 * 64 * 64 / 2, "once"
+        assert sent[1] == sent[2] == sent[3] <= 2 * trained, "the trained part: gathered and reduced by two ranks"
+        assert torch.equal(saved, torch.full((64, 64), 0.5))
+
+
+def loaded_and_read(folder: str) -> None:
+    """What was written before a load of a part, or of the optimizer's state, stays; readers of slices see it."""
+    model = net()
+    engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    loss_of(model(torch.ones(2, 6))).backward()
+    optimizer.step()
+    engine.save(folder)
+    for load in (lambda: None, lambda: engine.load_optimizers(folder)):
+        loss_of(model(torch.ones(2, 6))).backward()
+        with torch.no_grad():
+            model.head.bias.fill_(3.0)
+            model.scale.data.fill_(2.0)
+        assert torch.equal(safe_get_full_fp32_param(model.head.bias), torch.full((3,), 3.0))
+        load()
+        full = engine.full_state_dict()
+        assert torch.equal(full["head.bias"], torch.full((3,), 3.0)) and full["scale"] == 2.0
+        engine.reset()
+    engine.load_weights(folder)
+    assert not torch.equal(engine.full_state_dict()["head.bias"], torch.full((3,), 3.0))
+    assert loss_of(model(torch.ones(2, 6))).isfinite()
+
+
+def test_loads_and_readers_know_what_was_written(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2)(loaded_and_read, str(tmp_path / "saved"))
+
+
+def skipped_steps() -> list[Any]:
+    """An overflow leaves values as they are: they stay whole, and the next step needs no gather."""
+    model = net()
+    engine = ZeroEngine(
+        model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}, loss_scale={"initial": 4.0})
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    found: list[Any] = []
+    for step in range(2):
+        loss = loss_of(model(torch.full((2, 6), 1.0)))
+        (loss * (float("inf") if step == 0 else 1.0)).backward()
+        engine.optimizers[0].skip_next = step == 0
+        before = engine.counters.elements_sent
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([unit.gathered for unit in engine.model.units])
+        found.append(engine.counters.elements_sent - before)
+    return found
+
+
+def test_a_skipped_step_keeps_them(ranks: Launcher) -> None:
+    for kept, sent, released, also_sent in ranks(2)(skipped_steps):
+        assert all(kept) and not any(released)
+        assert sent == also_sent == 0
