@@ -46,7 +46,7 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
     with contextlib.suppress(OSError):  # what could not be written before is written anew
         engine.offloaded.settle()
     _check_same(engine, reader)
-    engine.model.follow_edits()  # what is not loaded stays as the user has left it
+    together(engine.mesh.team.control, engine.model.let_go)
     referenced = references.check(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
     whole = catalog_of(engine).without(referenced)
@@ -71,7 +71,6 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
 
     together(engine.mesh.team.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
-        _release(engine)
         together(engine.mesh.team.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
             together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "weights"))
@@ -79,7 +78,7 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
         for bucket in engine.model.buckets:
             if not bucket.placement.shard_parameters:
                 engine.mesh.gather.all_gather(bucket.flat).wait()
-        _release(engine)
+        engine.model.forget_gathered()
 
 
 def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
@@ -115,9 +114,8 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
                     wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
 
     with torch.no_grad():
-        engine.model.follow_edits()
+        together(engine.mesh.team.control, engine.model.let_go)
         together(engine.mesh.team.control, want)
-        engine.model.let_go(engine.model.buckets)
         with piece_exchange.supplied(engine, reader, wanted):
             together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
@@ -156,11 +154,6 @@ def load_extra_state(module: nn.Module, reader: StateReader) -> None:
     for name, child in module.named_modules():
         if name in stored:
             child.set_extra_state(stored[name])
-
-
-def _release(engine: ZeroEngine) -> None:
-    engine.model.let_go(engine.model.buckets)
-    engine.model.forget_gathered()
 
 
 def _check_shape(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:

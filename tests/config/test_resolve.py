@@ -264,8 +264,6 @@ def test_explain_marks_what_has_no_effect():
     assert "no effect" in table["release_after_forward"][1]
     assert "no effect" in table["release_after_backward"][1]
     assert "no effect" not in resolve(load_config(stage=3, prefetch=4), 2).explain()
-    table = rows(resolve(load_config(stage=3, release_after_backward=False), 2).explain())
-    assert table["release_after_forward"] == ("True", "default (no effect: release_after_backward is false)")
 
 
 def test_explain_keeps_one_line_per_row():

@@ -301,23 +301,22 @@ def frozen_bases() -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
         sent.append(engine.counters.elements_sent - before)
-    whole = [not bool(block[0].weight.isnan().any()) for block in model]
-    saved = engine.full_state_dict()["1.0.weight"]
-    engine.model.forget_gathered()
+    whole = [bucket.gathered for bucket in engine.model.buckets if not bucket.trainable]
     engine.drain()
-    return [trained, sent, whole, saved, [unit.gathered for unit in engine.model.units]]
+    drained = [bucket.gathered for bucket in engine.model.buckets]
+    return [trained, sent, whole, drained, engine.full_state_dict()["1.0.weight"]]
 
 
 def test_what_is_frozen_is_gathered_once(ranks: Launcher) -> None:
-    for trained, sent, whole, saved, in_the_end in ranks(2)(frozen_bases):
-        assert all(whole) and not all(in_the_end)
+    for trained, sent, whole, drained, saved in ranks(2)(frozen_bases):
+        assert whole and all(whole) and not any(drained)
         assert sent[0] > 4 * 64 * 64 / 2, "once"
         assert sent[1] == sent[2] == sent[3] <= 2 * trained, "the trained part: gathered and reduced by two ranks"
         assert torch.equal(saved, torch.full((64, 64), 0.5))
 
 
 def loaded_and_read(folder: str) -> None:
-    """What was written before a load of a part, or of the optimizer's state, stays; readers of slices see it."""
+    """What was written before a load of something else stays, and readers of slices see it; what is loaded counts."""
     model = net()
     engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -325,19 +324,56 @@ def loaded_and_read(folder: str) -> None:
     loss_of(model(torch.ones(2, 6))).backward()
     optimizer.step()
     engine.save(folder)
-    for load in (lambda: None, lambda: engine.load_optimizers(folder)):
+    trained = engine.full_state_dict()
+    for load in (engine.drain, lambda: engine.load_optimizers(folder)):
         loss_of(model(torch.ones(2, 6))).backward()
         with torch.no_grad():
             model.head.bias.fill_(3.0)
             model.scale.data.fill_(2.0)
         assert torch.equal(safe_get_full_fp32_param(model.head.bias), torch.full((3,), 3.0))
+        assert safe_get_full_fp32_param(model.scale) == 2.0
         load()
+        assert model.scale.isnan()
         full = engine.full_state_dict()
         assert torch.equal(full["head.bias"], torch.full((3,), 3.0)) and full["scale"] == 2.0
-        engine.reset()
-    engine.load_weights(folder)
-    assert not torch.equal(engine.full_state_dict()["head.bias"], torch.full((3,), 3.0))
-    assert loss_of(model(torch.ones(2, 6))).isfinite()
+    for scope in (contextlib.nullcontext(), engine.forward_scope(), GatheredParameters(model.parameters())):
+        loss_of(model(torch.ones(2, 6))).backward()
+        with scope:
+            with torch.no_grad():
+                model.head.weight.fill_(7.0) if not model.head.weight.isnan().any() else None
+            engine.load_weights(folder)
+        full = engine.full_state_dict()
+        assert all(torch.equal(full[name], value) for name, value in trained.items())
+        assert loss_of(model(torch.ones(2, 6))).isfinite()
+
+
+def break_the_second_group(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer.param_groups[1]["lr"] = None
+
+
+def step_that_raises() -> None:
+    """In a scope, where the root is in use: what it has changed stays so, and forwards see it after `reset`."""
+    model = net()
+    engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
+    rest = [p for p in model.parameters() if p is not model.scale]
+    optimizer = torch.optim.SGD([{"params": [model.scale]}, {"params": rest}], lr=0.5, foreach=False)
+    engine.attach(optimizer)
+    optimizer.register_step_pre_hook(break_the_second_group)
+    with pytest.raises(TypeError), engine.forward_scope():
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    engine.reset()
+    changed = safe_get_full_fp32_param(model.scale)
+    assert changed != torch.tensor(0.9)
+    with engine.forward_scope():
+        assert torch.equal(model.scale, changed)
+        model(torch.ones(2, 6)).sum().backward()
+    engine.drain()
+    assert torch.equal(engine.full_state_dict()["scale"], changed)
+
+
+def test_a_step_that_raises_leaves_no_old_values(ranks: Launcher) -> None:
+    ranks(2)(step_that_raises)
 
 
 def test_loads_and_readers_know_what_was_written(ranks: Launcher, tmp_path: Path) -> None:
@@ -345,27 +381,30 @@ def test_loads_and_readers_know_what_was_written(ranks: Launcher, tmp_path: Path
 
 
 def skipped_steps() -> list[Any]:
-    """An overflow leaves values as they are: they stay whole, and the next step needs no gather."""
+    """An overflow leaves values as they are: they stay whole, and the next forward needs no gather."""
     model = net()
     engine = ZeroEngine(
-        model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}, loss_scale={"initial": 4.0})
+        model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0})
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.attach(optimizer)
-    found: list[Any] = []
-    for step in range(2):
-        loss = loss_of(model(torch.full((2, 6), 1.0)))
-        (loss * (float("inf") if step == 0 else 1.0)).backward()
-        engine.optimizers[0].skip_next = step == 0
+    values = engine.full_state_dict()
+    kept, sent = [], []
+    for step in range(3):
         before = engine.counters.elements_sent
+        loss = loss_of(model(torch.full((2, 6), 1.0)))
+        sent.append(engine.counters.elements_sent - before)
+        loss.backward()
+        engine.optimizers[0].skip_next = step < 2
         optimizer.step()
         optimizer.zero_grad()
-        found.append([unit.gathered for unit in engine.model.units])
-        found.append(engine.counters.elements_sent - before)
-    return found
+        kept.append([unit.gathered for unit in engine.model.units])
+        if step == 1:
+            assert all(torch.equal(value, values[name]) for name, value in engine.full_state_dict().items())
+    return [kept, sent]
 
 
 def test_a_skipped_step_keeps_them(ranks: Launcher) -> None:
-    for kept, sent, released, also_sent in ranks(2)(skipped_steps):
-        assert all(kept) and not any(released)
-        assert sent == also_sent == 0
+    for kept, sent in ranks(2)(skipped_steps):
+        assert all(kept[0]) and all(kept[1]) and not any(kept[2])
+        assert sent[0] > 0 and sent[1:] == [0, 0]

@@ -214,8 +214,6 @@ def _without_effect(config: ZeroConfig) -> dict[str, str]:
     if config.stage != 3:
         reason = f"stage {config.stage} keeps parameters whole"
         inert = {"prefetch": reason, "release_after_forward": reason, "release_after_backward": reason}
-    elif not config.release_after_backward:
-        inert = {"release_after_forward": "release_after_backward is false"}
     mode = config.activation_checkpointing.mode
     for key in ("every_n", "budget"):
         full = f"activation_checkpointing.{key}"

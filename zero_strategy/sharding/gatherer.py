@@ -264,19 +264,25 @@ class ParameterGatherer:
     def let_go(self, buckets: Iterable[ParameterBucket]) -> None:
         """Values are about to change: what was written to kept ones counts, and they are kept no longer.
 
-        What a forward or a user holds stays; it is refreshed when the values have changed.
+        What a forward or a user holds stays whole; it is kept again when it has the new values (`refresh`).
         """
         for bucket in buckets:
             unit = self._unit_of[id(bucket)]
             if bucket.kept:
                 bucket.follow_values()
-                bucket.kept = bool(unit.depth or unit.pinned)
+                bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)
                 unit.release()
 
     def release_idle(self) -> None:
         """Release all that nobody uses, also what is kept."""
         self.let_go(bucket for unit in self.units for bucket in unit.buckets)
+        self._forget_again()
         self.release_unused()
+
+    def _forget_again(self) -> None:
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.kept_again = False
 
     def release_unused(self) -> None:
         """No backward is under way, or gathered values are stale: release all that is not kept and no forward uses."""
@@ -294,6 +300,7 @@ class ParameterGatherer:
         for unit in self.units:
             unit.depth = unit.pinned = 0
             unit.open_calls.clear()
+        self._forget_again()
         self.release_unused()
 
 

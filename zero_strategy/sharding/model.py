@@ -243,10 +243,10 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.follow_edits()
 
-    def let_go(self, buckets: Iterable[ParameterBucket]) -> None:
-        """The values of these are about to change: what nobody uses is no longer kept whole."""
+    def let_go(self, buckets: Iterable[ParameterBucket] | None = None) -> None:
+        """The values of these (None: of all) are about to change; `forget_gathered` is to be called when they have."""
         if self.gatherer is not None:
-            self.gatherer.let_go(buckets)
+            self.gatherer.let_go(self.buckets if buckets is None else buckets)
 
     def forget_gathered(self, changed: Iterable[ParameterBucket] | None = None) -> None:
         """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective.

@@ -57,7 +57,8 @@ class ParameterBucket:
         master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves; empty where it is
             in a tier.
         master_vector: The master copy in a tier, or None.
-        kept: Sharded parameters that are whole stay so until they are let go, whoever uses them.
+        kept: Sharded parameters that are whole, and up to date, stay so until they are let go, whoever uses them.
+        kept_again: They will be kept when they have been brought up to date.
         tracks_edits: What is written to them while they are whole may have to be followed.
     """
 
@@ -102,7 +103,7 @@ class ParameterBucket:
             for index, segment in enumerate(self.layout.segments)
         ]
         self._pending: PendingWork | None = None
-        self.kept = self.tracks_edits = False
+        self.kept = self.kept_again = self.tracks_edits = False
         self.gathered = True
         self._fill(blank)
         self._versions = self._present_versions()
@@ -242,6 +243,8 @@ class ParameterBucket:
         """Make the fp32 master copy where one is due and missing, from `values` (owned elements) or the parameters."""
         if not self._keep_master or self.has_master:
             return
+        if self.kept:  # and was frozen until now
+            self.follow_values()
         source = self.read_owned(0, self.owned.stop - self.owned.start) if values is None else values
         if self._store is None:
             self.master = source.to(torch.float32, copy=True)
@@ -335,7 +338,8 @@ class ParameterBucket:
         if self.placement.shard_parameters and self.gathered:
             with _plain_mode():
                 self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names).wait()
-            if self.kept:
+            if self.tracks_edits:
+                self.kept, self.kept_again = self.kept or self.kept_again, False
                 self.note_versions()
 
     def check_poison(self) -> None:
@@ -380,6 +384,7 @@ class ParameterBucket:
         if self.has_master:
             for start, stop in self._master_parts():
                 self._follow(start, stop)
+        self.note_versions()
 
     @torch.no_grad()
     def set_master(self, index: int, value: Tensor) -> None:
