@@ -308,16 +308,14 @@ def _made(
 def state_bytes(workload: Workload, layout: Layout) -> float:
     """Persistent bytes of a rank: parameters, fp32 gradients, two moments, and master weights of low-precision ones.
 
-    Stage 1 keeps whole gradients where some wait for later micro-batches. Parameters that are kept are whole from a
-    step's first forward to its end, beside the slice: they count.
+    Stage 1 keeps whole gradients where some wait for later micro-batches. Where parameters are kept, memory is, too.
     """
     placement, elements = PLACEMENTS[layout.stage], workload.parameters / layout.stages
     waits = not placement.shard_gradients and (layout.stages > 1 or workload.micro_batches > 1)
     sliced = placement.shard_optimizer and not waits
     optimizer = 8 if workload.parameter_bytes >= 4 else 12
-    kept = workload.parameters * workload.parameter_bytes if layout.kept else 0.0
-    return kept + elements * (
-        workload.parameter_bytes / (layout.shard if placement.shard_parameters else 1)
+    return elements * (
+        workload.parameter_bytes / (layout.shard if placement.shard_parameters and not layout.kept else 1)
         + 4 / (layout.shard if sliced else 1)
         + optimizer / (layout.shard if placement.shard_optimizer else 1)
     )

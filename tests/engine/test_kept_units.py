@@ -201,7 +201,7 @@ def other_than_stage_2(script: Script, settings: list[Setting]) -> dict[str, Any
 def test_kept_units_with_master_weights_and_in_tiers(ranks: Launcher) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         settings = [*SETTINGS, OFFLOADED] if dtype == torch.bfloat16 else [OFFLOADED]
-        # Master weights do not follow what goes through `p.data`, at any stage, nor does what lies in a tier.
+        # Master weights do not follow what goes through `p.data`, at any stage, nor do slices in a tier.
         script = partial(written_between, dtype=dtype, through_data=False)
         for wrong in ranks(2)(other_than_stage_2, script, settings):
             assert not wrong, dtype
@@ -264,6 +264,8 @@ def elements_gathered(accumulation: int, keeps: bool, order: str) -> tuple[float
         optimizer.step()
         optimizer.zero_grad()
     mesh = engine.mesh
+    whole_bytes = sum(4 * bucket.layout.numel for bucket in engine.model.buckets)
+    assert engine.state_bytes()["parameters"] == whole_bytes // (1 if keeps else mesh.world_size)
     lacking = sum(bucket.layout.numel for bucket in engine.model.buckets) * (mesh.world_size - 1) / mesh.world_size
     return engine.counters.elements_sent / 2 / lacking, whole
 

@@ -174,8 +174,10 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
 def test_peaks_are_reached_and_not_passed(ranks: Launcher, stage: int, options: dict[str, Any]) -> None:
     for reverse in (False, True):
         for found in ranks(2)(peaks, stage, reverse, options):
-            if stage == 3:
+            if stage == 3 and "release_after_backward" not in options:  # there memory stays, and is no peak
                 assert found["gather"] == found["planned gather"], (reverse, found)
+            elif stage == 3:
+                assert found["planned gather"] == 0 < found["gather"]
             assert 0.7 * found["planned local"] <= found["local"] <= found["planned local"], (reverse, found)
 
 

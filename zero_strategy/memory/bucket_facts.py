@@ -12,7 +12,7 @@ from zero_strategy.memory.ledger import Owner
 from zero_strategy.memory.shapes import ModelShape, NamedShapes
 from zero_strategy.sharding.grouping import gradient_dtypes, group_parameters, wants_master
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
-from zero_strategy.sharding.placement import PLACEMENTS, Placement
+from zero_strategy.sharding.placement import PLACEMENTS, Placement, placement_for
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ def _facts(
 
 def placement_of(resolved: ResolvedConfig) -> Placement:
     """The row of the stage."""
-    return PLACEMENTS[resolved.config.stage]
+    return placement_for(resolved.config)

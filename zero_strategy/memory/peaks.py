@@ -11,7 +11,7 @@ from typing import TypeVar
 from zero_strategy.config import PipelineConfig, ZeroConfig
 from zero_strategy.memory.bucket_facts import BucketFacts, Units
 from zero_strategy.memory.ledger import Entry, Owner, allocated
-from zero_strategy.sharding.placement import PLACEMENTS
+from zero_strategy.sharding.placement import placement_for
 from zero_strategy.sharding.reducer import MAX_IN_FLIGHT
 
 T = TypeVar("T")
@@ -26,7 +26,8 @@ def peaks_of(units: Units, config: ZeroConfig, device_type: str, accumulation: i
         device_type: "cpu" or "cuda".
         accumulation: Micro-batches of a step.
     """
-    if PLACEMENTS[config.stage].shard_parameters:
+    placement = placement_for(config)
+    if placement.shard_parameters and not placement.in_place:
         yield _gathered(units, config, device_type)
     yield from _in_flight(units, config, device_type, accumulation)
     largest = max((bucket.handed for unit in units for bucket in unit), default=0)  # until it is added to the bucket
@@ -42,7 +43,7 @@ def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
     def taken(buckets: Sequence[BucketFacts]) -> int:
         return sum(allocated(bucket.layout.numel * bucket.dtype.itemsize, device_type) for bucket in buckets)
 
-    releases = config.release_after_forward and config.release_after_backward
+    releases = config.release_after_forward and config.release_after_backward  # the latter where they are offloaded
     width = 1 + config.prefetch if releases else len(units)
     stay = held_whole([taken(unit) for unit in units], config.pipeline)
     others = [unit for number, unit in enumerate(units) if number and number not in stay]

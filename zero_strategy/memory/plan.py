@@ -319,7 +319,7 @@ class _BucketEntries:
         bucket, offload = self.bucket, self.plan.offload
         count = len(bucket.owner.names)
         yield self._entry("handles", "device", count * bucket.dtype.itemsize)
-        sliced = self.placement.shard_parameters
+        sliced = self.placement.shard_parameters and not self.placement.in_place
         where = self.slice if sliced else (0, bucket.layout.numel)
         tier = _TIERS[offload.parameters]
         yield from self._partly_staying("parameters", tier, where, self._weights_stop, bucket.dtype.itemsize)

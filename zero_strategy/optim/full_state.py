@@ -62,7 +62,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
         ValueError: If no engine shards `param`.
     """
     _, bucket, index = _find(param)
-    bucket.follow_values()
+    bucket.follow_edits()
     piece = bucket.piece_of.get(index)
     value = None if piece is None else bucket.read_master(piece.offset, piece.offset + piece.numel)
     return _whole(bucket, index, value, bucket.master_dtype)

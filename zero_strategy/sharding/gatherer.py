@@ -259,7 +259,7 @@ class ParameterGatherer:
         """Carry what was written to kept parameters over to the own slices."""
         for unit in self.units:
             for bucket in unit.buckets:
-                bucket.follow_values()
+                bucket.follow_edits()
 
     def let_go(self, buckets: Iterable[ParameterBucket]) -> None:
         """Values are about to change: what was written to kept ones counts, and they are kept no longer.
@@ -268,8 +268,10 @@ class ParameterGatherer:
         """
         for bucket in buckets:
             unit = self._unit_of[id(bucket)]
+            if bucket.pending:
+                bucket.finish_gather()  # what is sent of it may be what is about to change
             if bucket.kept:
-                bucket.follow_values()
+                bucket.follow_edits()
                 bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)
                 unit.release()
 

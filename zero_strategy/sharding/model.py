@@ -26,7 +26,7 @@ from zero_strategy.sharding.guards import ModuleGuards
 from zero_strategy.sharding.layout import build_layout
 from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
 from zero_strategy.sharding.parameters import ParameterBucket, master_name, weights_name
-from zero_strategy.sharding.placement import PLACEMENTS
+from zero_strategy.sharding.placement import placement_for
 from zero_strategy.sharding.reducer import GradientReducer
 from zero_strategy.sharding.reducer_hooks import Watcher
 from zero_strategy.sharding.registry import check_unsharded, register
@@ -83,7 +83,7 @@ class ShardedModel:
         _check_precision(config, compute_dtype)
         self.device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
-        self.placement = PLACEMENTS[config.stage]
+        self.placement = placement_for(config)
         self.steps_early = optimizer_store is not None and config.offload.early_step == "on"
         self.aliases = aliases(module)
         check_unsharded(module.parameters())

@@ -143,7 +143,12 @@ class ParameterBucket:
             self.shard[start : start + values.numel()].copy_(values.reshape(-1))
 
     def _keep_shard(self, values: Tensor | None) -> None:
-        """Let the slice have memory, or a place in a tier, of its own; None: zeros."""
+        """Let the slice have memory, or a place in a tier, of its own, unless it stays where it is; None: zeros."""
+        if self.placement.in_place:
+            self.shard = self.flat[self.slice]
+            if values is None:
+                self.shard.zero_()
+            return
         numel = self.layout.slice_numel
         if self._shard_store is None:
             own = self.flat[self.slice]
@@ -244,7 +249,7 @@ class ParameterBucket:
         if not self._keep_master or self.has_master:
             return
         if self.kept:  # and was frozen until now
-            self.follow_values()
+            self.follow_edits()
         source = self.read_owned(0, self.owned.stop - self.owned.start) if values is None else values
         if self._store is None:
             self.master = source.to(torch.float32, copy=True)
@@ -298,11 +303,14 @@ class ParameterBucket:
             return
         self.check_poison()
         with _plain_mode():
-            self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
+            if not self.placement.in_place:
+                self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
             self._pending = self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
     def _shard_arrives(self) -> Callable[[], None] | None:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
+        if self.placement.in_place:
+            return None
         own = self.flat[self.slice]
         if self.shard_vector is not None:
             return partial(self.shard_vector.read_all, own)
@@ -321,15 +329,20 @@ class ParameterBucket:
                 self.note_versions()
 
     def release(self) -> None:
-        """Free all but the own slice (stage 3). Changes made to gathered values are dropped."""
+        """Free all but the own slice (stage 3). Changes made to gathered values are dropped.
+
+        In place nothing is freed, and changes to the own slice stay, as where parameters are always whole.
+        """
         if not self.placement.shard_parameters:
             return
         self.finish_gather()
         if self.gathered:
+            self.follow_edits()
             with _plain_mode():
                 for tensor, poison in zip(self.tensors, self._poison_views, strict=True):
                     tensor.data = poison
-                self.flat.untyped_storage().resize_(0)
+                if not self.placement.in_place:
+                    self.flat.untyped_storage().resize_(0)
             self.gathered = False
 
     @torch.no_grad()
@@ -397,7 +410,7 @@ class ParameterBucket:
     @torch.no_grad()
     def follow_edits(self) -> None:
         """Carry what the user wrote into whole parameters in place over to their master copy."""
-        if self.placement.shard_parameters and not self.kept:
+        if self.placement.shard_parameters and not self.kept and not (self.placement.in_place and self.gathered):
             return
         versions = self._present_versions()
         if versions == self._versions:
@@ -407,25 +420,11 @@ class ParameterBucket:
             if now == before or piece is None:
                 continue
             start, stop = piece.offset, piece.offset + piece.numel
-            if self.placement.shard_parameters:
+            if self.placement.shard_parameters and not self.placement.in_place:
                 self.write_owned(start, self.flat[self.slice][start:stop])
             if self.has_master:
                 self._follow(start, stop)
         self._versions = versions
-
-    @torch.no_grad()
-    def follow_values(self) -> None:
-        """Of what is kept, also carry over what was written through `p.data`, which no version counter tells of.
-
-        Where there are master weights they would not notice that in whole parameters either.
-        """
-        if not self.kept or self.has_master or self.shard_vector is not None:
-            self.follow_edits()
-            return
-        own = self.flat[self.slice]
-        if not (self._twice and torch.equal(own, self.shard)):  # a write has a step that was taken early done again
-            self.shard.copy_(own)
-        self.note_versions()
 
     def note_versions(self) -> None:
         """What was written to whole parameters so far is in their master copy already."""
@@ -468,7 +467,7 @@ class ParameterBucket:
 
         What is in a tier is in `offloaded`.
         """
-        if self.placement.shard_parameters:
+        if self.placement.shard_parameters and not self.placement.in_place:
             if self.shard_vector is None:
                 yield "parameters", self.shard
             yield "gather buffers", self.flat
@@ -480,7 +479,8 @@ class ParameterBucket:
 
     def persistent_bytes(self) -> int:
         """Bytes of parameters that stay for the whole step in whatever tier, master copy left out."""
-        numel = self.layout.slice_numel if self.placement.shard_parameters else self.layout.numel
+        sliced = self.placement.shard_parameters and not self.placement.in_place
+        numel = self.layout.slice_numel if sliced else self.layout.numel
         return numel * self.dtype.itemsize
 
     def master_bytes(self) -> int:

@@ -5,8 +5,11 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from zero_strategy.config import ZeroConfig
 
 Reduction = Literal["per_step", "per_micro_batch"]
 
@@ -20,12 +23,14 @@ class Placement:
         shard_parameters: Parameters are released and gathered around their use.
         shard_gradients: Only the owned slice of a gradient is kept, also of those of earlier micro-batches.
         shard_optimizer: Each rank updates its own slice only.
+        in_place: Released parameters keep their memory, and the own slice is its place in there.
     """
 
     stage: int
     shard_parameters: bool
     shard_gradients: bool
     shard_optimizer: bool
+    in_place: bool = False
 
     @property
     def reduction(self) -> Reduction:
@@ -42,3 +47,10 @@ PLACEMENTS: dict[int, Placement] = {
     2: Placement(2, shard_parameters=False, shard_gradients=True, shard_optimizer=True),
     3: Placement(3, shard_parameters=True, shard_gradients=True, shard_optimizer=True),
 }
+
+
+def placement_for(config: ZeroConfig) -> Placement:
+    """The row of the stage; where whole parameters stay until an optimizer steps on them, memory for them does, too."""
+    row = PLACEMENTS[config.stage]
+    stays = row.shard_parameters and not config.release_after_backward and config.offload.parameters == "none"
+    return replace(row, in_place=stays)
