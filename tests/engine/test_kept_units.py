@@ -19,6 +19,7 @@ from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, ShardedTwin, Twi
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.memory.offload import Offload
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zero_strategy.sharding import GatheredParameters
 
@@ -207,6 +208,25 @@ def test_kept_units_with_master_weights_and_in_tiers(ranks: Launcher) -> None:
             assert not wrong, dtype
 
 
+def rows_turned(twin: Twin) -> None:
+    """After backward, when early steps are taken: sums of the bytes stay as they were."""
+    model = net()
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for step in range(5):
+        twin.backward(loss_of(model(twin.data(step, 2, 6))))
+        with torch.no_grad():
+            model.blocks[1].up.weight.copy_(model.blocks[1].up.weight.flip(0))
+        twin.step()
+        twin.zero_grad()
+
+
+def test_early_steps_notice_what_is_written(ranks: Launcher) -> None:
+    early = {"release_after_backward": False, "offload": {"optimizer": "cpu", "early_step": "on"}}
+    for wrong in ranks(2)(other_than_stage_2, rows_turned, [Setting(3, "per_micro_batch", early)]):
+        assert not wrong
+
+
 def when_whole() -> dict[str, list[bool]]:
     """Which units are whole at points of a step, and after it."""
     twin = ShardedTwin(KEPT)
@@ -380,6 +400,28 @@ def test_a_step_that_raises_leaves_no_old_values(ranks: Launcher) -> None:
 
 def test_loads_and_readers_know_what_was_written(ranks: Launcher, tmp_path: Path) -> None:
     ranks(2)(loaded_and_read, str(tmp_path / "saved"))
+
+
+def planned_and_held(offload: dict[str, str]) -> list[int]:
+    """Bytes of parameters and of gather buffers: a plan that is told of tiers by itself, and one by its config."""
+    with torch.device("meta"):
+        shapes = net(width=256)
+    kept: dict[str, Any] = {"stage": 3, "release_after_backward": False, "units": {"min_numel": 0}}
+    found = []
+    for plan in (
+        load_config(kept).plan(shapes, world_size=2, device="cpu", offload=Offload(**offload)),
+        load_config({**kept, "offload": offload}).plan(shapes, world_size=2, device="cpu"),
+    ):
+        ledger = plan.ledger(0)
+        found += [ledger.only(category=category).total.taken for category in ("parameters", "gather buffers")]
+    return found
+
+
+def test_a_plan_knows_where_slices_are() -> None:
+    device = planned_and_held({})
+    host = planned_and_held({"optimizer": "cpu", "parameters": "cpu"})
+    assert device[:2] == device[2:] and device[1] == 0
+    assert host[:2] == host[2:] and host[1] > 0 and 1.9 * host[0] < device[0] < 2.1 * host[0]
 
 
 def skipped_steps() -> list[Any]:

@@ -12,7 +12,7 @@ from zero_strategy.memory.ledger import Owner
 from zero_strategy.memory.shapes import ModelShape, NamedShapes
 from zero_strategy.sharding.grouping import gradient_dtypes, group_parameters, wants_master
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout
-from zero_strategy.sharding.placement import PLACEMENTS, Placement, placement_for
+from zero_strategy.sharding.placement import PLACEMENTS, Placement
 
 
 @dataclass(frozen=True)
@@ -98,5 +98,5 @@ def _facts(
 
 
 def placement_of(resolved: ResolvedConfig) -> Placement:
-    """The row of the stage."""
-    return placement_for(resolved.config)
+    """The row of the stage; where own slices are (`Placement.in_place`) is for the plan's offload to say."""
+    return PLACEMENTS[resolved.config.stage]

@@ -11,22 +11,24 @@ from typing import TypeVar
 from zero_strategy.config import PipelineConfig, ZeroConfig
 from zero_strategy.memory.bucket_facts import BucketFacts, Units
 from zero_strategy.memory.ledger import Entry, Owner, allocated
-from zero_strategy.sharding.placement import placement_for
+from zero_strategy.sharding.placement import Placement
 from zero_strategy.sharding.reducer import MAX_IN_FLIGHT
 
 T = TypeVar("T")
 
 
-def peaks_of(units: Units, config: ZeroConfig, device_type: str, accumulation: int) -> Iterator[Entry]:
+def peaks_of(
+    units: Units, config: ZeroConfig, placement: Placement, device_type: str, accumulation: int
+) -> Iterator[Entry]:
     """The peaks of a training step on the device, activations left out.
 
     Args:
         units: Buckets by unit, the root first.
         config: A resolved config.
+        placement: What is divided, and whether it stays in place.
         device_type: "cpu" or "cuda".
         accumulation: Micro-batches of a step.
     """
-    placement = placement_for(config)
     if placement.shard_parameters and not placement.in_place:
         yield _gathered(units, config, device_type)
     yield from _in_flight(units, config, device_type, accumulation)

@@ -31,6 +31,7 @@ from zero_strategy.memory.shapes import BufferShape, ModelShape
 from zero_strategy.memory.staying import Staying, staying, stop_of
 from zero_strategy.sharding.dtensors import tensor_ranks
 from zero_strategy.sharding.layout import Piece, round_up
+from zero_strategy.sharding.placement import placement_for
 
 DeviceType = Literal["cpu", "cuda"]
 _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}
@@ -131,7 +132,8 @@ class MemoryPlan:
             ledger.add(entry)
         if self.snapshots and rank < shard:  # the first replica writes for all
             ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
-        for entry in peaks_of(units, self.resolved.config, self.device_type, self.accumulation):
+        placement = placement_for(self.resolved.config, self.offload.parameters)
+        for entry in peaks_of(units, self.resolved.config, placement, self.device_type, self.accumulation):
             ledger.add(entry)
         device, host = self._activation_bytes()
         for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
@@ -310,7 +312,7 @@ class _BucketEntries:
 
     def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
         self.plan, self.bucket, self.stays = plan, bucket, stays
-        self.placement = placement_of(plan.resolved)
+        self.placement = placement_for(plan.resolved.config, plan.offload.parameters)
         self.slice = bucket.layout.slice_bounds(shard_rank)
         self.owned = bucket.owned(self.placement, shard_rank)
 

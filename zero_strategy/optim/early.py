@@ -357,7 +357,7 @@ def _versions(gradients: GradientBucket, chunks: Sequence[Work]) -> list[tuple[o
     bucket = gradients.bucket
     if bucket.shard_vector is None:
         found.append((bucket.owned_values, bucket.owned_values._version))
-    if not bucket.placement.shard_parameters:
+    if not bucket.placement.shard_parameters or bucket.placement.in_place:
         found += [(tensor, tensor._version) for tensor in (*bucket.parameters, *bucket.tensors)]
     return found
 

@@ -20,7 +20,8 @@ class GatheredParameters:
     Args:
         params: One parameter, or any iterable of them. Parameters that no engine shards are left alone.
         modifier_rank: The rank whose changes are kept, broadcast and sharded again at the end. With None, changes to
-            parameters that stage 3 released are dropped.
+            parameters that stage 3 released are dropped; with `release_after_backward` off they count as at stage 2,
+            where all ranks make the same.
         enabled: Do nothing if False.
 
     Raises:

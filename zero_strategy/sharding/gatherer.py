@@ -273,7 +273,7 @@ class ParameterGatherer:
             if bucket.kept:
                 bucket.follow_edits()
                 bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)
-                unit.release()
+            unit.release()
 
     def release_idle(self) -> None:
         """Release all that nobody uses, also what is kept."""

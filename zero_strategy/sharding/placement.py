@@ -49,8 +49,13 @@ PLACEMENTS: dict[int, Placement] = {
 }
 
 
-def placement_for(config: ZeroConfig) -> Placement:
-    """The row of the stage; where whole parameters stay until an optimizer steps on them, memory for them does, too."""
+def placement_for(config: ZeroConfig, tier: str | None = None) -> Placement:
+    """The row of the stage; where whole parameters stay until an optimizer steps on them, memory for them does, too.
+
+    Args:
+        config: Resolved or not.
+        tier: Of own slices; None: what the config says. They have their place in whole parameters with "none" alone.
+    """
     row = PLACEMENTS[config.stage]
-    stays = row.shard_parameters and not config.release_after_backward and config.offload.parameters == "none"
-    return replace(row, in_place=stays)
+    stays = row.shard_parameters and not config.release_after_backward
+    return replace(row, in_place=stays and (tier or config.offload.parameters) == "none")
