@@ -29,6 +29,7 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.distributed.failure_board import Failure
+from zero_strategy.distributed.rendezvous import check_same_values
 from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
 from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.engine_gradients import EngineGradients
@@ -40,6 +41,7 @@ from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.observing import Observed
 from zero_strategy.optim import LossScaler, ShardedOptimizer
+from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
@@ -57,6 +59,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _engine_numbers = itertools.count()
+_OF_EACH_HOST = frozenset(
+    {
+        "checkpoint.bytes_per_second", "diagnostics.run_dir", "offload.nvme_path", "offload.probe_seconds",
+        "offload.resident_bytes", "offload.staging_bytes", "pipeline.timeline", "timeout_seconds",
+    }
+)  # fmt: skip
+"""Settings that may differ between ranks: places and speeds of a host, and bounds of time."""
 
 
 class ZeroEngine(EngineCheckpoints, EngineGradients):
@@ -91,7 +100,8 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
 
     Raises:
-        ValueError: If the mesh does not fit the world, or the module cannot be sharded; names the parameter.
+        ValueError: If the mesh does not fit the world, the module cannot be sharded (names the parameter), or ranks
+            were given different settings (names them).
     """
 
     def __init__(
@@ -129,12 +139,18 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
         self.module, self.order = module, order
+        name = f"engine{next(_engine_numbers)}"
+        settings = {key: str(setting.value) for key, setting in zero.settings() if key not in _OF_EACH_HOST}
+        if zero.pipeline.stages > 1:
+            del settings["units.patterns"]  # the layers of this rank's stage
+        settings["compute_dtype"] = str(compute_dtype)
+        check_same_values(f"{name}.settings", settings, timeout=zero.timeout_seconds)
         self.mesh = Mesh.build(
             replicate=zero.mesh.replicate,
             shard=self.config.shard,
             timeout=zero.timeout_seconds,
             rendezvous_seconds=zero.rendezvous_seconds,
-            name=f"engine{next(_engine_numbers)}",
+            name=name,
             lanes=lanes,
             guard=zero.guard,
             tensor_groups=tensor_groups,
@@ -159,6 +175,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
         self.optimizers: list[ShardedOptimizer] = self.model.optimizers
+        self._consistency = OptimizerConsistency(self.optimizers, self.model.reducer, self.mesh.control)
         self.gradient_watchers: list[Callable[[GradientStats], None]] = []
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.saver = Saver(self)
@@ -245,6 +262,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             check.remove()
         self._checks.clear()
         self.optimizers.clear()
+        self._consistency.forget()
 
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The shards behind an attached optimizer.
@@ -279,6 +297,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             for other in self.mesh.tensor.exchange_small(flags):  # what befell the data-parallel ranks of another part
                 self.model.reducer.agreed_flags |= int(other)
         self.steps.before(skipped=self.sharded(optimizer).skip_next)
+        self._consistency.note_step(optimizer)
         self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()

@@ -6,8 +6,11 @@ come is named within seconds, where a collective would block for the process gro
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -75,3 +78,63 @@ class StoreRendezvous:
         calls = {rank: store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)}
         if len(set(calls.values())) > 1:
             raise RendezvousError(f"ranks came to different calls: {calls}")
+
+
+def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -> None:
+    """Compare named values with those of all other ranks, over the process group's store; needs no group of its own.
+
+    Every rank sends its values to the store once and reads one answer: rank 0 compares.
+
+    Args:
+        name: Keeps comparisons apart; equal on all ranks, and used once.
+        values: This rank's, in words.
+        timeout: Seconds to wait for the slowest rank.
+
+    Raises:
+        ValueError: On all ranks, if values differ; names them, and the ranks.
+        RendezvousError: If a rank has not come in time; names it where rank 0 still answers.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    prefix, limit = f"zero_strategy/{name}", timedelta(seconds=timeout)
+    call = f"the construction of a ZeroEngine needs all {world} ranks"
+    if rank == 0:
+        ranks = range(1, world)
+        try:
+            store.wait([f"{prefix}/{other}" for other in ranks], limit)
+        except dist.DistStoreError:
+            absent = [other for other in ranks if not store.check([f"{prefix}/{other}"])]
+            problem = {
+                "kind": "absent",
+                "text": f"{call}; rank 0 waited {timeout:g} s, and rank(s) {absent} did not come",
+            }
+        else:
+            everyone = [dict(values), *(json.loads(store.get(f"{prefix}/{other}")) for other in ranks)]
+            problem = {"kind": "different", "text": _differences(everyone)}
+            for other in ranks:
+                store.delete_key(f"{prefix}/{other}")
+        store.set(f"{prefix}/answer", json.dumps(problem))
+    else:
+        store.set(f"{prefix}/{rank}", json.dumps(dict(values)))
+        try:
+            store.wait([f"{prefix}/answer"], limit + timedelta(seconds=5))
+        except dist.DistStoreError:
+            raise RendezvousError(f"{call}; rank {rank} waited {timeout:g} s, and rank 0 did not come") from None
+        problem = json.loads(store.get(f"{prefix}/answer"))
+    if problem["kind"] == "absent":
+        raise RendezvousError(problem["text"])
+    if problem["text"]:
+        raise ValueError(f"ranks were given different settings: {problem['text']}. Give all ranks the same")
+
+
+def _differences(everyone: list[dict[str, str]]) -> str:
+    found = []
+    for key in dict.fromkeys(key for mine in everyone for key in mine):
+        ranks: dict[str, list[int]] = {}
+        for rank, mine in enumerate(everyone):
+            ranks.setdefault(mine.get(key, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{value} on rank(s) {where}" for value, where in ranks.items())
+            found.append(f"{key} is {values}")
+    return "; ".join(found)

@@ -29,12 +29,14 @@ class Agreement:
         late: By bucket, whether any rank touched it again after it had left.
         same_gathers: Whether all ranks gathered the same units in the same order.
         flags: The bits that any rank raised.
+        same_rules: Whether all ranks that said so would update parameters by the same rules.
     """
 
     touched: list[set[int]]
     late: list[bool]
     same_gathers: bool
     flags: int = 0
+    same_rules: bool = True
 
 
 class ReductionPlan:
@@ -82,8 +84,18 @@ class ReductionPlan:
         self._ticks += 1
         self._finished[number] = min(self._ticks, _UNTOUCHED - 1)
 
-    def encode(self, touched: Sequence[set[int]], late: Sequence[bool], gathers: int, raised: int = 0) -> Tensor:
-        """This rank's message: uint8, of the same length on all ranks. `raised`: bits that all shall learn of."""
+    def encode(
+        self, touched: Sequence[set[int]], late: Sequence[bool], gathers: int, raised: int = 0, rules: int = 0
+    ) -> Tensor:
+        """This rank's message: uint8, of the same length on all ranks.
+
+        Args:
+            touched: By bucket, the parameters that this rank touched.
+            late: By bucket, whether it touched it again after it had left.
+            gathers: Checksum of the units that it gathered.
+            raised: Bits that all shall learn of.
+            rules: Hash of the rules by which it updates parameters, 30 bits; 0: not to be compared.
+        """
         flags: list[int] = []
         for count, mine, again in zip(self.counts, touched, late, strict=True):
             bits = [0] * (count + 1)
@@ -91,7 +103,7 @@ class ReductionPlan:
                 bits[index] = 1
             bits[count] = int(again)
             flags += bits
-        numbers = [gathers & 0x7FFF, raised]
+        numbers = [gathers & 0x7FFF, raised, rules & 0x7FFF, rules >> 15]
         numbers.extend(self._finished.get(number, _UNTOUCHED) for number in range(len(self.counts)))
         tail = torch.tensor(numbers, dtype=torch.int16).view(torch.uint8)
         return torch.cat([torch.tensor(flags, dtype=torch.uint8), tail])
@@ -109,7 +121,9 @@ class ReductionPlan:
         for number, mine in enumerate(self._trainable):
             if mine:
                 self._history[number].append(touched[number])
-        positions = tails[0][2:]
+        positions = tails[0][4:]
         if any(position != _UNTOUCHED for position in positions):
             self.order.sort(key=lambda number: positions[number])  # stable: untouched ones keep their order
-        return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, reduce(or_, (tail[1] for tail in tails)))
+        rules = {(tail[2], tail[3]) for tail in tails} - {(0, 0)}
+        flags = reduce(or_, (tail[1] for tail in tails))
+        return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, flags, len(rules) <= 1)

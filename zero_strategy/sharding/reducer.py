@@ -28,7 +28,7 @@ from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.gatherer import ParameterGatherer
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
-from zero_strategy.sharding.plan import ReductionPlan
+from zero_strategy.sharding.plan import Agreement, ReductionPlan
 from zero_strategy.sharding.reducer_hooks import ParameterHook, ReductionWatcher
 
 MAX_IN_FLIGHT = 2
@@ -60,6 +60,10 @@ class GradientReducer:
         self.step_torn: Callable[[], bool] = lambda: False
         self.raise_flags: Callable[[], int] = lambda: 0
         """Gives the bits that all ranks shall learn of with the next reduction; they end up in `agreed_flags`."""
+        self.rules: Callable[[], int] = lambda: 0
+        """Gives a hash of the rules by which this rank updates parameters; see `ReductionPlan.encode`."""
+        self.rules_differ: Callable[[bool], None] = lambda compared: None
+        """Called on all ranks where such hashes differ, with whether this rank's was compared; raises."""
         self.announce: Callable[[str, Any], None] | None = None
         """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
@@ -327,7 +331,8 @@ class GradientReducer:
             outside: No backward has just ended.
 
         Raises:
-            RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3).
+            RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3), or would update
+                their parts of the parameters by different rules.
         """
         with self._torn_by_errors():
             if self._gatherer is None:
@@ -340,9 +345,9 @@ class GradientReducer:
             self._begin_kept()
             if self.announce is not None:
                 self.announce("agree", outside)
-            same_gathers = self._agree()
+            agreed = self._agree(compares=True)
         self._reuse.close()
-        _check_gathers(same_gathers)
+        self._check(agreed, compares=True)
 
     @contextmanager
     def _torn_by_errors(self) -> Iterator[None]:
@@ -384,11 +389,11 @@ class GradientReducer:
                 self._left.clear()
             with self._torn_by_errors():
                 self._begin_kept()
-                same_gathers = self._agree()
-            _check_gathers(same_gathers)
+                agreed = self._agree(compares=False)
+            self._check(agreed, compares=False)
 
-    def _agree(self) -> bool:
-        """Ends the reduction; returns whether all ranks gathered the same units."""
+    def _agree(self, *, compares: bool) -> Agreement:
+        """Ends the reduction. `compares`: this rank knows by which rules the next step updates parameters."""
         touched = [
             bucket.own.live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
             for number, bucket in enumerate(self.buckets)
@@ -397,7 +402,7 @@ class GradientReducer:
             number in self._left and bool(bucket.late or bucket.own.live)
             for number, bucket in enumerate(self.buckets)
         ]
-        message = self.plan.encode(touched, late, self._sequence(), self.raise_flags())
+        message = self.plan.encode(touched, late, self._sequence(), self.raise_flags(), self.rules() if compares else 0)
         order = list(self.plan.order)
         agreed = self.plan.learn(self.mesh.control.exchange_small(message, "the parameters that have gradients"))
         for number in order:
@@ -421,7 +426,12 @@ class GradientReducer:
                 bucket.show(index)
             for watcher in self.watchers if indices else ():
                 watcher.reduced(bucket)
-        return agreed.same_gathers
+        return agreed
+
+    def _check(self, agreed: Agreement, *, compares: bool) -> None:
+        _check_gathers(agreed.same_gathers)
+        if not agreed.same_rules:
+            self.rules_differ(compares)
 
     def _sequence(self) -> int:
         """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
