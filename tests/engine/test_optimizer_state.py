@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.engine.nets import Net, loss_of, net
@@ -28,6 +29,7 @@ OPTIMIZERS: dict[str, Make] = {
     "RAdam": partial(torch.optim.RAdam, lr=0.05),
     "RMSprop": partial(torch.optim.RMSprop, lr=0.05, momentum=0.5, centered=True),
     "Rprop": partial(torch.optim.Rprop, lr=0.05),
+    "SGD": partial(torch.optim.SGD, lr=0.05, weight_decay=0.1),
     "SGD momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
 }
 
@@ -135,6 +137,54 @@ def without_state(folder: str, stage: int) -> list[int]:
     loaded = len(twin.own.full_optimizer_state(optimizer))
     changed = [n for n, value in twin.own.full_state_dict().items() if not torch.equal(value, expected[n])]
     return [trained, loaded, len(changed)]
+
+
+def part_of_state(folder: str) -> dict[str, str]:
+    """Optimizers as a user makes them, of which some or all parameters have no state; by case, what went wrong."""
+    found = {}
+    for stage in (0, 1, 2, 3):
+        for name, make in {
+            "none": partial(torch.optim.SGD, lr=0.05),
+            "some": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+            "some of Adam": partial(torch.optim.AdamW, lr=0.05),
+        }.items():
+            path = f"{folder}/{stage} {name}"
+            losses = [_losses(stage, make, path, resumed) for resumed in ("", "directory", "whole")]
+            if losses[1] != losses[0][2:] or losses[2] != losses[0][2:]:
+                found[path] = str(losses)
+    return found
+
+
+def _losses(stage: int, make: Make, path: str, resumed: str) -> list[float]:
+    torch.manual_seed(0)
+    model = net(depth=2)
+    engine = ZeroEngine(model, load_config(stage=stage))
+    optimizer = make(model.parameters())
+    engine.attach(optimizer)
+    if resumed == "directory":
+        engine.load(path)
+    elif resumed:
+        held = torch.load(f"{path}.{dist.get_rank()}.pt")
+        model.load_state_dict(held["model"])
+        engine.load_optimizer_state_dict(optimizer, held["optimizer"])
+    losses = []
+    for step in range(2 if resumed else 0, 4):
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(step))
+        loss = loss_of(model.blocks[0](model.stem(x)))  # the second block and the head get no gradients
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 1:
+            engine.save(path)
+            state = {"model": engine.full_state_dict(), "optimizer": engine.optimizer_state_dict(optimizer)}
+            torch.save(state, f"{path}.{dist.get_rank()}.pt")
+    engine.close()
+    return losses
+
+
+def test_optimizers_with_part_of_a_state_or_none(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(2)(part_of_state, str(tmp_path)) == [{}, {}]
 
 
 def test_a_checkpoint_without_state_clears_it(ranks: Launcher, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from safetensors.torch import load_file
 
 import zero_strategy
@@ -243,6 +243,42 @@ def with_io(tmp: str) -> float:
 
 def test_a_checkpoint_io_plugin_writes_whole_files(ranks: Launcher, tmp_path: Path) -> None:
     assert ranks(2)(with_io, str(tmp_path)) == [0, 0]
+
+
+class PlainSGD(Module):
+    """SGD without momentum, which keeps no state."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class TwoSGD(PlainSGD):
+    """The same with one more optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.parameters()
+        return [torch.optim.SGD([first], lr=0.05), torch.optim.SGD(rest, lr=0.05)]
+
+
+def stateless(tmp: str) -> list[float]:
+    found = []
+    for stage in (1, 2, 3):
+        kept = ModelCheckpoint(f"{tmp}/{stage}", "{epoch}", save_top_k=-1)
+        chosen = {"plugins": [AsyncCheckpointIO()], "enable_checkpointing": True, "callbacks": [kept], "max_epochs": 2}
+        module, resumed, path = PlainSGD(), PlainSGD(), f"{tmp}/{stage}/epoch=0.ckpt"
+        trainer(zero(stage), **chosen).fit(module, loader())
+        io = {"plugins": [TorchCheckpointIO()], "max_epochs": 2}
+        trainer(zero(stage), **io).fit(resumed, loader(), ckpt_path=path)
+        found.append(error(weights(resumed), weights(module)))
+        two = TwoSGD()
+        two.automatic_optimization = False
+        with raises(ValueError, "the state of 1 optimizer(s), and this run has 2 (SGD, SGD)"):
+            trainer(zero(stage), **io).fit(two, loader(), ckpt_path=path)
+    return found
+
+
+def test_optimizers_without_state_in_whole_files(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(2)(stateless, str(tmp_path)) == [[0, 0, 0]] * 2
 
 
 # ---- callbacks ----

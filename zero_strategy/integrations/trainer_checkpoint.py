@@ -216,9 +216,20 @@ class TrainerCheckpoints(TrainerResume, _Base):
         self.lightning_module.load_state_dict(whole(weights), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states into the live shards."""
+        """Load optimizer states into the live shards.
+
+        Raises:
+            ValueError: If there are not as many as optimizers.
+        """
         states, engine = checkpoint["optimizer_states"], self.engine
         assert engine is not None
+        if len(states) != len(self.optimizers):
+            names = [type(optimizer).__name__ for optimizer in self.optimizers]
+            raise ValueError(
+                f"the checkpoint holds the state of {len(states)} optimizer(s), and this run has {len(names)} "
+                f"({', '.join(names) or 'none'}): let configure_optimizers() return those that the checkpoint was "
+                'saved with, in their order, or take only its weights: torch.load it, and load its "state_dict"'
+            )
         readers = [getattr(state, "source", None) for state in states]
         if readers and isinstance(readers[0], StateReader):
             engine.load_optimizers(readers[0])

@@ -428,7 +428,7 @@ class ShardedOptimizer:
             self.optimizer.state.clear()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        if self.state and not optimizer.state:
+        if any(self.state.values()) and not optimizer.state:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.state_dict() would hand out an empty state: this rank holds only its "
                 "part. Call engine.optimizer_state_dict(optimizer) on all ranks, or engine.save(...)."
