@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +28,7 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.distributed.failure_board import Failure
-from zero_strategy.distributed.rendezvous import check_same_values
+from zero_strategy.distributed.rendezvous import check_same_values, next_number
 from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
 from zero_strategy.engine_checkpoints import EngineCheckpoints
 from zero_strategy.engine_gradients import EngineGradients
@@ -58,7 +57,6 @@ from zero_strategy.sharding.outside import check_outside_uses
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_engine_numbers = itertools.count()
 _OF_EACH_HOST = frozenset(
     {
         "checkpoint.bytes_per_second", "diagnostics.run_dir", "offload.nvme_path", "offload.probe_seconds",
@@ -139,7 +137,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
         self.module, self.order = module, order
-        name = f"engine{next(_engine_numbers)}"
+        name = f"engine{next_number('engines')}"
         settings = {key: str(setting.value) for key, setting in zero.settings() if key not in _OF_EACH_HOST}
         if zero.pipeline.stages > 1:
             del settings["units.patterns"]  # the layers of this rank's stage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +194,19 @@ def build_on_one_rank() -> str:
 
 def test_an_engine_on_one_rank(ranks: Launcher) -> None:
     assert "rank 0 waited 1 s, and rank(s) [1] did not come" in ranks(2)(build_on_one_rank)[0]
+
+
+def groups_made_again(store: Path) -> list[int]:
+    """Steps in a group that is made after one in which rank 1 alone had an engine."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        play(2, adam, nothing)
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    return [play(stage, adam, nothing)[0] for stage in STAGES]
+
+
+def test_engines_are_numbered_anew_in_every_group(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(2)(groups_made_again, tmp_path / "store") == [[5] * 4] * 2

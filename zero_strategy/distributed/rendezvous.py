@@ -80,6 +80,18 @@ class StoreRendezvous:
             raise RendezvousError(f"ranks came to different calls: {calls}")
 
 
+def next_number(what: str) -> int:
+    """Number things that all ranks make in the same order: 1, 2, ... on every rank, anew in every process group.
+
+    The process group's store counts, for each rank: a count of this process would go on when the group is made
+    again, and differ between ranks of which one had been in another group.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 1
+    store = dist.distributed_c10d._get_default_store()
+    return int(store.add(f"zero_strategy/{what}/of{dist.get_rank()}", 1))
+
+
 def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -> None:
     """Compare named values with those of all other ranks, over the process group's store; needs no group of its own.
 
