@@ -189,7 +189,7 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
     if empty:
         raise ValueError(
             f"parameters {empty[:5]} are on the meta device beside weights of {directory} that are read only now; make "
-            "them with memory (outside of sharding.Init(), without low_cpu_mem_usage)"
+            "them with memory (not on the meta device, without low_cpu_mem_usage)"
         )
     touched = {id(p): _touched(p) for p in named.values() if id(p) in sources and p.is_floating_point()}
     written = [name for name, p in named.items() if touched.get(id(p)) == "in place"]

@@ -75,7 +75,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         compute_dtype: Dtype that floating-point parameters and buffers take (bf16 or fp16 with fp32 master weights),
             or None to keep theirs.
         weights: A checkpoint or Hugging Face directory to take the weights from, each rank its own slices. A model
-            built under `sharding.Init()` then needs no `reset_parameters`. An open reader may hold a part of them: all
+            built on the meta device then needs no `reset_parameters`. An open reader may hold a part of them: all
             that are on the meta device.
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
             else the CPU.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.engine.live import live_bytes, only_new
@@ -21,6 +22,7 @@ from zero_strategy import sharding
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import full_state
+from zero_strategy.sharding.sharded_parameter import ShardedParameter
 
 STAGE_3 = Setting(3, "per_micro_batch")
 
@@ -333,26 +335,23 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def built_on_meta(stage: int) -> dict[str, Any]:
+def built_in_slices(stage: int) -> dict[str, Any]:
     with only_new():
-        return built_new_on_meta(stage)
+        return built_new_in_slices(stage)
 
 
-def built_new_on_meta(stage: int) -> dict[str, Any]:
-    torch.manual_seed(1)
-    before = live_bytes()
+def built_new_in_slices(stage: int) -> dict[str, Any]:
+    torch.manual_seed(1 + dist.get_rank())  # every rank draws other numbers; rank 0's count
+    before, Weighed.peak = live_bytes(), 0
     with sharding.Init():
         model = Deep()
-    twin = ShardedTwin(STAGE_3)
     found: dict[str, Any] = {
-        "meta": all(p.is_meta for p in model.parameters()),
+        "slices": all(isinstance(p, ShardedParameter) for p in model.parameters()),
         "buffer": model.fixed.tolist(),
         "frozen": not model.blocks[3][0].weight.requires_grad,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     objects = [id(p) for p in model.parameters()]
-    torch.manual_seed(10 + twin.rank)  # every rank draws other numbers; rank 0's count
-    Weighed.peak = 0
     engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
     found["whole"] = sum(4 * p.numel() for p in model.parameters())
     found["peak"], found["rest"] = Weighed.peak - before, live_bytes() - before
@@ -373,10 +372,10 @@ def built_new_on_meta(stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_init_by_meta_device(ranks: Launcher, stage: int) -> None:
-    first, second = ranks(2)(built_on_meta, stage)
+def test_init(ranks: Launcher, stage: int) -> None:
+    first, second = ranks(2)(built_in_slices, stage)
     for found in (first, second):
-        assert found["meta"] and found["identity"] and found["tie"] and found["frozen"]
+        assert found["slices"] and found["identity"] and found["tie"] and found["frozen"]
         assert found["buffer"] == [0.0, 1.0, 2.0, 3.0]
         assert found["losses"] == first["losses"] and all(value == value for value in found["losses"])
         assert all(torch.equal(value, first["weights"][name]) for name, value in found["weights"].items())
@@ -395,12 +394,12 @@ class Bare(nn.Module):
 
 
 def no_reset() -> str:
-    with sharding.Init():
+    with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Bare())
     return message_of(lambda: ZeroEngine(model, load_config(stage=3)))
 
 
-def test_init_without_reset_parameters_names_the_module(ranks: Launcher) -> None:
+def test_meta_parameters_without_reset_parameters_name_the_module(ranks: Launcher) -> None:
     for message in ranks(2)(no_reset):
         assert "'1'" in message and "Bare" in message and "reset_parameters" in message
 

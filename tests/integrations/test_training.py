@@ -26,6 +26,7 @@ from tests.integrations.trainers import (
     zero,
 )
 from tests.launcher import Launcher
+from zero_strategy.sharding import Init
 
 STAGES = (0, 1, 2, 3)
 CLOSE = 2e-6
@@ -124,6 +125,12 @@ class Configured(Module):
             self.net.load_state_dict(self.start)
 
 
+class ConfiguredInSlices(Configured):
+    def configure_model(self) -> None:
+        with Init():
+            super().configure_model()
+
+
 class Unlogged(Module):
     """torch.compile cannot trace Lightning's `log`."""
 
@@ -150,6 +157,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "manual_optimization": (Manual, {}),
     "two_optimizers": (Gan, {}),
     "configure_model": (Configured, {}),
+    "configure_model_under_init": (ConfiguredInSlices, {}),
     "gradient_hooks": (SeveralSteps, {}),
     "double_precision": (Module, {"precision": "64-true"}),
 }

@@ -14,7 +14,6 @@ from tests.engine.twins import DEFAULTS, Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.sharding import Init
 from zero_strategy.transformer import TransformerConfig, TransformerLayer, linear_cross_entropy
 
 WIDTH, TOKENS, DEPTH = 8, 20, 3
@@ -71,7 +70,7 @@ def test_compiled_layers_train_the_same_at_stage_3(ranks: Launcher) -> None:
 
 
 def test_a_layer_is_a_unit_and_is_made_where_it_is_sharded() -> None:
-    with Init():
+    with torch.device("meta"):
         model = seeded(LanguageModel)
     assert all(parameter.is_meta for parameter in model.layers.parameters())  # type: ignore[union-attr]
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ from zero_strategy.integrations.precision import PLANS, precision_of
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
 from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.verifying import verify_settings
-from zero_strategy.sharding import Init
+from zero_strategy.sharding.materialize import parameters_on_meta
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -246,13 +246,14 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         self.precision.device_type = self.root_device.type
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Modules built inside; with `empty_init` their parameters take memory only when they are sharded.
+        """Modules built inside; with `empty_init` their parameters are on the meta device until they are sharded.
 
         Under stage 3 they are built on the host, as the whole model may not fit a device.
         """
         stack = ExitStack()
         stack.enter_context(torch.device("cpu") if self.config.stage == 3 else self.root_device)
-        stack.enter_context(Init(enabled=bool(empty_init)))
+        if empty_init:
+            stack.enter_context(parameters_on_meta())
         stack.enter_context(self.precision.module_init_context())
         return stack
 

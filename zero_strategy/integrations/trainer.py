@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -53,7 +53,7 @@ from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import TrainerPreemption
 from zero_strategy.integrations.trainer_uneven import TrainerUneven
 from zero_strategy.integrations.verifying import verify_settings
-from zero_strategy.sharding import Init
+from zero_strategy.sharding.materialize import parameters_on_meta
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -258,12 +258,12 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Modules built inside; with `empty_init` their parameters take memory only when they are sharded.
+        """Modules built inside; with `empty_init` their parameters are on the meta device until they are sharded.
 
         Under stage 3 they are built on the host, as the whole model may not fit a device.
         """
         device = torch.device("cpu") if self.config.stage == 3 else self.root_device
-        with Init(enabled=bool(empty_init)), device, self.precision_plugin.tensor_init_context():
+        with parameters_on_meta() if empty_init else nullcontext(), device, self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: Any) -> None:

@@ -92,6 +92,9 @@ class PipelineModule(WholeBatches, nn.Module):
         TypeError, ValueError: If an argument does not fit; names it, its value, and what would.
     """
 
+    built_apart = True
+    """Ranks build different layers: see `sharding.Init`."""
+
     def __init__(
         self,
         layers: Iterable[Any] | nn.Sequential,

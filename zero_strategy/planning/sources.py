@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_strategy.config import UnitsConfig
 from zero_strategy.memory.shapes import ModelShape, gpt_shape
-from zero_strategy.sharding.context import Init
+from zero_strategy.sharding.materialize import parameters_on_meta
 
 HIDDEN_PER_LAYER = 128
 """Of the family of shapes: hidden / layers, that of GPT-3 and of 7B-parameter Llamas."""
@@ -72,11 +72,12 @@ def _without_memory(build: Any, name: str) -> Any:
             return build()
     except (RuntimeError, NotImplementedError) as first:
         try:
-            with Init():
+            with parameters_on_meta():
                 return build()
         except Exception as error:
             raise ValueError(
-                f"model {name!r} can be built neither on the meta device ({first}) nor under sharding.Init() ({error})"
+                f"model {name!r} can be built neither on the meta device ({first}) nor with parameters alone there "
+                f"({error})"
             ) from error
     except TypeError as error:
         raise ValueError(f"model {name!r} cannot be built: {error}; give arguments with --args '{{...}}'") from error

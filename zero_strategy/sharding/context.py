@@ -1,16 +1,16 @@
-"""`GatheredParameters` and `Init`: whole parameters on demand, and models that are never whole on any rank."""
+"""`GatheredParameters`: whole parameters on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from zero_strategy.sharding.construction import Construction, constructions_of
 from zero_strategy.sharding.registry import sharded_model_of
 
 
@@ -41,10 +41,13 @@ class GatheredParameters:
         self._modifier_rank, self._enabled = modifier_rank, enabled
         self._stack = ExitStack()
         self._buckets: list[Any] = []
+        self._pinned: list[tuple[Construction, list[nn.Parameter]]] = []
 
     def __enter__(self) -> None:
         if not self._enabled:
             return
+        for construction in constructions_of(self._parameters):
+            self._pinned.append((construction, construction.pin(self._parameters)))
         models = {id(model): model for model in map(sharded_model_of, self._parameters) if model is not None}
         for model in models.values():
             if self._modifier_rank is not None and not 0 <= self._modifier_rank < model.mesh.world_size:
@@ -61,42 +64,9 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._enabled:
+            for construction, parameters in self._pinned if kind is None else ():
+                construction.unpin(parameters, self._modifier_rank or 0)
             if kind is None and self._modifier_rank is not None:
                 for bucket in self._buckets:
                     bucket.adopt(self._modifier_rank)
             self._stack.close()
-
-
-class Init:
-    """Build a model whose parameters take no memory until an engine shards them.
-
-    Inside the block every registered parameter moves to the meta device; buffers stay real. The engine gives
-    parameters memory and values (from `reset_parameters`, or from a checkpoint) one unit at a time.
-
-    Args:
-        enabled: Do nothing if False.
-
-    Example:
-        >>> with sharding.Init():
-        ...     model = Model()
-        >>> engine = ZeroEngine(model, load_config(stage=3))
-    """
-
-    def __init__(self, enabled: bool = True) -> None:
-        self._enabled = enabled
-        self._handle: Any = None
-
-    def __enter__(self) -> None:
-        if self._enabled:
-            self._handle = register_module_parameter_registration_hook(cast(Any, _to_meta))
-
-    def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-
-def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    if parameter is None or parameter.is_meta:
-        return parameter
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.sharding.dtensors import held_by, like, part_of, recast
 from zero_strategy.sharding.units import UnitSpec
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Build modules whose parameters are empty, on the meta device; buffers stay real.
+
+    Values that code gives these parameters are lost, as they are on the meta device anyway: they get theirs from
+    `reset_parameters`, or from a checkpoint.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(cast(Any, move))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def materialize_unit(spec: UnitSpec, device: torch.device, *, initialise: bool = True) -> None:
@@ -43,7 +66,7 @@ def materialize_unit(spec: UnitSpec, device: torch.device, *, initialise: bool =
         if initialise and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 f"module {prefix or 'root'!r} ({type(module).__name__}) has parameters {sorted(mine)} on the meta "
-                "device and no reset_parameters(); give it one, build it outside of sharding.Init(), or load its "
+                "device and no reset_parameters(); give it one, build it under sharding.Init() instead, or load its "
                 "values: ZeroEngine(module, config, weights=CHECKPOINT)"
             )
         for parameter in mine.values():

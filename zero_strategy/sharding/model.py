@@ -18,6 +18,7 @@ from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.vectors import VectorSpec
 from zero_strategy.progress import each
+from zero_strategy.sharding.construction import constructions_of
 from zero_strategy.sharding.dtensors import check_placement, held_by, tensor_ranks
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.gradients import GradientBucket, gradients_name
@@ -87,6 +88,9 @@ class ShardedModel:
         self.steps_early = optimizer_store is not None and config.offload.early_step == "on"
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
+        self._constructions = constructions_of(module.parameters())
+        for construction in self._constructions:  # what is whole just now stays so
+            construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
         _check_same_on_all_ranks(module, mesh)
         self.optimizers: list[ShardedOptimizer] = []
         self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor]
@@ -98,6 +102,7 @@ class ShardedModel:
         self._reserve(specs)
         units = each("building units", specs, mesh.team.rank)
         self.units = [self._build_unit(spec, initialise, partly) for spec in units]
+        del self._constructions
         register(module.parameters(), self)
         self._share_buffers()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
@@ -162,6 +167,8 @@ class ShardedModel:
 
     def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
         real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
+        for construction in self._constructions:
+            construction.take([parameter for _, parameter in spec.parameters], values=initialise or partly)
         materialize_unit(spec, self.device, initialise=initialise)
         if self._moves:
             move_unit(spec, self.device)

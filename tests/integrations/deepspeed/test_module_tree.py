@@ -16,6 +16,7 @@ import zero_strategy.integrations.deepspeed as deepspeed
 from tests.launcher import Launcher
 from zero_strategy import sharding
 from zero_strategy.scripts import ScriptEngine
+from zero_strategy.sharding.sharded_parameter import ShardedParameter
 
 TREE = {
     "": ("initialize", "init_distributed", "add_config_arguments", "DeepSpeedEngine", "zero", "comm", "utils", "ops"),
@@ -91,7 +92,7 @@ def inside_of_a_run() -> None:
     config = {"zero_optimization": {"stage": 3}, "train_batch_size": 2, "gradient_clipping": 0.0}
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = nn.Linear(4, 4)
-    assert model.weight.is_meta
+    assert isinstance(model.weight, ShardedParameter)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     deepspeed.zero.register_external_parameter(model, model.weight)
     with deepspeed.zero.GatheredParameters(model.weight, 0, None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,12 +10,15 @@ import torch
 from torch import nn
 
 from zero_strategy import sharding
+from zero_strategy.distributed.start import init_distributed
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
 
 class Init(sharding.Init):
-    """Build a model whose parameters take no memory until `initialize` shards them.
+    """Build a model of which each rank keeps its slices alone; see `zero_strategy.sharding.Init`.
+
+    The process group is started on entry where it is not yet, as DeepSpeed does.
 
     Args:
         module: None; a module that exists already is sharded by `initialize`.
@@ -57,6 +61,11 @@ class Init(sharding.Init):
             if enabled and value is not None:
                 raise ValueError(f"zero.Init({name}=...) has no effect here: {way_out}")
         super().__init__(enabled)
+
+    def __enter__(self) -> None:
+        if self._enabled and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            init_distributed()
+        super().__enter__()
 
 
 class GatheredParameters(sharding.GatheredParameters):
