@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import logging
 import math
+import os
 import socket
+import threading
 import time
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.launcher import Launcher
-from zero_strategy.diagnostics import straggler_singleton
+from zero_strategy.diagnostics import straggler_control, straggler_singleton
 from zero_strategy.diagnostics.straggler import StragglerDetector
 from zero_strategy.diagnostics.straggler_control import ControlPort
 from zero_strategy.diagnostics.straggler_data import GpuFigures, StragglerData, ValueWithRank
@@ -132,6 +135,71 @@ def test_the_control_port() -> None:
         control.close()
     with pytest.raises(ConnectionRefusedError):
         ask(control.port)
+
+
+LONG = b"x" * (1 << 16)
+WITHOUT_END = [
+    b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n" + LONG,
+    b"POST / HTTP/1.1\r\nContent-Length: 1000000000000\r\n\r\n" + LONG,
+    b"GET /" + LONG,
+    b"GET / HTTP/1.1\r\nA: " + LONG,
+    b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 8192,
+]
+
+
+@pytest.mark.parametrize("begins", WITHOUT_END)
+def test_who_sends_without_end_is_cut_off(begins: bytes) -> None:
+    control = ControlPort(0, TOKEN)
+    try:
+        with socket.create_connection(("127.0.0.1", control.port), timeout=30) as raw:
+            sent = 0
+            with pytest.raises(OSError, match=r"reset|Broken pipe"):
+                raw.sendall(begins)
+                while sent < 1 << 26:  # far beyond what the kernel keeps for a connection
+                    sent += raw.send(LONG)
+        assert ask(control.port)[0] == 200 and control.take() == 1
+    finally:
+        control.close()
+
+
+def test_many_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(straggler_control, "_SECONDS", 0.2)
+    control = ControlPort(0, TOKEN)
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    silent = [socket.socket() for _ in range(50)]
+    try:
+        for one in silent:
+            one.setblocking(False)
+            assert one.connect_ex(("127.0.0.1", control.port)) in (0, errno.EINPROGRESS)
+        time.sleep(0.05)
+        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) <= files + len(silent) + 1  # one connection is held
+        silent[0].settimeout(30)
+        assert silent[0].recv(1) == b""  # it is closed, though it says nothing
+    finally:
+        for one in silent:
+            one.close()
+        control.close()
+
+
+def test_the_token_comes_first() -> None:
+    control = ControlPort(0, TOKEN)
+    try:
+        for request in (("PUT", "/"), ("POST", "/elsewhere")):
+            assert ask(control.port, *request, token=None)[0] == 401
+        with socket.create_connection(("127.0.0.1", control.port), timeout=30) as raw:
+            raw.sendall(f"POST / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n".encode())
+            raw.sendall(b"Expect: 100-continue\r\n\r\n")
+            assert b" 200 " in raw.recv(1000)  # the body is not waited for
+        assert control.take() == 1
+        for half in (b"", b"POST / HT", f"POST / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n".encode()):
+            with socket.create_connection(("127.0.0.1", control.port), timeout=30) as raw:
+                raw.sendall(half)
+                raw.shutdown(socket.SHUT_WR)
+                assert raw.recv(1000) == b""
+        assert control.take() == 0
+    finally:
+        control.close()
 
 
 def on_two_ranks() -> dict[str, Any]:
