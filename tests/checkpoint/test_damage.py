@@ -143,6 +143,7 @@ def test_without_its_manifest_it_is_no_checkpoint(checkpoint: Path) -> None:
         (lambda m: m["checksums"]["files"].pop("model.safetensors"), r"a file without a checksum: \['model"),
         (lambda m: m["checksums"]["files"].update({"model.safetensors": "x"}), "16 hexadecimal digits"),
         (lambda m: m["checksums"]["tensors"]["model.safetensors"].pop("first"), "'first' end at element 0 of 6"),
+        (lambda m: m["checksums"]["tensors"].pop("optimizer/exp_avg.safetensors"), "exp_avg.*'first' end at element 0"),
         (lambda m: m["checksums"]["tensors"]["model.safetensors"].update(x=[]), r"does not have: \['x'\]"),
         (lambda m: m["checksums"]["tensors"]["model.safetensors"].update(first=[1]), "malformed entry 1"),
         (lambda m: m["aliases"].update(a="nope"), "alias 'a' of 'nope'"),

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from tests.checkpoint.piece_saving import in_place, on_hosts, own_file, save
 from tests.checkpoint.saving import all_dtypes, random_tensor, same
 from zero_strategy.checkpoint import CheckpointReader, Manifest
+from zero_strategy.checkpoint.manifest import seal
 from zero_strategy.checkpoint.merge import merge
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.checkpoint.piece_reader import PieceReader
@@ -153,6 +154,28 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     save(on_hosts(one), {"w": torch.arange(100.0)})
     assert all("rank 1 wrote it on its host" in problem for problem in verify(one[0]).problems)
     assert len(verify(one[0]).problems) == 2
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer/exp_avg.safetensors"])
+@pytest.mark.parametrize(
+    ("blocks", "message"), [(None, "end at element 0 of 10"), (["0:10:{}"], "goes across a slice's end at 6")]
+)
+def test_what_no_checksum_covers_is_not_read(tmp_path: Path, file: str, blocks: list[str] | None, message: str) -> None:
+    values = {"w": torch.arange(10.0), "v": torch.ones(2)}
+    save(on_hosts([tmp_path / "c"] * 2), values, {"0": {"exp_avg": values}})
+    place = tmp_path / "c" / "manifest.json"
+    content = json.loads(place.read_text())
+    tensors = content["checksums"]["tensors"][file]
+    del tensors["w"]
+    if blocks is not None:
+        tensors["w"] = [block.format("0" * 16) for block in blocks]
+    place.write_bytes(seal(json.dumps(content).encode()))
+    with pytest.raises(ValueError, match=rf"c/{file}: .*'w' {message}"):
+        open_any(tmp_path)
+    (problem,) = verify(tmp_path).problems
+    assert file in problem and message in problem
+    with pytest.raises(ValueError, match=message):
+        merge([tmp_path / "c"], tmp_path / "out")
 
 
 def test_merge_refuses(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from zero_strategy.checkpoint.pieces import PieceTable, Slice, rank_path, small_
 from zero_strategy.checkpoint.plan import FileKind
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
 from zero_strategy.checkpoint.storage import Storage
+from zero_strategy.checkpoint.verify_pieces import check_blocks
 
 _TOGETHER_BYTES = 32 << 20
 """Most bytes of one request."""
@@ -57,7 +58,7 @@ class PieceReader(StateReader):
         verify: Compare the checksums of all that is read; a block is read whole where a part of it is asked for.
 
     Raises:
-        ValueError: If the manifest is that of an ordinary checkpoint.
+        ValueError: If the manifest is that of an ordinary checkpoint, or its checksums leave out elements of a tensor.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class PieceReader(StateReader):
         self._weights = MappingProxyType(specs)
         self._supplied: dict[tuple[str, str, int], torch.Tensor] = {}
         self._small: dict[str, bytes] = {}
+        if verify:
+            check_blocks(manifest, self._pieces, str(directory))
 
     @property
     def manifest(self) -> Manifest:

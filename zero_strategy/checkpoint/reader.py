@@ -54,6 +54,7 @@ class CheckpointReader(StateReader):
         )
         self.aliases = self._read_aliases(location.weight_files)
         self._check_weight_records()
+        self._check_states()
 
     @property
     def manifest(self) -> Manifest:
@@ -308,6 +309,13 @@ class CheckpointReader(StateReader):
                 )
         if self._manifest is not None and (unlisted := self._weight_files.keys() - records.keys()):
             raise ValueError(f"{self.directory}: the manifest does not list {sorted(unlisted)}")
+
+    def _check_states(self) -> None:
+        """Reads the headers of the optimizers' files: what has no checksum is refused before anything is loaded."""
+        if self._verified is not None:
+            for record in self._verified.optimizers.values():
+                for path in record.states.values():
+                    self._layout(path)
 
 
 def _identity(fd: int) -> tuple[int, int, int, int]:

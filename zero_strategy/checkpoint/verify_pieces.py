@@ -31,6 +31,26 @@ def piece_bytes(pieces: PieceTable, manifest: Manifest) -> int:
     return sum(size for size, _ in pieces.ranks.values()) + sum(manifest.files[path] for path in pieces.owners)
 
 
+def check_blocks(manifest: Manifest, pieces: PieceTable, source: str) -> None:
+    """Checks that each element of all tensors is in one block, and each block within one rank's slice.
+
+    Args:
+        manifest: The checkpoint's.
+        pieces: The manifest's.
+        source: The checkpoint, for errors.
+
+    Raises:
+        ValueError: Naming the file and the tensor.
+    """
+    for path, layout in pieces.layouts.items():
+        where = f"{source}/{path}"
+        manifest.checksums.check_cover(path, {name: spec.numel for name, spec in layout.specs.items()}, where)
+        for name, slices in pieces.slices.get(path, {}).items():
+            ends = [block.stop for block in manifest.checksums.tensors.get(path, {}).get(name, [])]
+            if across := sorted({one.stop for one in slices} - set(ends)):
+                raise ValueError(f"{where}: a checksum of tensor {name!r} goes across a slice's end at {across[0]}")
+
+
 def problems_of_pieces(
     storage: Storage, manifest: Manifest, pieces: PieceTable, report: Callable[[int], object]
 ) -> Iterator[str]:
@@ -42,6 +62,11 @@ def problems_of_pieces(
         pieces: The manifest's.
         report: Is given the number of bytes that were read since it was called last.
     """
+    try:
+        check_blocks(manifest, pieces, storage.name)
+    except ValueError as error:
+        yield str(error)
+        return  # where blocks lie is not certain
     blocks = _blocks(manifest, pieces)
     for rank, (size, header) in sorted(pieces.ranks.items()):
         path = rank_path(pieces.folder, rank)
