@@ -21,6 +21,7 @@ zero-strategy config convert FILE          write DeepSpeed's JSON as a YAML file
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ from zero_strategy.planning import add_plan_command, run_plan_command
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names in files are anybody's, and a terminal may be ASCII
     parser = argparse.ArgumentParser(prog="zero-strategy", description="Tools of zero_strategy.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     build = commands.add_parser("build", help="compile the native ops and the file I/O into the cache")

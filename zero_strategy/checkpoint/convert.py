@@ -155,20 +155,27 @@ def _write(
     if to_format == NATIVE:
         write_portable(state, place, max_file_bytes=max_file_bytes, progress=progress)
         return
+    if to_format != HF and format_named(to_format).whole:
+        _write_foreign(state, place, to_format, progress)
+        return
     temporary = beside(place, uuid.uuid4().hex[:12], "tmp")
     try:
         if to_format == HF:
             _write_hf(state, temporary, max_file_bytes, progress, source)
         else:
-            write = format_named(to_format).load().write
-            told = {"progress": progress} if "progress" in inspect.signature(write).parameters else {}
-            write(state, temporary, **told)
+            _write_foreign(state, temporary, to_format, progress)
         for path in [temporary, *(temporary.rglob("*") if temporary.is_dir() else ())]:
             sync(path)
         os.rename(temporary, place)
         sync(place.parent)
     finally:
         remove(temporary)
+
+
+def _write_foreign(state: PortableState, place: Path, to_format: str, progress: Progress | None) -> None:
+    write = format_named(to_format).load().write
+    told = {"progress": progress} if "progress" in inspect.signature(write).parameters else {}
+    write(state, place, **told)
 
 
 def _write_hf(

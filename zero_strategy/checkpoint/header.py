@@ -86,7 +86,10 @@ def _parse_tensor(name: str, entry: Any, source: str) -> tuple[TensorSpec, int]:
         if not shape or shape[-1] % 2:
             raise ValueError(f"{source}: tensor {name!r} of dtype F4 has an odd last dimension {shape}")
         shape = [*shape[:-1], shape[-1] // 2]
-    spec = TensorSpec(name, dtype, tuple(shape))
+    try:
+        spec = TensorSpec(name, dtype, tuple(shape))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     if span[1] - span[0] != spec.nbytes:
         raise ValueError(
             f"{source}: tensor {name!r} of dtype {entry['dtype']} and shape {entry['shape']} "

@@ -19,6 +19,8 @@ from math import prod
 
 import torch
 
+from zero_strategy.checkpoint.names import is_text
+
 PAGE = 4096
 MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse longer headers
 METADATA_KEY = "__metadata__"
@@ -65,7 +67,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or self.name == METADATA_KEY:
+        if not isinstance(self.name, str) or self.name == METADATA_KEY or not is_text(self.name):
             raise ValueError(f"{self.name!r} cannot be the name of a tensor in a safetensors file")
         if self.dtype not in DTYPE_NAMES:
             raise TypeError(f"tensor {self.name!r}: safetensors has no dtype {self.dtype}")

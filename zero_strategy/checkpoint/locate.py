@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_strategy.checkpoint.exact_json import parse_object
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, is_inner_path
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.plan import INDEX_NAME
 from zero_strategy.checkpoint.replace import all_beside
 from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME
@@ -153,7 +154,7 @@ def _plain_model(directory: Path) -> Location:
         raise ValueError(f"{source}: has no weight_map")
     files = dict.fromkeys(weight_map.values())
     for file in files:
-        if not isinstance(file, str) or not is_inner_path(file):
+        if not is_inner_path(file):
             raise ValueError(f"{source}: {file!r} is not the path of a file beside it")
         if not (directory / file).is_file():
             raise ValueError(f"{directory}: file {file} is missing")

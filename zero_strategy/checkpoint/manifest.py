@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from zero_strategy.checkpoint.checksums import Checksums, checksum_of
 from zero_strategy.checkpoint.exact_json import decode, encode, parse_object
 from zero_strategy.checkpoint.header import tensors_cut_off
 from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES
+from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.pieces import PieceTable, rank_path
 
 MANIFEST_NAME = "manifest.json"
@@ -224,12 +225,6 @@ def _check_own_checksum(data: bytes, source: str) -> None:
     actual = checksum_of(_OWN_CHECKSUM.sub(_BLANK, data, count=1))
     if actual.encode() != found[1]:
         raise ValueError(f"{source}: is damaged: its checksum is {actual}, it says {found[1].decode()}")
-
-
-def is_inner_path(path: str) -> bool:
-    """Whether a relative path written with "/" stays inside its directory."""
-    parts = PurePosixPath(path).parts
-    return bool(parts) and str(PurePosixPath(path)) == path and parts[0] != "/" and ".." not in parts
 
 
 class _Malformed(Exception):

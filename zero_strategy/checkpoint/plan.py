@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, index_json, plan_files
 from zero_strategy.checkpoint.manifest import Manifest, OptimizerRecord, Scalar, WeightRecord
+from zero_strategy.checkpoint.names import check_file_name
 
 FileKind = Literal["model"] | tuple[str, str]
 """Weights, or the (optimizer, state kind) of optimizer state."""
@@ -178,6 +179,7 @@ def _check_aliases(aliases: Mapping[str, str], stored: set[str]) -> None:
 
 def _state_path(optimizer: str, kind: str, several: bool) -> str:
     for part in (optimizer, kind):
+        check_file_name(part, "optimizer or state", ".safetensors")
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", part):
             raise ValueError(f"{part!r} cannot name an optimizer or its state: it must serve as a file name")
     return f"optimizer/{optimizer}/{kind}.safetensors" if several else f"optimizer/{kind}.safetensors"

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from zero_strategy.checkpoint.layout import FileLayout
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, is_inner_path
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.names import folders_above, is_inner_path
 from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 
@@ -191,6 +192,9 @@ def check_extra_files(plan: CheckpointPlan, extra_files: Mapping[str, bytes]) ->
     for path in extra_files:
         if not is_inner_path(path) or path.startswith((RECEIPTS_NAME, FOLDER_PREFIX)) or path in taken:
             raise ValueError(f"extra file {path!r}: not a free relative path inside the checkpoint")
+    files = taken | extra_files.keys()
+    if clash := sorted({folder for path in files for folder in folders_above(path)} & files):
+        raise ValueError(f"extra file: {clash[0]!r} would be both a file and the folder of another one")
 
 
 def check_free_of(taken: Mapping[str, object], files: Mapping[str, object]) -> None:

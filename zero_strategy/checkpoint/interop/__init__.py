@@ -25,6 +25,7 @@ class Format:
         what: One line for people.
         reads: Whether `read` exists.
         writes: Whether `write` exists.
+        whole: Whether it lets its target appear whole or not at all.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Format:
     what: str
     reads: bool = True
     writes: bool = False
+    whole: bool = False
 
     def load(self) -> ModuleType:
         """The module.
@@ -43,7 +45,7 @@ class Format:
 
 
 _ALL = (
-    Format("deepspeed-universal", "deepspeed_universal", "a universal checkpoint of DeepSpeed", writes=True),
+    Format("deepspeed-universal", "deepspeed_universal", "DeepSpeed's universal checkpoint", writes=True, whole=True),
     Format("deepspeed", "deepspeed", "a checkpoint of DeepSpeed: any ZeRO stage, pipelines, tensor parallel ranks"),
     Format("accelerate", "accelerate", "a state directory of Accelerate: DDP or FSDP"),
     Format("lightning", "lightning", "a checkpoint of Lightning: a .ckpt file, or a directory of its FSDP strategy"),

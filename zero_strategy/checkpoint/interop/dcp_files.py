@@ -20,7 +20,7 @@ import torch
 
 from zero_strategy.checkpoint.interop.pickles import Record, load_restricted, load_restricted_pickle
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import is_inner_path
+from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.portable import StoredTensor
 
 METADATA = ".metadata"

@@ -17,6 +17,7 @@ import torch
 
 from zero_strategy.checkpoint.interop.parameter_order import match_names
 from zero_strategy.checkpoint.layout import TensorSpec
+from zero_strategy.checkpoint.names import is_text
 from zero_strategy.checkpoint.portable import PortableOptimizer, StoredTensor, loaded
 
 Lazy = torch.Tensor | StoredTensor
@@ -157,6 +158,8 @@ def _number_keys(entries: Mapping[str, Mapping[str, Any]], weights: Mapping[str,
 
 
 def _put(found: PortableOptimizer, name: str, key: str, value: Any, number: bool, source: str) -> None:
+    if not is_text(key):
+        raise ValueError(f"{source}: optimizer state {key!r} of parameter {name!r} is no name in UTF-8")
     if isinstance(value, Lazy) and number and not _spec(value).shape:
         tensor = value.load() if isinstance(value, StoredTensor) else value
         found.scalars.setdefault(name, {})[key] = tensor.item()

@@ -27,6 +27,7 @@ from zero_strategy.checkpoint.interop.pickles import load_restricted
 from zero_strategy.checkpoint.interop.universal_write import LATEST_NAME
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import Scalar
+from zero_strategy.checkpoint.names import check_file_name
 from zero_strategy.checkpoint.portable import PortableOptimizer, PortableState, StoredTensor
 
 _GLOBAL = "optimizer_state.pt"
@@ -41,8 +42,9 @@ def locate(path: Path) -> Path | None:
         return path
     latest = path / LATEST_NAME
     if latest.is_file():
-        named = path / latest.read_text(encoding="utf-8").strip()
-        return named if (named / "zero").is_dir() else None
+        name = latest.read_text(encoding="utf-8").strip()
+        check_file_name(name, f"{latest}:")
+        return path / name if (path / name / "zero").is_dir() else None
     return None
 
 
@@ -107,6 +109,8 @@ class _Universal:
     def _groups(self) -> list[dict[str, tuple[int, ...]]]:
         """Name -> shape on one tensor-parallel rank, of each param group, over all pipeline stages."""
         per_rank = [self._groups_of(model) for model in self.models.values()]
+        for name in (name for groups in per_rank for shapes in groups for name in shapes):
+            check_file_name(name, f"{self.directory}: parameter")
         count = max(map(len, per_rank))
         groups: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
         for shapes in per_rank:

@@ -40,6 +40,7 @@ from zero_strategy.checkpoint.interop.foreign_pickle import foreign, save
 from zero_strategy.checkpoint.interop.megatron_rules import MergeRules, Rule
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import Scalar
+from zero_strategy.checkpoint.names import check_file_name
 from zero_strategy.checkpoint.portable import PortableOptimizer, PortableState, Progress, StoredTensor, loaded
 from zero_strategy.checkpoint.replace import all_beside, beside, remove, replace_directory, replace_file, sync
 
@@ -49,6 +50,10 @@ MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_st
 INFO_VERSION = 0.4
 DS_VERSION = "0.19.8"
 """The DeepSpeed whose layout this is; its loader asks for the version of the writer."""
+
+_GLOBAL_NAME = "optimizer_state.pt"
+_OWN_KINDS = ("fp32", "step")
+"""Beside those of the state in a parameter's folder, and no kinds of state."""
 
 SUB_GROUP = 1_000_000_000
 """Elements from which on stage 3 divides a group by default (`sub_group_size`)."""
@@ -84,7 +89,7 @@ def write(state: PortableState, path: Path, *, progress: Progress | None = None)
             for name in group["params"]:
                 folder, layout = temporary / "zero" / name, _layout(rules.rule(name))
                 _write_parameter(folder, name, state, optimizer, group["params"], step, layout, progress)
-        save(_optimizer_state(state, optimizer, steps), temporary / "zero" / "optimizer_state.pt")
+        save(_optimizer_state(state, optimizer, steps), temporary / "zero" / _GLOBAL_NAME)
         for file in MODEL_FILES:
             torch.save(_model_states(state, optimizer, tensors=file == MODEL_FILES[0]), temporary / file)
         _sync_tree(temporary)
@@ -116,10 +121,16 @@ def _only_optimizer(state: PortableState) -> PortableOptimizer:
     seen: set[str] = set()
     for group in optimizer.param_groups:
         for name in group["params"]:
-            if name not in state.weights or name in seen or "/" in name:
-                raise ValueError(f"parameter {name!r} of a param group is no weight, is in two groups, or has a '/'")
+            check_file_name(name, "parameter")
+            if name not in state.weights or name in seen or name == _GLOBAL_NAME:
+                raise ValueError(
+                    f"parameter {name!r} of a param group is no weight, is in two groups, or has the name of a file"
+                )
             seen.add(name)
     for kind, tensors in optimizer.kinds.items():
+        check_file_name(kind, "state", ".pt")
+        if kind in _OWN_KINDS:
+            raise ValueError(f"state {kind!r} has the name of another file of a parameter's: rename it")
         for name, tensor in tensors.items():
             if name not in seen or tensor.spec.shape != state.weights[name].spec.shape:
                 raise ValueError(
@@ -175,7 +186,10 @@ def _write_parameter(
     layout: Mapping[str, Any],
     progress: Progress | None,
 ) -> None:
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(f"parameter {name!r} and another one have names that are one to this file system") from None
     weight = state.weights[name]
     # All parameters of a group must have the same kinds, or DeepSpeed stops at the one that lacks one.
     kinds = [kind for kind, tensors in optimizer.kinds.items() if kind != "master" and tensors.keys() & set(group)]
