@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.remote import is_remote
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.callbacks import restore_param_groups
 from zero_strategy.integrations.checkpoint_dict import (
     LIGHTNING_FILE,
     StoredWeights,
@@ -223,6 +224,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
         """
         states, engine = checkpoint["optimizer_states"], self.engine
         assert engine is not None
+        restore_param_groups(self.lightning_module.trainer, self.lightning_module)
         if len(states) != len(self.optimizers):
             names = [type(optimizer).__name__ for optimizer in self.optimizers]
             raise ValueError(
