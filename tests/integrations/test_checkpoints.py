@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from safetensors.torch import load_file
 
 import zero_strategy
+from tests.integrations.test_fabric import fabric
 from tests.integrations.trainers import Module, error, loader, raises, train, trainer, weights, zero
 from tests.launcher import Launcher
 
@@ -243,6 +244,51 @@ def with_io(tmp: str) -> float:
 
 def test_a_checkpoint_io_plugin_writes_whole_files(ranks: Launcher, tmp_path: Path) -> None:
     assert ranks(2)(with_io, str(tmp_path)) == [0, 0]
+
+
+class PathsOnly(TorchCheckpointIO):
+    """A plugin as users write them: it does with a path what a `Path` can."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.calls.append(f"save {path.parent.name}/{path.name} {storage_options}")
+        super().save_checkpoint(checkpoint, path.with_suffix(".pt"))
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        self.calls.append(f"load {path.name}")
+        return super().load_checkpoint(path.with_suffix(".pt"), *args, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.calls.append(f"remove {path.name}")
+        path.with_suffix(".pt").unlink()
+
+
+def with_paths(tmp: str, strategy: Any) -> list[str]:
+    io, folder = PathsOnly(), Path(tmp)
+    run = trainer(strategy, plugins=[io])
+    run.fit(Module(), loader())
+    run.save_checkpoint(folder / "run.ckpt", storage_options={"a": 1})
+    again = trainer(strategy, plugins=[io], max_epochs=2)
+    again.fit(Module(), loader(), ckpt_path=folder / "run.ckpt")
+    run.strategy.remove_checkpoint(folder / "run.ckpt")
+    dist.barrier()
+    assert not os.listdir(tmp)
+    other = fabric(strategy, plugins=[io])
+    other.save(folder / "fabric.ckpt", {"model": other.setup(torch.nn.Linear(2, 2)), "step": 1})
+    other.barrier()
+    assert os.listdir(tmp) == ["fabric.pt"]
+    return io.calls
+
+
+def test_a_checkpoint_io_plugin_is_given_the_path_as_it_is(ranks: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "ddp").mkdir()
+    first, second = ranks(2)(with_paths, str(tmp_path / "zero"), "zero3")
+    expected, others = ranks(2)(with_paths, str(tmp_path / "ddp"), "ddp")
+    assert first == [call.replace("ddp/", "zero/") for call in expected] and second == others
+    assert first[0] == "save zero/run.ckpt {'a': 1}" and second == ["load run.ckpt"]
 
 
 class PlainSGD(Module):

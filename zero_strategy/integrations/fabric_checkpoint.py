@@ -94,7 +94,7 @@ class FabricCheckpoints(_Base):
         """Save; all ranks call it."""
         if self.engines:  # names the ranks that do not come, where a broadcast would wait for them
             self.engines[0].mesh.rendezvous.meet("Fabric.save()")
-        path = str(self.broadcast(os.fspath(path)))
+        place = str(self.broadcast(os.fspath(path)))
         modules = {key: unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         engine = engine_of(next(iter(modules.values()))) if len(modules) == 1 else None
@@ -102,13 +102,13 @@ class FabricCheckpoints(_Base):
         if self._whole_files or filter or engine is None or foreign:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        check_options(path, storage_options)
+        check_options(place, storage_options)
         names = {id(value): key for key, value in optimizers.items()}
         rest = {key: value for key, value in state.items() if key not in modules and key not in optimizers}
         converted = self._convert_stateful_objects_in_state(rest, filter={})
         content = pack(converted, engine.module)
         engine.save(
-            path,
+            place,
             user={
                 _USER: {
                     "module": next(iter(modules)),

@@ -107,7 +107,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
                     f"{path}: a hook changed the weights or the optimizer state to be saved, so they are gathered on "
                     "rank 0 and saved as one whole file"
                 )
-            super().save_checkpoint(whole(checkpoint), path, storage_options)
+            super().save_checkpoint(whole(checkpoint), filepath, storage_options)  # rank 0's alone is used
             return
         check_options(path, storage_options)
         assert self.engine is not None
