@@ -29,7 +29,7 @@ from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.adapters import adapter_files, is_adapted
 from zero_strategy.integrations.pretrained import from_pretrained
 from zero_strategy.integrations.trainer_folder import date_by_step, last_resumable
-from zero_strategy.saving.pretrained import config_files
+from zero_strategy.saving.pretrained import config_files, export_weights
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
 
@@ -41,6 +41,7 @@ _OWN = re.compile(
     r"(vocab|merges)\.txt|chat_template\.jinja|.*\.model|adapter_.*|README\.md"
 )
 """What the Trainer and tokenizers put beside a model."""
+_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
 _SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
 """DeepSpeed's names for the Trainer's schedules."""
 
@@ -136,6 +137,8 @@ class ZeroTrainerMixin:
         if engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
+        if not _internal_call and self._export(engine, directory):
+            return
         resumable = _internal_call and not self.args.save_only_model and bool(engine.optimizers)
         replaceable = all(engine.mesh.control.gather_objects(_replaceable(directory)))
         beside = adapter_files(engine) if is_adapted(self.model) else config_files(self.model)
@@ -147,10 +150,21 @@ class ZeroTrainerMixin:
         engine.save(directory, extra_files=beside, optimizers=resumable, update_latest=False)
         if self.args.should_save:
             self._save_own_files(directory)
-            if _internal_call and self.args.save_total_limit:
+            if self.args.save_total_limit:
                 date_by_step(Path(directory).parent)
-        if self.args.push_to_hub and not _internal_call:
+
+    def _export(self, engine: ZeroEngine, directory: str) -> bool:
+        """Write weights and config and no more, if that can be done without a rank that holds them all."""
+        exportable = isinstance(self.model, PreTrainedModel) and not is_adapted(self.model) and _is_model(directory)
+        if not all(engine.mesh.control.gather_objects(exportable)):
+            return False
+        if not export_weights(engine, directory, config_files(self.model)):
+            return False
+        if self.args.should_save:
+            self._save_own_files(directory)
+        if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+        return True
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The optimizer is in the checkpoint already; `save_model` wrote it with the weights."""
@@ -254,6 +268,14 @@ def _replaceable(directory: str) -> bool:
     path = Path(directory)
     known = not path.is_dir() or not any(path.iterdir()) or (path / MANIFEST_NAME).is_file()
     return known and not _foreign(directory)
+
+
+def _is_model(directory: str) -> bool:
+    """Whether a directory is replaceable, or holds a model and what the Trainer puts beside it, and no more."""
+    path = Path(directory)
+    return _replaceable(directory) or all(
+        entry.is_file() and (_MODEL.fullmatch(entry.name) or _OWN.fullmatch(entry.name)) for entry in path.iterdir()
+    )
 
 
 def _foreign(directory: str) -> list[str]:

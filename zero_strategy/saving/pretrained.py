@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
+from zero_strategy.checkpoint.plan import INDEX_NAME
 from zero_strategy.checkpoint.remote import is_remote
+from zero_strategy.checkpoint.replace import remove, sync
+from zero_strategy.checkpoint.save_writer import unlisted
+from zero_strategy.distributed.together import together
+from zero_strategy.saving import random_state
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
 
+_STAGED = ".weights"
 _CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}
 
 
@@ -46,6 +56,54 @@ def save_pretrained(
         update_latest=False,
         weights_dtype=dtype,
     )
+
+
+def export_weights(engine: ZeroEngine, directory: str | os.PathLike[str], files: Mapping[str, bytes]) -> bool:
+    """Write whole weights as `save_pretrained` does, without what is a checkpoint's alone; all ranks call it.
+
+    They are written beside first, each rank its own slices. A model or a checkpoint in the directory goes when they
+    are there, other files stay.
+
+    Args:
+        engine: Whose weights.
+        directory: Gets `model.safetensors`, or several files with an index, and `files`.
+        files: Further small files, {name: content}; rank 0's are written.
+
+    Returns:
+        Whether it was done: not where ranks do not see one directory, of whose weights each host can have but a part.
+
+    Raises:
+        OSError, ValueError: On all ranks if one fails.
+    """
+    target, staged = Path(directory), Path(directory) / _STAGED
+    engine.save(staged, extra_files=files, optimizers=False, update_latest=False).finish()
+    control, rank = engine.mesh.team.control, engine.mesh.team.rank
+    divided = any(control.gather_objects(any(staged.glob(f"{FOLDER_PREFIX}*"))))
+
+    def move() -> None:
+        if divided:
+            remove(staged)
+        elif rank == 0:
+            _move(staged, target)
+
+    together(control, move)
+    return not divided
+
+
+def _move(staged: Path, target: Path) -> None:
+    found = unlisted(target) if (target / MANIFEST_NAME).is_file() else None
+    (target / MANIFEST_NAME).unlink(missing_ok=True)
+    if found is None:
+        stale = [*target.glob("model*.safetensors"), target / INDEX_NAME]
+    else:  # of the checkpoint there
+        stale = [path for path in target.iterdir() if path not in found]
+    for path in stale:
+        remove(path)
+    for path in sorted(staged.iterdir(), key=lambda path: path.name in _CONFIGS.values()):
+        if path.name not in (MANIFEST_NAME, random_state.DIRECTORY):
+            os.replace(path, target / path.name)
+    remove(staged)
+    sync(target)
 
 
 def config_files(module: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, bytes]:

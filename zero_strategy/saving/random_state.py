@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from zero_strategy.activation.rng import CudaRNGStatesTracker
     from zero_strategy.checkpoint import StateReader
 
-_DIRECTORY = "random"
+DIRECTORY = "random"
 
 
 def path_of(rank: int) -> str:
     """The file of a rank, relative to the checkpoint."""
-    return f"{_DIRECTORY}/rank-{rank:05d}.json"
+    return f"{DIRECTORY}/rank-{rank:05d}.json"
 
 
 def capture() -> bytes:
@@ -77,7 +77,7 @@ def load(reader: StateReader, rank: int, world_size: int) -> bool:
         Whether the checkpoint has random states.
     """
     files = reader.manifest.files if reader.has_manifest else {}
-    saved = sum(path.startswith(f"{_DIRECTORY}/") for path in files)
+    saved = sum(path.startswith(f"{DIRECTORY}/") for path in files)
     if not saved:
         return False
     if saved == world_size and path_of(rank) in files:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.integrations.accelerate_face.training import fresh_state
 from tests.integrations.transformers_face.training import (
@@ -55,6 +56,33 @@ def test_the_same_training(ranks: Launcher, tmp_path: Path, kind: str) -> None:
     done = run_warm(RELOAD, *folders, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def saved_twice(folder: str) -> list[list[str]]:
+    """Saved before and after more training, into a new directory, one with other files, and one with a checkpoint."""
+    with fresh_state():
+        trainer, found = trainer_of(3, "gpt2", Path(folder) / "run", save_strategy="epoch", num_train_epochs=1), []
+        for name in ("new", "new", "mixed", "run/checkpoint-4"):
+            (Path(folder) / "mixed").mkdir(exist_ok=True)
+            (Path(folder) / "mixed" / "notes.txt").write_text("mine")
+            trainer.train()
+            trainer.save_model(f"{folder}/{name}")
+            trainer.accelerator.wait_for_everyone()
+            paths = [path for path in (Path(folder) / name).rglob("*") if path.is_file()]
+            found.append(sorted(path.relative_to(Path(folder) / name).as_posix() for path in paths))
+            state = whole(trainer)
+            stored = load_file(f"{folder}/{name}/model.safetensors")
+            assert all(torch.equal(value, state[key]) for key, value in stored.items()) and stored
+            trainer.accelerator.wait_for_everyone()
+        return found
+
+
+def test_save_model_writes_a_model_and_no_checkpoint(ranks: Launcher, tmp_path: Path) -> None:
+    """What is uploaded: no manifest, no random states of ranks, nothing of an earlier save."""
+    model = ["config.json", "generation_config.json", "model.safetensors", "training_args.bin"]
+    beside = ["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"]
+    for found in ranks(2, timeout=120)(saved_twice, str(tmp_path)):
+        assert found == [model, model, sorted([*model, "notes.txt"]), sorted([*model, *beside])]
 
 
 def in_fp16(stage: int, folder: str, resumed: bool) -> tuple[Trained, list[float], float, str]:
