@@ -157,7 +157,7 @@ def test_convert_refuses_and_leaves_nothing(
     (tmp_path / "taken").touch()
     for arguments, message in [
         ((ours, tmp_path / "taken"), "exists; it will not be overwritten"),
-        ((ours, tmp_path / "new", "--to", "lightning"), "cannot write 'lightning'; known: native, hf"),
+        ((ours, tmp_path / "new", "--to", "accelerate"), "cannot write 'accelerate'; known: native, hf"),
         ((ours, tmp_path / "new", "--from", "x"), "unknown checkpoint format 'x'"),
         ((ours, tmp_path / "new", "--prefix", "a."), "have no meaning for the format 'native'"),
         ((tmp_path / "nothing", tmp_path / "new"), "no such file"),

@@ -21,10 +21,12 @@ def add(actions: Any) -> None:
         "Converts a checkpoint. The target appears whole or not at all, and nothing is overwritten. Nothing that a\n"
         "file says is executed. Exit status: 0 done, 2 error.\n\n"
         "from: native, deepspeed, deepspeed-universal, torch, dcp, lightning, accelerate; found out if not given\n"
-        "to:   native, hf (safetensors weights alone), torch (one .pt), dcp, deepspeed-universal",
+        "to:   native, hf (safetensors weights alone), torch (one .pt), dcp, deepspeed-universal,\n"
+        "      lightning (one .ckpt that Trainer(strategy=\"ddp\") resumes; all of it is in memory meanwhile)",
         "  zero-strategy checkpoint convert --from deepspeed runs/ds ours --tag global_step100\n"
         "  zero-strategy checkpoint convert runs/step200 model --to hf --dtype bfloat16 --max-file-size 2GB\n"
-        "  zero-strategy checkpoint convert runs/step200 step200.pt --to torch",
+        "  zero-strategy checkpoint convert runs/step200 step200.pt --to torch\n"
+        "  zero-strategy checkpoint convert checkpoints/last.ckpt plain.ckpt --to lightning",
     )
     parser.add_argument("source", metavar="IN", help="a checkpoint")
     parser.add_argument("target", metavar="OUT", help="the new one; must not exist")

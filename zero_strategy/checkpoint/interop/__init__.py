@@ -48,7 +48,7 @@ _ALL = (
     Format("deepspeed-universal", "deepspeed_universal", "DeepSpeed's universal checkpoint", writes=True, whole=True),
     Format("deepspeed", "deepspeed", "a checkpoint of DeepSpeed: any ZeRO stage, pipelines, tensor parallel ranks"),
     Format("accelerate", "accelerate", "a state directory of Accelerate: DDP or FSDP"),
-    Format("lightning", "lightning", "a checkpoint of Lightning: a .ckpt file, or a directory of its FSDP strategy"),
+    Format("lightning", "lightning", "a checkpoint of Lightning: .ckpt, or a directory of FSDP (read)", writes=True),
     Format("dcp", "dcp", "a directory of torch.distributed.checkpoint", writes=True),
     Format("torch", "torch_file", "a file of torch.save with a state dict and, maybe, optimizer states", writes=True),
 )

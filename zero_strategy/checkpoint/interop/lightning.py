@@ -19,13 +19,16 @@ from typing import Any
 import torch
 
 from zero_strategy.checkpoint.interop import dcp, torch_file
+from zero_strategy.checkpoint.interop.lightning_write import TRAINER_FILE, write
 from zero_strategy.checkpoint.interop.optimizer_form import is_optimizer_state
 from zero_strategy.checkpoint.interop.pickles import Record, load_restricted
 from zero_strategy.checkpoint.interop.state_dicts import is_state_dict
 from zero_strategy.checkpoint.portable import PortableState
 
-TRAINER_FILE, FABRIC_FILE = "lightning.pt", "fabric.pt"
-"""Where our strategies keep the rest of a checkpoint dict."""
+__all__ = ["FABRIC_FILE", "TRAINER_FILE", "detect", "read", "write"]
+
+FABRIC_FILE = "fabric.pt"
+"""Where our Fabric strategy keeps the rest of a state."""
 
 _META = "meta.pt"
 _MARK = "pytorch-lightning_version"
