@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.ops.arguments import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.norm import GradientStats, global_norm
 from zero_strategy.optim.own_gradients import OwnGradients
@@ -52,7 +53,7 @@ class EngineGradients:
     def clip_grad_norm_(
         self,
         max_norm: float,
-        norm_type: float = 2.0,
+        norm_type: float | str = 2.0,
         optimizer: Optimizer | None = None,
         error_if_nonfinite: bool = False,
         parameters: Iterable[nn.Parameter] | None = None,
@@ -61,7 +62,7 @@ class EngineGradients:
 
         Args:
             max_norm: The bound.
-            norm_type: Any positive p, or inf.
+            norm_type: Any positive p, or inf, also as the string "inf".
             optimizer: Whose gradients; default: those of all attached optimizers together, or of all parameters if
                 none is attached.
             error_if_nonfinite: Raise, on every rank, instead of multiplying by nan.
@@ -104,16 +105,17 @@ class EngineGradients:
         for gradients in self._chosen(optimizer):
             gradients.clip_values(clip_value, only)
 
-    def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
+    def grad_norm(self, norm_type: float | str = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
         """Norm of the mean gradients over all ranks. A collective.
 
         Args:
-            norm_type: Any positive p, or inf.
+            norm_type: Any positive p, or inf, also as the string "inf".
             optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
         """
         return self._norm(norm_type, optimizer, None)
 
-    def _norm(self, norm_type: float, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
+    def _norm(self, norm_type: float | str, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
+        norm_type = norm_order(norm_type)
         self.model.reducer.settle()
         parts = [gradients.shards(norm_type, only) for gradients in self._chosen(optimizer)]
         shards = [shard for found, _, _ in parts for shard in found]

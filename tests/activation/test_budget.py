@@ -157,6 +157,27 @@ def test_a_budget_that_is_too_small_is_refused_alike(ranks: Launcher) -> None:
     assert found is not None and 0.02 < float(found[1]) < 0.6
 
 
+def default_of_a_small_model() -> tuple[int, int, list[str]]:
+    torch.manual_seed(0)
+    blocks = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(16, 1))
+    engine = ZeroEngine(model, {"stage": 2, "units": {"min_numel": 0}, "activation_checkpointing": "budget"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    model(torch.randn(4, 17, 16)).sum().backward()
+    assert engine.activations.profile is not None
+    profile = engine.activations.profile.result()
+    assert profile is not None
+    optimizer.step()
+    return profile.peak(profile.units), profile.kept, engine.activations.recomputed
+
+
+def test_the_default_budget_is_what_there_can_be(ranks: Launcher) -> None:
+    for least, kept, recomputed in ranks(2)(default_of_a_small_model):
+        assert least > 0.5 * kept, "half is less than there can be"
+        assert recomputed == ["0"]
+
+
 BUDGET = {"activation_checkpointing": {"mode": "budget", "budget": 0.6}}
 SETTINGS = [Setting(0, "per_step", BUDGET), Setting(3, "per_micro_batch", BUDGET)]
 

@@ -14,6 +14,7 @@ from zero_strategy.config import (
     Layer,
     LossScaleConfig,
     MeshConfig,
+    OffloadConfig,
     ZeroConfig,
     load_config,
     load_layers,
@@ -357,3 +358,56 @@ def test_round_trip_through_omegaconf(stage, replicate, shard, classes, timeout)
     assert load_config(config) == config
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     assert load_config(plain) == config
+
+
+# Short forms
+
+
+def test_one_string_is_a_list_of_one(tmp_path: Path):
+    config = load_config(
+        offload={"optimizer": "nvme", "nvme_path": tmp_path}, units={"classes": "Block"}, elementwise_optimizers="Own"
+    )
+    assert config.offload.nvme_path == [str(tmp_path)]
+    assert (config.units.classes, config.elementwise_optimizers) == (["Block"], ["Own"])
+    assert OffloadConfig(optimizer="nvme", nvme_path="/local").nvme_path == ["/local"]
+    with pytest.raises(ValueError, match=r"offload\.nvme_path\[0\] is ' '"):
+        load_config(offload={"nvme_path": " "})
+
+
+@pytest.mark.parametrize("value, mode", [("full", "full"), (True, "full"), (False, "none"), ("budget", "budget")])
+def test_activation_checkpointing_in_one_word(write, value, mode):
+    assert load_config(activation_checkpointing=value).activation_checkpointing.mode == mode
+    assert load_config(write(f"activation_checkpointing: {value}")).activation_checkpointing.mode == mode
+
+
+def test_offload_in_one_word_is_what_the_strategy_names_mean(write):
+    for stage in (0, 1, 2, 3):
+        config = load_config(write(f"stage: {stage}\noffload: cpu"))
+        assert (config.offload.optimizer, config.offload.parameters) == ("cpu", "cpu" if stage == 3 else "none")
+    for stage in (2, 3):
+        named = load_layers([Layer(preset(f"zero{stage}_offload"), "a name")])
+        assert load_config({"offload": "cpu"}, stage=stage).offload == named.offload
+    assert "derived: offload: cpu" in load_config(offload="cpu").origin_of("offload.parameters")
+    assert load_config({"offload": "cpu"}, offload={"parameters": "none"}).offload.parameters == "none"
+    assert load_config(write("offload: off")).offload == OffloadConfig()
+
+
+def test_offload_to_nvme_in_one_word_takes_the_environments_directories(monkeypatch):
+    with pytest.raises(ValueError, match=r"nvme_path is empty.*ZERO_STRATEGY_NVME_PATH"):
+        load_config(offload="nvme")
+    monkeypatch.setenv("ZERO_STRATEGY_NVME_PATH", "/a:/b")
+    config = load_config(offload="nvme")
+    assert (config.offload.parameters, config.offload.nvme_path) == ("nvme", ["/a", "/b"])
+
+
+def test_short_forms_name_their_mistakes():
+    with pytest.raises(ValueError, match=r"activation_checkpointing\.mode is 'ful' \[user: keyword\]; accepted:"):
+        load_config(activation_checkpointing="ful")
+    with pytest.raises(ValueError, match=r"offload\.optimizer is 'disk'"):
+        load_config(offload="disk")
+
+
+@pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+def test_options_of_ddp_are_said_to_be_unneeded(name):
+    with pytest.raises(ValueError, match=f"'{name}'.*option of DistributedDataParallel.*leave it out"):
+        load_config({name: True})

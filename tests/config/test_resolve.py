@@ -160,7 +160,8 @@ def test_what_is_set_is_not_derived():
     mesh, offload = {"shard": 4, "replicate": 2, "tensor": 1}, {"gradients": "none", "early_step": "off"}
     pipeline = {"chunks": 1, "micro_batches": 3, "gather_bytes": 5}
     config = load_config(
-        stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload, pipeline=pipeline
+        stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload, pipeline=pipeline,
+        activation_checkpointing={"budget": 0.5},
     )
     resolved = resolve(config, 8)
     assert resolved.config == config

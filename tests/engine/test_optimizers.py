@@ -256,7 +256,7 @@ def test_gradients_stay_for_the_optimizer_that_steps_later(ranks: Launcher) -> N
 # ---------------------------------------------------------------------------------------------------- clipping
 
 
-def clipping(twin: Twin, norm_type: float) -> None:
+def clipping(twin: Twin, norm_type: float | str) -> None:
     model = net()
     twin.shard(model)
     twin.attach(torch.optim.SGD(model.parameters(), lr=0.05, foreach=False))
@@ -271,8 +271,8 @@ def clipping(twin: Twin, norm_type: float) -> None:
         twin.zero_grad()
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
-def test_clipping_by_every_norm_and_by_value(ranks: Launcher, norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf"), "inf"])
+def test_clipping_by_every_norm_and_by_value(ranks: Launcher, norm_type: float | str) -> None:
     for world in (2, 3):
         for wrong in ranks(world)(play, partial(clipping, norm_type=norm_type), DEFAULTS, tolerance=1e-6):
             assert not wrong, world

@@ -292,6 +292,47 @@ def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
         assert "micro-batch 1" in found[6] and "2" in found[6]
 
 
+def from_the_other() -> list[tuple[str, int, str, float]]:
+    """Modules and configs that each say one half; (schedule, chunks, shape, loss)."""
+    found = []
+    for more, pipeline in [
+        ({"chunks": 2}, {}),
+        ({"chunks": 2, "placement": "v"}, {"micro_batches": 4}),
+        ({"schedule": "zbv"}, {"schedule": "zbv"}),
+        ({"schedule": "interleaved_zb"}, {"schedule": "interleaved_zb"}),
+        ({"schedule": "1f1b"}, {}),
+    ]:
+        torch.manual_seed(0)
+        options: dict[str, Any] = more
+        module = PipelineModule(layers(True), 2, loss_fn=loss_of, **options)
+        engine = PipelineEngine(module, {"stage": 1, "pipeline": pipeline})
+        optimizer = torch.optim.AdamW(module.parameters())
+        engine.attach(optimizer)
+        loss = engine.forward_backward(batches(0, 4, 0), 4)
+        optimizer.step()
+        found.append((engine.config.config.pipeline.schedule, module.chunks, module.placement.shape, float(loss)))
+    return found
+
+
+def test_modules_and_schedules_follow_each_other(ranks: Launcher) -> None:
+    for found in ranks(2)(from_the_other):
+        assert [one[:3] for one in found] == [
+            ("interleaved_1f1b", 2, "loop"),
+            ("zbv", 2, "v"),
+            ("zbv", 2, "v"),
+            ("interleaved_zb", 2, "loop"),
+            ("1f1b", 1, "loop"),
+        ]
+        assert len({one[3] for one in found}) == 1, "the same model"
+
+
+def test_a_module_names_what_contradicts_itself() -> None:
+    with pytest.raises(ValueError, match="schedule 'zbv' places stages in the shape 'v', and placement is 'loop'"):
+        PipelineModule(layers(True), 2, rank=0, schedule="zbv", placement="loop")
+    with pytest.raises(ValueError, match="schedule zbv has 2 chunks per rank, not 3"):
+        PipelineModule(layers(True), 2, rank=0, schedule="zbv", chunks=3)
+
+
 # ------------------------------------------------------------------------------------------------- with the rest
 
 

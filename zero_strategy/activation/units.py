@@ -25,7 +25,7 @@ from zero_strategy.activation.policies import selective_contexts
 from zero_strategy.activation.profile import StepProfile
 from zero_strategy.activation.replay import Around, BufferState, BufferStates, Replay
 from zero_strategy.activation.storages import model_storages
-from zero_strategy.config import ActivationCheckpointingConfig
+from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig
 from zero_strategy.distributed import Communicator
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.model import ShardedModel
@@ -51,7 +51,8 @@ class UnitActivations:
     """
 
     def __init__(self, model: ShardedModel, settings: ActivationCheckpointingConfig, tier: str = "none") -> None:
-        self.mode, self._budget = settings.mode, settings.budget
+        self.mode, self._budget = settings.mode, settings.budget or DEFAULT_BUDGET
+        self._derived = settings.budget is None or settings.is_derived("budget")
         self.forwards: list[UnitForward] = []
         self.profile: StepProfile | None = None
         self.store: ActivationStore | None = None
@@ -83,7 +84,7 @@ class UnitActivations:
         Ranks take the measurement of the rank that keeps most.
 
         Raises:
-            ValueError: If the budget is too small for any choice; says what is enough.
+            ValueError: If somebody set a budget that is too small for any choice; says what is enough.
         """
         if self.profile is None:
             return
@@ -93,6 +94,9 @@ class UnitActivations:
         profile: Profile = max(found, key=lambda one: one.kept)
         limit = int(self._budget * profile.kept)
         chosen = choose(profile, limit)
+        if chosen is None and self._derived:
+            limit = max(limit, profile.peak(profile.units))  # then the least that there is
+            chosen = choose(profile, limit)
         if chosen is None:
             least = profile.peak(profile.units) / max(profile.kept, 1)
             raise ValueError(
@@ -105,7 +109,7 @@ class UnitActivations:
         self.profile = None
         _logger.info(
             "activation_checkpointing.budget %g: %d of %d units are computed again; %d bytes at most of %d",
-            self._budget,
+            limit / max(profile.kept, 1),
             len(chosen),
             len(self.forwards),
             profile.peak(chosen),

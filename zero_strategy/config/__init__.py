@@ -12,6 +12,7 @@ from .hydra_groups import register_hydra
 from .load import load_config, load_layers
 from .resolve import Fact, ResolvedConfig, batch_fact, resolve
 from .schema import (
+    DEFAULT_BUDGET,
     ActivationCheckpointingConfig,
     CheckpointConfig,
     DiagnosticsConfig,
@@ -24,12 +25,14 @@ from .schema import (
     UnitsConfig,
     ZeroConfig,
 )
-from .section import Setting
+from .section import DEFAULT, Setting
 from .sources import Layer, preset
 
 __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
+    "DEFAULT",
+    "DEFAULT_BUDGET",
     "DiagnosticsConfig",
     "DeepSpeedSettings",
     "Fact",

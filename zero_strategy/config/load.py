@@ -8,13 +8,16 @@ from typing import Any, TypeVar
 
 from .deepspeed.text import read_base64, read_json_file
 from .deepspeed_json import DeepSpeedSettings, is_deepspeed, read_deepspeed
-from .rules import ACCEPTS, check_value, wrong_type
-from .schema import ZeroConfig
+from .rules import ACCEPTS, check_value, from_origin, wrong_type
+from .schema import OffloadConfig, ZeroConfig
 from .section import DEFAULT, Section, Setting, default_of, is_section, typed_fields
-from .sources import Layer, plain, read_file, read_mapping
+from .sources import NVME_PATH, Layer, nvme_paths, plain, read_file, read_mapping
 from .unknown import DEEPSPEED_KEY, deepspeed_key, owned_key, unknown_key
 
 S = TypeVar("S", bound=Section)
+
+_OFFLOADED_AS = "derived: offload: "
+"""What origins of the other settings begin with that a single value of `offload` stands for."""
 
 ConfigSource = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str]
 """What `load_config` reads. A DictConfig is a Mapping."""
@@ -57,7 +60,7 @@ def load_config(source: ConfigSource | None = None, **overrides: Any) -> ZeroCon
         else:
             settings.update(_settings(layer))
     settings.update(_settings(Layer(overrides, "user: keyword")))
-    config = _build(ZeroConfig, settings)
+    config = _build_config(settings)
     config._deepspeed = deepspeed
     return config
 
@@ -72,7 +75,7 @@ def load_layers(layers: Iterable[Layer]) -> ZeroConfig:
     settings: dict[str, Setting] = {}
     for layer in layers:
         settings.update(_settings(layer))
-    return _build(ZeroConfig, settings)
+    return _build_config(settings)
 
 
 def config_of(settings: DeepSpeedSettings) -> ZeroConfig:
@@ -126,8 +129,8 @@ def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> It
         field, hint = known[name]
         key = section.prefix + name
         value = plain(raw, key, layer.origin)
-        if section.scalar == name and value is False:  # YAML reads `off` as False
-            value = "off"
+        if section.scalar == name and isinstance(value, bool):
+            value = section.booleans.get(value, value)
         if is_section(hint):
             yield from _subsection(key, value, hint, layer)
         else:
@@ -145,6 +148,8 @@ def _subsection(key: str, value: Any, section: type[Section], layer: Layer) -> I
         yield from _walk(value, section, layer)
     elif section.scalar and isinstance(value, (str, bool)):
         yield from _walk({section.scalar: value}, section, layer)
+        if section is OffloadConfig:
+            yield from _offloaded_as(value, layer)
     else:
         # `precision: bf16-mixed` is a value of the framework's key of the same name.
         owned = owned_key(ZeroConfig, key, layer.origin) if isinstance(value, (str, int)) else None
@@ -152,6 +157,22 @@ def _subsection(key: str, value: Any, section: type[Section], layer: Layer) -> I
             raise ValueError(owned)
         names = ", ".join(field.name for field, _ in typed_fields(section))
         raise TypeError(wrong_type(key, value, f"a mapping with keys among {names}", layer.origin))
+
+
+def _offloaded_as(value: str | bool, layer: Layer) -> Iterator[tuple[str, Setting]]:
+    """The other settings of ``offload: cpu`` and its like."""
+    tier = value if isinstance(value, str) else "none"
+    yield "offload.parameters", Setting(tier, f"{_OFFLOADED_AS}{value}{from_origin(layer.origin)}")
+    if tier == "nvme" and (paths := nvme_paths()):
+        yield "offload.nvme_path", Setting(paths, f"environment variable {NVME_PATH}")
+
+
+def _build_config(settings: Mapping[str, Setting]) -> ZeroConfig:
+    key, unset = "offload.parameters", Setting(None, DEFAULT)
+    parameters, stage = settings.get(key, unset), settings.get("stage", Setting(3, DEFAULT))
+    if parameters.origin.startswith(_OFFLOADED_AS) and stage.value != 3:  # where they are whole on the device
+        settings = {name: setting for name, setting in settings.items() if name != key}
+    return _build(ZeroConfig, settings)
 
 
 def _build(section: type[S], settings: Mapping[str, Setting]) -> S:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .schema import ZeroConfig
+from .schema import DEFAULT_BUDGET, ZeroConfig
 from .section import DEFAULT, Setting, table
 
 WORLD_SIZE = "world_size"
@@ -87,6 +87,9 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
     _resolve_gradients(config)
     _resolve_pipeline(config)
     _resolve_early_step(config)
+    if config.activation_checkpointing.budget is None:
+        origin = "derived: half, or more where units take more even if all are computed again"
+        config.activation_checkpointing.record("budget", DEFAULT_BUDGET, origin)
     facts = {name: Fact(*fact) for name, fact in (facts or {}).items()}
     _check_facts(config, world_size, facts)
     return ResolvedConfig(config, world_size, facts)
@@ -214,9 +217,10 @@ def _without_effect(config: ZeroConfig) -> dict[str, str]:
     if config.stage != 3:
         reason = f"stage {config.stage} keeps parameters whole"
         inert = {"prefetch": reason, "release_after_forward": reason, "release_after_backward": reason}
-    mode = config.activation_checkpointing.mode
+    section = config.activation_checkpointing
+    mode = section.mode
     for key in ("every_n", "budget"):
         full = f"activation_checkpointing.{key}"
-        if mode != key and config.origin_of(full) != DEFAULT:
+        if mode != key and config.origin_of(full) != DEFAULT and not section.is_derived(key):
             inert[full] = f"mode is {mode!r}"
     return inert

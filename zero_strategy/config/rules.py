@@ -1,7 +1,8 @@
 """Which values a setting accepts: its exact type and its range.
 
-Types are compared, never converted: ``"3"`` is no int, ``True`` is no int and ``2.0`` is no int. The one
-exception is an int where a float is expected, which is stored as a float.
+Types are compared, never converted: ``"3"`` is no int, ``True`` is no int and ``2.0`` is no int. There are three
+exceptions: an int where a float is expected is stored as a float, a path object where a string is expected as that
+string, and one string where a list of them is expected as a list of one.
 
 A range is an `Accepts`, kept in the metadata of the dataclass field it belongs to:
 
@@ -11,6 +12,7 @@ A range is an `Accepts`, kept in the metadata of the dataclass field it belongs 
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import types
@@ -74,7 +76,8 @@ def check_value(key: str, value: Any, hint: Any, accepts: Accepts | None, origin
         origin: Where the value came from, for error messages.
 
     Returns:
-        The value; an int becomes a float where a float is declared.
+        The value; an int becomes a float where a float is declared, a path its string, one string a list of it where a
+        list is declared.
 
     Raises:
         TypeError: If the value is not of the declared type.
@@ -84,7 +87,11 @@ def check_value(key: str, value: Any, hint: Any, accepts: Accepts | None, origin
     if value is None and types.NoneType in options:
         return None
     expected = next(option for option in options if option is not types.NoneType)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if get_origin(expected) is list:
+        if isinstance(value, str):
+            value = [value]
         if not isinstance(value, list):
             raise TypeError(wrong_type(key, value, type_name(hint), origin))
         (element,) = get_args(expected)

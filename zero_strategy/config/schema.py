@@ -10,6 +10,7 @@ and its learning rate stay where Lightning or Accelerate have them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from zero_strategy.memory.shapes import ModelShape
 
     from .deepspeed_json import DeepSpeedSettings
+
+
+DEFAULT_BUDGET = 0.5
+"""What `activation_checkpointing.budget` is where nobody set it, and can be."""
 
 
 @dataclass
@@ -177,10 +182,13 @@ class OffloadConfig(Section):
     """Where state is kept that the device has no room for."""
 
     prefix: ClassVar[str] = "offload."
+    scalar: ClassVar[str] = "optimizer"
+    booleans: ClassVar[Mapping[bool, str]] = {False: "none"}
 
     optimizer: str = field(default="none", metadata=one_of("none", "cpu", "nvme"))
     """Where optimizer state and master weights are kept: ``none``: on the device; ``cpu``: in host memory; ``nvme``:
-    in files under ``nvme_path``, from which each step reads them and to which it writes them."""
+    in files under ``nvme_path``, from which each step reads them and to which it writes them. ``offload: cpu`` in place
+    of the section says this, and at stage 3 ``parameters`` as well, as the name ``zero3_offload`` does."""
 
     optimizer_ratio: float = field(default=1.0, metadata=within(0.0, 1.0))
     """The part of each bucket's optimizer state and master weights that is kept in the optimizer's tier; the rest stays
@@ -198,8 +206,8 @@ class OffloadConfig(Section):
     brought back one unit ahead. Without effect where the device is the CPU."""
 
     nvme_path: list[str] = field(default_factory=list, metadata=non_empty())
-    """Directories on NVMe drives; with several, state is striped over them. Each rank has files of its own there, for
-    the duration of the run."""
+    """Directories on NVMe drives, or one; with several, state is striped over them. Each rank has files of its own
+    there, for the duration of the run."""
 
     staging_bytes: int = field(default=256 << 20, metadata=at_least(1 << 16))
     """Bytes of host memory of each rank through which state in files passes in a step. More lets larger parts pass."""
@@ -262,17 +270,21 @@ class ActivationCheckpointingConfig(Section):
     """Which activations are computed again in backward instead of being kept; the units are those of sharding."""
 
     prefix: ClassVar[str] = "activation_checkpointing."
+    scalar: ClassVar[str] = "mode"
+    booleans: ClassVar[Mapping[bool, str]] = {False: "none", True: "full"}
 
     mode: str = field(default="none", metadata=one_of("none", "full", "selective", "every_n", "budget"))
     """``none``: all are kept; ``full``: of each unit its inputs; ``selective``: those, matrix products and what
-    attention gives; ``every_n``: one unit in ``every_n`` as in full; ``budget``: as many units as it takes."""
+    attention gives; ``every_n``: one unit in ``every_n`` as in full; ``budget``: as many units as it takes. May be
+    written as ``activation_checkpointing: full``; true is full."""
 
     every_n: int = field(default=2, metadata=at_least(1))
     """Mode ``every_n``: of so many units one is recomputed, the first of each group."""
 
-    budget: float = field(default=0.5, metadata=between(0, 1))
+    budget: float | None = field(default=None, metadata=between(0, 1))
     """Mode ``budget``: the part of the bytes that units keep in mode ``none`` which they may take at any moment. Units
-    are chosen after the first step, by what that step would have kept and computed."""
+    are chosen after the first step, by what that step would have kept and computed. None: derived, 0.5, or what is
+    taken with all units computed again where that is more."""
 
 
 @dataclass
@@ -332,6 +344,7 @@ class GuardConfig(Section):
 
     prefix: ClassVar[str] = "guard."
     scalar: ClassVar[str] = "mode"
+    booleans: ClassVar[Mapping[bool, str]] = {False: "off", True: "default"}
 
     mode: str = field(default="default", metadata=one_of("off", "default", "strict"))
     """``default``: ranks compare where they are as soon as one has waited for ``wait_seconds``; ``strict``: before

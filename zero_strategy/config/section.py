@@ -17,7 +17,7 @@ anything else              the framework's own place, such as ``Trainer(precisio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
@@ -46,6 +46,8 @@ class Section:
     """Dotted path of the section in the config, with a dot at its end; empty for the root."""
     scalar: ClassVar[str] = ""
     """The setting that a single value in place of the section stands for; empty: there is none."""
+    booleans: ClassVar[Mapping[bool, str]] = {}
+    """Values of that setting that may be written as a truth value. (YAML reads `off` as one.)"""
 
     def __post_init__(self) -> None:
         self._recorded: dict[str, Setting] = {}

@@ -47,9 +47,14 @@ def preset(name: str) -> dict[str, Any]:
     if name not in _PRESETS:
         raise ValueError(f"unknown strategy name {name!r}; accepted: {', '.join(map(repr, _PRESETS))}")
     made = {key: dict(value) if isinstance(value, dict) else value for key, value in _PRESETS[name].items()}
-    if "nvme" in name and (paths := [path for path in os.environ.get(NVME_PATH, "").split(os.pathsep) if path]):
+    if "nvme" in name and (paths := nvme_paths()):
         made["offload"]["nvme_path"] = paths
     return made
+
+
+def nvme_paths() -> list[str]:
+    """The directories that the environment variable names."""
+    return [path for path in os.environ.get(NVME_PATH, "").split(os.pathsep) if path]
 
 
 def read_mapping(source: Mapping[str, Any]) -> Layer:

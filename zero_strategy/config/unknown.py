@@ -37,7 +37,23 @@ _WORLD = (
     "torchrun or accelerate launch"
 )
 
+_UNUSED = (
+    "it is an option of DistributedDataParallel, and nothing here needs it: parameters that a step does not use are "
+    "noticed by themselves; leave it out"
+)
+_DDP = (
+    "it is an option of DistributedDataParallel, which is not used here; leave it out (gradients are reduced in the "
+    "buckets of units, see 'units')"
+)
+
 _OWNERS = {
+    "find_unused_parameters": _UNUSED,
+    "ddp_find_unused_parameters": _UNUSED,
+    "static_graph": _UNUSED,
+    "gradient_as_bucket_view": _DDP,
+    "bucket_cap_mb": _DDP,
+    "ddp_bucket_cap_mb": _DDP,
+    "ddp_comm_hook": _DDP,
     "gradient_accumulation_steps": _ACCUMULATION,
     "accumulate_grad_batches": _ACCUMULATION,
     "gradient_clipping": _CLIPPING,

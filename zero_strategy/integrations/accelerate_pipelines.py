@@ -23,6 +23,7 @@ from torch import Tensor
 from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
 from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner
+from zero_strategy.pipeline.engine_setup import derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
 
 
@@ -118,6 +119,5 @@ def resolve_for(config: ZeroConfig, model: PipelineModule, world_size: int) -> R
     asked = deepcopy(config)
     if asked.origin_of("pipeline.stages") == "default":
         asked.pipeline.record("stages", model.num_stages, "derived: the PipelineModule")
-    if asked.pipeline.chunks is None:
-        asked.pipeline.record("chunks", model.chunks, "derived: the PipelineModule")
+    derive_schedule(asked, model)
     return resolve(asked, world_size)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_models import ShardingAccelerator
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are
+from zero_strategy.ops.arguments import norm_order
 
 
 class SteppingAccelerator(ShardingAccelerator):
@@ -66,7 +67,7 @@ class SteppingAccelerator(ShardingAccelerator):
                 self.unscale_gradients(prepared)
 
     def clip_grad_norm_(
-        self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2.0
+        self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float | str = 2.0
     ) -> Tensor:
         """Scale the gradients of exactly these parameters so that their norm over all ranks is at most `max_norm`.
 
@@ -78,6 +79,7 @@ class SteppingAccelerator(ShardingAccelerator):
         Raises:
             ValueError: If they belong to no prepared model, or to several.
         """
+        norm_type = norm_order(norm_type)
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine = self._engine_of_parameters(chosen)
         self._unscale_those_of(chosen)

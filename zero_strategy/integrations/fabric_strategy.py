@@ -98,8 +98,8 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         release_after_forward: bool | None = None,
         release_after_backward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
-        offload: OffloadConfig | dict[str, Any] | None = None,
-        activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | None = None,
+        offload: OffloadConfig | dict[str, Any] | str | None = None,
+        activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | str | bool | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         guard: GuardConfig | dict[str, Any] | str | None = None,
@@ -132,8 +132,9 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             release_after_forward: Free gathered parameters between forward and backward under stage 3.
             release_after_backward: Free them after backward under stage 3 (else after the optimizer's step).
             loss_scale: Dynamic loss scaling for fp16.
-            offload: Where state is kept that the device has no room for.
-            activation_checkpointing: Which activations are computed again in backward instead of being kept.
+            offload: Where state is kept that the device has no room for: "cpu", "nvme", or more.
+            activation_checkpointing: Which activations are computed again in backward instead of being kept: "full",
+                "selective", "every_n", "budget", or more.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
             guard: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
@@ -328,7 +329,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         module: nn.Module,
         optimizer: Optimizer,
         max_norm: float,
-        norm_type: float = 2.0,
+        norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by the norm over all ranks' shards; returns the norm before."""

@@ -27,7 +27,7 @@ from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRun
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.integrations.verifying import verify_settings
-from zero_strategy.pipeline.engine_setup import AUTO
+from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.registry import build_table
@@ -138,7 +138,7 @@ class TrainerPipeline(_Base):
             there = getattr(self._lightning_module, ATTRIBUTE, None)
             if isinstance(there, PipelineModule):
                 config.pipeline.record("stages", there.num_stages, "derived: the PipelineModule")
-                config.pipeline.record("chunks", there.chunks, "derived: the PipelineModule")
+                derive_schedule(config, there)
             elif STAGES_VARIABLE in os.environ:
                 config.pipeline.record("stages", _stages_of_environment(), STAGES_VARIABLE)
             else:

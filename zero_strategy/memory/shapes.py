@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_strategy.config import ActivationCheckpointingConfig, UnitsConfig
+from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig, UnitsConfig
 from zero_strategy.sharding.units import aliases, find_units
 
 _ANYWHERE = torch.device("cpu")
@@ -96,7 +96,7 @@ class TokenCosts(NamedTuple):
         if settings.mode == "none":
             return whole, 0, 0
         if settings.mode == "budget":  # at any moment
-            return int(settings.budget * whole), 0, 0
+            return int((settings.budget or DEFAULT_BUDGET) * whole), 0, 0
         again = -(-self.layers // settings.every_n) if settings.mode == "every_n" else self.layers
         kept = again * self.boundary + (self.layers - again) * self.per_layer
         products = self.layers * self.products if settings.mode == "selective" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -46,6 +47,21 @@ def check_tensors(
                 )
             if tensor.device != first[0].device:
                 raise ValueError(f"{name}[{index}] is on {tensor.device}, but {leader}[0] is on {first[0].device}")
+
+
+def norm_order(norm_type: float | str) -> float:
+    """The p of a norm, which torch's own functions take as a string as well, such as "inf".
+
+    Raises:
+        ValueError: If there is no such norm.
+    """
+    try:
+        order = float(norm_type)
+    except ValueError:
+        order = math.nan
+    if not order > 0:
+        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
+    return order
 
 
 def check_tensor(

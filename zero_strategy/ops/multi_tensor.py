@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.ops.arguments import check_apart, check_tensors
+from zero_strategy.ops.arguments import check_apart, check_tensors, norm_order
 from zero_strategy.ops.library import define
 
 Tensors = Sequence[Tensor]
@@ -21,7 +21,7 @@ _CHUNK = 1 << 16
 """Elements that the reference turns to float64 at a time: they stay in the cache, and malloc need not ask for pages."""
 
 
-def grad_stats(tensors: Tensors, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+def grad_stats(tensors: Tensors, norm_type: float | str = 2.0) -> tuple[Tensor, Tensor]:
     """Norm and non-finite elements of every tensor, in one pass.
 
     Sums are float64 in an order that depends on the tensors' sizes only, not on threads or processor, so a repeated
@@ -29,7 +29,7 @@ def grad_stats(tensors: Tensors, norm_type: float = 2.0) -> tuple[Tensor, Tensor
 
     Args:
         tensors: What to look at.
-        norm_type: Any p > 0, or inf.
+        norm_type: Any p > 0, or inf, also as the string "inf".
 
     Returns:
         (tensors,) float64: sum of |x|^p (for inf: the largest |x|); (tensors,) int64: how many are infinite or NaN.
@@ -38,11 +38,10 @@ def grad_stats(tensors: Tensors, norm_type: float = 2.0) -> tuple[Tensor, Tensor
         TypeError, ValueError: Naming the argument.
     """
     check_tensors({"tensors": tensors}, {})
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
+    order = norm_order(norm_type)
     if not len(tensors):
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-    sums, counts = _grad_stats(tensors, float(norm_type))
+    sums, counts = _grad_stats(tensors, order)
     return sums, counts
 
 

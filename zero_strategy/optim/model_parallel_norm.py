@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_strategy.distributed.script_groups import ScriptCommunicator
-from zero_strategy.optim.norm import check_norm_type
+from zero_strategy.ops.arguments import norm_order
 from zero_strategy.optim.norm import global_norm as norm_over
 from zero_strategy.sharding.parallel_marks import (
     bwc_tensor_model_parallel_rank,
@@ -36,12 +36,12 @@ _MODEL_GROUPS = ("get_model_parallel_group", "get_tensor_model_parallel_group", 
 _EXPERT_GROUPS = ("get_expert_parallel_group", "get_expert_model_parallel_group")
 
 
-def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float | str = 2, mpu: Any = None) -> float:
     """The norm of all gradients together; see above for who counts what. A collective of the unit's groups.
 
     Args:
         parameters: Those with gradients count; one or many.
-        norm_type: Any positive p, or inf.
+        norm_type: Any positive p, or inf, also as the string "inf".
         mpu: A unit with `get_model_parallel_group()` and `get_model_parallel_rank()`, or their tensor-parallel
             namesakes, and perhaps `get_expert_parallel_group()`; None: nothing is divided.
 
@@ -52,7 +52,7 @@ def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, m
         ValueError: If `norm_type` is not positive.
         TypeError: If the unit has none of the methods.
     """
-    check_norm_type(norm_type)
+    norm_type = norm_order(norm_type)
     first = mpu is None or bwc_tensor_model_parallel_rank(mpu) == 0
     dense: list[Tensor] = []
     experts: list[Tensor] = []
@@ -68,14 +68,14 @@ def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, m
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2, mpu: Any = None
 ) -> float:
     """Scale gradients in place so that their norm is at most `max_norm`.
 
     Args:
         parameters: See `get_grad_norm`.
         max_norm: The bound.
-        norm_type: Any positive p, or inf.
+        norm_type: Any positive p, or inf, also as the string "inf".
         mpu: See `get_grad_norm`.
 
     Returns:
@@ -94,7 +94,7 @@ def clip_grad_norm_(
 
 def get_global_norm_of_tensors(
     input_tensors: Iterable[Tensor],
-    norm_type: float = 2,
+    norm_type: float | str = 2,
     mpu: Any = None,
     *,
     group: dist.ProcessGroup | None = None,
@@ -103,7 +103,7 @@ def get_global_norm_of_tensors(
 
     Args:
         input_tensors: This rank's tensors, any shape and floating dtype.
-        norm_type: Any positive p, or inf.
+        norm_type: Any positive p, or inf, also as the string "inf".
         mpu: A unit with `get_model_parallel_group()`, or a namesake of it.
         group: The ranks to sum over, instead of a unit's. Without either: this rank alone.
 
@@ -123,7 +123,7 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
     *,
-    norm_type: float = 2,
+    norm_type: float | str = 2,
     group: dist.ProcessGroup | None = None,
 ) -> float:
     """Scale tensors in place so that their norm over the ranks is at most `max_norm`; returns the norm before.
@@ -134,7 +134,7 @@ def clip_tensors_by_global_norm(
         global_norm: The norm, if it is known already.
         mpu: See `get_global_norm_of_tensors`.
         eps: Is added to the norm.
-        norm_type: Any positive p, or inf.
+        norm_type: Any positive p, or inf, also as the string "inf".
         group: See `get_global_norm_of_tensors`.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_strategy import ops
 from zero_strategy.distributed import Communicator
 from zero_strategy.memory.parts import OffloadedPart, visit
-from zero_strategy.ops.arguments import FLOATS
+from zero_strategy.ops.arguments import FLOATS, norm_order
 
 Shard = Tensor | OffloadedPart
 """A rank's part of a gradient: in memory, or in a tier, from which it is read a few elements at a time."""
@@ -63,7 +63,7 @@ class GradientStats:
 
 def global_norm(
     shards: Iterable[Shard],
-    norm_type: float,
+    norm_type: float | str,
     groups: Iterable[Communicator],
     scales: Sequence[float] | None = None,
     look: Callable[[Tensor, Tensor], None] | None = None,
@@ -73,14 +73,14 @@ def global_norm(
     Args:
         shards: This rank's parts, flat; every element of a gradient lies on exactly one rank of `groups`.
         scales: What each part is to be multiplied by first; default: 1.
-        norm_type: Any positive p, or inf.
+        norm_type: Any positive p, or inf, also as the string "inf".
         groups: Communicators over which the parts are spread (the shard axis, and model-parallel groups).
         look: Takes the sums of this rank's parts, and how many values of each are not finite.
 
     Raises:
         ValueError: If `norm_type` is not positive.
     """
-    check_norm_type(norm_type)
+    norm_type = norm_order(norm_type)
     shards, groups = list(shards), list(groups)
     factors = [1.0] * len(shards) if scales is None else scales
     if math.isinf(norm_type):
@@ -99,16 +99,6 @@ def global_norm(
     ]
     total, _ = _totals(parts, norm_type, groups, [1.0] * len(parts))
     return GradientNorm(largest * total ** (1.0 / norm_type), True)
-
-
-def check_norm_type(norm_type: float) -> None:
-    """Raise if there is no such norm.
-
-    Raises:
-        ValueError: Saying so.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive or inf, not {norm_type}")
 
 
 def _totals(

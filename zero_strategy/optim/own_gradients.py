@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.optim.norm import GradientNorm, Shard, check_norm_type, global_norm
+from zero_strategy.ops.arguments import norm_order
+from zero_strategy.optim.norm import GradientNorm, Shard, global_norm
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.model import ShardedModel
 
@@ -57,10 +58,10 @@ class OwnGradients:
                 yield gradient_of(place[0]), place[1]
 
     def shards(
-        self, norm_type: float, only: Container[int] | None = None
+        self, norm_type: float | str, only: Container[int] | None = None
     ) -> tuple[list[Shard], list[float], list[str]]:
         """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
-        check_norm_type(norm_type)  # before anybody expects it of gradients to come
+        norm_type = norm_order(norm_type)  # before anybody expects it of gradients to come
         for expecting in {gradients: None for gradients, _ in self._places()}:
             expecting.round_scales()
             expecting.expect_norm(norm_type)
@@ -78,7 +79,7 @@ class OwnGradients:
             names.append(bucket.names[index])
         return shards, factors, names
 
-    def norm(self, norm_type: float = 2.0) -> GradientNorm:
+    def norm(self, norm_type: float | str = 2.0) -> GradientNorm:
         """Their norm over all ranks. A collective."""
         self._model.reducer.settle()
         shards, factors, _ = self.shards(norm_type)

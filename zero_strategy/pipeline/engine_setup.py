@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
+from zero_strategy.config import DEFAULT, ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.distributed import world_size
 from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.pipeline.auto import first_schedule
@@ -31,14 +31,23 @@ def resolved_for(module: PipelineModule, config: Any, compute_dtype: torch.dtype
         asked = load_config(config)
         if asked.pipeline.stages == 1 and module.num_stages > 1:
             asked.pipeline.record("stages", module.num_stages, "derived: the PipelineModule")
-        if asked.pipeline.chunks is None and module.chunks > 1:
-            asked.pipeline.record("chunks", module.chunks, "derived: the PipelineModule")
+        derive_schedule(asked, module)
         if asked.mesh.tensor is None and module.mpu().slice_parallel_size > 1:
             asked.mesh.record("tensor", module.mpu().slice_parallel_size, "derived: the PipelineModule's topology")
         resolved = resolve(asked, world_size())
         check_owned(resolved.config, dtype_fact(compute_dtype))
     _check_fits(resolved.config, module)
     return resolved
+
+
+def derive_schedule(asked: ZeroConfig, module: PipelineModule) -> None:
+    """Fill in what a module's chunks and placement say of the schedule, where the config leaves it open."""
+    if asked.pipeline.chunks is None and module.chunks > 1:
+        asked.pipeline.record("chunks", module.chunks, "derived: the PipelineModule")
+    if asked.origin_of("pipeline.schedule") == DEFAULT:
+        name = first_schedule(module.placement)
+        if name != asked.pipeline.schedule:
+            asked.pipeline.record("schedule", name, "derived: the PipelineModule's chunks and placement")
 
 
 def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
@@ -53,7 +62,7 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
         if getattr(pipeline, key) != there:
             raise ValueError(
                 f"pipeline.{key} is {getattr(pipeline, key)} [{config.origin_of(f'pipeline.{key}')}], but the "
-                f"PipelineModule was made with {there}; make both the same"
+                f"PipelineModule was made with {there}; {_same(key, pipeline.schedule)}"
             )
     if (config.mesh.tensor or 1) != module.mpu().slice_parallel_size:
         raise ValueError(
@@ -65,8 +74,17 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
     if table.placement != module.placement:
         raise ValueError(
             f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
-            f"PipelineModule was made with placement={module.placement.shape!r}; make it with the schedule's"
+            f"PipelineModule was made with placement={module.placement.shape!r}; {_same('chunks', pipeline.schedule)}"
         )
+
+
+def _same(key: str, schedule: str) -> str:
+    if key == "stages":
+        return "make both the same"
+    return (
+        f"make it with PipelineModule(..., schedule={schedule!r}), which decides on its chunks and placement, or leave "
+        "pipeline.schedule and pipeline.chunks out, which then follow the module"
+    )
 
 
 def check_divided(module: PipelineModule) -> None:

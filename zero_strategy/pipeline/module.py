@@ -24,6 +24,7 @@ from zero_strategy.pipeline.layer_weights import LayerProfile
 from zero_strategy.pipeline.parallel_layers import Parallelize, parallelize_layers
 from zero_strategy.pipeline.partition import uniform_bounds
 from zero_strategy.pipeline.placement import Placement, Shape
+from zero_strategy.pipeline.registry import placement_of
 from zero_strategy.pipeline.seeding import LayerSeeds, draw_seed
 from zero_strategy.pipeline.stages import divide
 from zero_strategy.pipeline.ties import Tie, own_ties, plan_ties
@@ -66,9 +67,10 @@ class PipelineModule(WholeBatches, nn.Module):
         checkpointable_layers: Class names; only runs of layers of these are computed again. None: all that have
             parameters.
         dynamic_shape: Accepted and without effect: shapes may always change.
-        chunks: Stages of each rank, for schedules that interleave them.
+        chunks: Stages of each rank, for schedules that interleave them; default: what `schedule` has at least, else 1.
         placement: Which stages those are: "loop", every `num_stages`-th, or "v", down the ranks and back up; see
-            `Placement`.
+            `Placement`. Default: that of `schedule`, else "loop".
+        schedule: Name of the schedule that the module is made for, which decides on chunks and placement.
         rank: Build what this rank has without any communication, such as to look at a stage; None: this process's.
         profile: Of each layer, for "profile".
         profile_sample: An input of the first layer, for "profile": the first rank measures all layers with it.
@@ -110,8 +112,9 @@ class PipelineModule(WholeBatches, nn.Module):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         *,
-        chunks: int = 1,
-        placement: Shape = "loop",
+        chunks: int | None = None,
+        placement: Shape | None = None,
+        schedule: str | None = None,
         rank: int | None = None,
         profile: Sequence[LayerProfile] | None = None,
         profile_sample: Any = None,
@@ -124,7 +127,8 @@ class PipelineModule(WholeBatches, nn.Module):
         self._grid = PipelineParallelGrid(self._topo, rank=rank)
         self.num_stages, self.stage_id = self._grid.pipe_parallel_size, self._grid.stage_id
         self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
-        self.placement, self.chunks = Placement(self.num_stages, chunks, placement), chunks
+        self.placement = _placement(self.num_stages, chunks, placement, schedule)
+        self.chunks = self.placement.chunks
         uniform_bounds(len(named), self.placement.stages)  # too few layers are an error before anything is measured
 
         self.loss_fn, self.dynamic_shape, self.checkpoint_parallel_write_pipeline = loss_fn, dynamic_shape, False
@@ -141,7 +145,7 @@ class PipelineModule(WholeBatches, nn.Module):
             seeds=self._seeds,
             together=self._together,
         )
-        self._micro_offsets, self.curr_layer = [0] * chunks, 0
+        self._micro_offsets, self.curr_layer = [0] * self.chunks, 0
         self.activation_checkpoint_func = activation_checkpoint_func or checkpoint
         self.checkpointable_layers = _class_names(checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
@@ -449,6 +453,18 @@ class _Run:
     def unpacked(self, *inputs: Any) -> Any:
         """The same with the members of a tuple one by one, as checkpoint functions want them."""
         return self(inputs)
+
+
+def _placement(ranks: int, chunks: int | None, shape: Shape | None, schedule: str | None) -> Placement:
+    if schedule is None:
+        return Placement(ranks, 1 if chunks is None else chunks, shape or "loop")
+    found = placement_of(schedule, ranks, chunks)
+    if shape not in (None, found.shape):
+        raise ValueError(
+            f"schedule {schedule!r} places stages in the shape {found.shape!r}, and placement is {shape!r}; leave "
+            "one of them out"
+        )
+    return found
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None, *, alone: bool) -> ProcessTopology:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from zero_strategy.pipeline.classic import gpipe, interleaved, one_forward_one_backward
 from zero_strategy.pipeline.csv_tables import read_csv
+from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.tables import Table
 from zero_strategy.pipeline.zero_bubble import interleaved_zb, zb_h1, zbv
 
@@ -68,6 +69,14 @@ def build_table(name: str, stages: int, micro_batches: int, chunks: int | None =
         instead = f"; {schedule.otherwise} is for {count}" if schedule.otherwise and count > 0 else ""
         raise ValueError(f"schedule {name} has {numbers} per rank, not {count}{instead}")
     return schedule.make(stages, micro_batches, count)
+
+
+def placement_of(name: str, stages: int, chunks: int | None = None) -> Placement:
+    """Where a schedule has its stages; see `build_table`."""
+    if name.startswith(_CSV):
+        table = read_csv(name.removeprefix(_CSV))
+        return _from_file(name, stages, table.micro_batches, chunks).placement
+    return build_table(name, stages, stages, chunks).placement
 
 
 def _from_file(name: str, stages: int, micro_batches: int, chunks: int | None) -> Table:
