@@ -223,6 +223,9 @@ def test_a_path_that_is_not_there() -> None:
         ("{stage: 2}", ValueError, "names without quotes"),
         ('{"fp16": {"enabled": true}\n"a": 1}', ValueError, "line 2 column 1"),
         ('{"gradient_clipping": NaN}', ValueError, "NaN is no JSON number"),
+        ('{"gradient_clipping": Infinity}', ValueError, "Infinity is no JSON number"),
+        ('{"optimizer": {"params": {"betas": [0.9, NaN]}}}', ValueError, "NaN is no JSON number"),
+        ('{"steps_per_print": -Infinity}', ValueError, "-Infinity is no JSON number"),
         ("[1]", TypeError, "holds a list; expected a mapping"),
     ],
 )
@@ -384,6 +387,35 @@ def test_adam_decouples_weight_decay_by_default() -> None:
     for params, kind in [({}, "AdamW"), ({"adam_w_mode": False}, "Adam"), ({"torch_adam": True, "lr": 1.0}, "AdamW")]:
         found = read_deepspeed({"optimizer": {"type": "adam", "params": params}}).optimizer
         assert found is not None and found.type == kind and set(found.params) <= {"lr"}
+
+
+def test_settings_that_files_in_circulation_have(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"steps_per_print": math.inf, "zero_allow_untested_optimizer": 1, ZERO: True}))
+    assert '"steps_per_print": Infinity' in file.read_text(), "as Accelerate's default is written"
+    found = quietly(str(file))
+    assert found.zero["stage"].value == 1 and found.zero["stage"].origin == f"user: {file}: zero_optimization"
+    assert quietly({ZERO: False}).zero["stage"].value == 0
+    assert quietly({"steps_per_print": 10**30}).found[0].value == 10**30
+    with pytest.raises(TypeError, match=r"zero_allow_untested_optimizer is 2 \(int\)"):
+        read_deepspeed({"zero_allow_untested_optimizer": 2})
+    aio = {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1}}
+    quietly({**aio, ZERO: {"stage": 3, **aio}})
+
+
+def test_names_of_deepspeeds_optimizer_classes() -> None:
+    names = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW", "FusedLamb": "Lamb", "CPULion": "Lion"}
+    for name, kind in names.items():
+        made = quietly({"optimizer": {"type": name, "params": {"lr": 0.1}}}).optimizer
+        assert made is not None and made.type == kind
+
+
+def test_max_grad_norm_that_says_the_same() -> None:
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "max_grad_norm": 1.0}}, "gradient_clipping": 1.0}
+    made = quietly(config).optimizer
+    assert made is not None and dict(made.params) == {"lr": 0.1}
+    with pytest.raises(ValueError, match="use gradient_clipping"):
+        read_deepspeed({**config, "gradient_clipping": 0.5})
 
 
 def test_keywords_and_copies_keep_what_the_file_said() -> None:

@@ -11,6 +11,7 @@ from ..sources import Layer
 from .keys import (
     ANY,
     BOOL,
+    FLAG,
     INT,
     LIST,
     MAPPING,
@@ -92,6 +93,11 @@ def _walk(
         if isinstance(key, Group):
             if value is None:
                 yield KeyReport(place, None, WITHOUT_EFFECT, "null asks for nothing", "", canonical, True)
+            elif isinstance(value, bool) and key.truth:
+                inner = key.keys[key.truth]
+                assert isinstance(inner, Key)
+                note = f"{'true' if value else 'false'} is an old form of {{{key.truth!r}: {int(value)}}}"
+                yield KeyReport(place, int(value), inner.verdict, note, inner.ours, f"{canonical}.{key.truth}")
             elif not isinstance(value, Mapping):
                 expected = f"a mapping with keys among {', '.join(key.keys)}"
                 raise TypeError(wrong_type(place, value, expected, origin))
@@ -157,12 +163,14 @@ def _checked(place: str, value: Any, key: Key, origin: str) -> Any:
         return int(value)  # 5e8
     if not _is_kind(value, key.kind):
         raise TypeError(wrong_type(place, value, _expected(key), origin))
-    return value
+    return bool(value) if key.kind == FLAG else value
 
 
 def _is_kind(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
-        return kind == BOOL
+        return kind in (BOOL, FLAG)
+    if kind == FLAG:
+        return isinstance(value, int) and value in (0, 1)
     types: dict[str, Any] = {INT: int, NUMBER: (int, float), TEXT: str, LIST: list, MAPPING: Mapping, BOOL: bool}
     return isinstance(value, types[kind])
 

@@ -11,6 +11,7 @@ WITHOUT_EFFECT = "accepted without effect"
 REJECTED = "rejected"
 
 BOOL, INT, NUMBER, TEXT, LIST, MAPPING, ANY = "bool", "int", "number", "str", "list", "mapping", "any"
+FLAG = "bool, 0 or 1"
 
 Kind = str | tuple[str, ...]
 """One of the names above, or the words that are accepted, in any case of letters."""
@@ -48,6 +49,8 @@ class Group:
     """Why a group that is turned on is rejected; empty if it is not."""
     open: bool = False
     """True where DeepSpeed itself does not say which keys there are."""
+    truth: str = ""
+    """The key that true or false in place of the mapping sets, to 1 or 0: an old form of `zero_optimization`."""
 
 
 def translated(kind: Kind, default: Any, ours: str, note: str = "", *, auto: bool = False) -> Key:

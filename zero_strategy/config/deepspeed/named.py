@@ -31,6 +31,7 @@ _OPTIMIZERS = {
     "RMSprop": f"lr alpha eps weight_decay momentum centered {_FLAGS}",
     "Rprop": f"lr etas step_sizes {_FLAGS}",
 }
+_WITH_CLASSES = ("adam", "adamw", "adagrad", "lamb", "lion", "sgd")
 _ONE_BIT = "1-bit optimizers compress what ranks exchange and change the weights; use AdamW or Lamb"
 _MU = "mu-parametrisation scales learning rates per layer; give parameter groups with their own lr to AdamW or SGD"
 _REFUSED = {
@@ -86,24 +87,37 @@ class Refusal(ValueError):
     """A name that is known and not supported; the message is the reason."""
 
 
-def read_optimizer(name: str, params: Mapping[str, Any], path: str, origin: str) -> Named:
+def read_optimizer(
+    name: str, params: Mapping[str, Any], path: str, origin: str, clipping: float | None = None
+) -> Named:
     """Checks an optimizer by its name; DeepSpeed's own names are accepted in any case of letters.
 
+    Its classes' names are accepted as well: `FusedAdam`, `CPUAdam`, `DeepSpeedCPUAdam` are `Adam`.
+
     DeepSpeed's ``Adam`` decouples weight decay unless ``adam_w_mode`` is false: it comes back as ``AdamW``.
+
+    Args:
+        name: As it is spelled.
+        params: Arguments.
+        path: Of the section.
+        origin: Where it was set.
+        clipping: The config's `gradient_clipping`, if it has one: an equal `max_grad_norm` says nothing new.
 
     Raises:
         Refusal: If it is known and not supported.
         TypeError: If a parameter's name is no string.
         ValueError: If the name or that of a parameter is unknown, or a parameter is ``"auto"`` that nobody decides.
     """
-    kind = _name("optimizer", name, {**_OPTIMIZERS, **_REFUSED}, path, origin)
+    kind = _name("optimizer", short_name(name), {**_OPTIMIZERS, **_REFUSED}, path, origin)
     if kind in _REFUSED:
         raise Refusal(_REFUSED[kind])
     known = _OPTIMIZERS[kind].split()
     if kind in ("Adam", "AdamW", "Adagrad", "Lamb", "Lion"):
         known += _OF_DEEPSPEED
     if "max_grad_norm" in params:
-        raise Refusal("params.max_grad_norm clips in DeepSpeed's old fp16 optimizers only; use gradient_clipping")
+        if clipping is None or isinstance(params["max_grad_norm"], bool) or params["max_grad_norm"] != clipping:
+            raise Refusal("params.max_grad_norm clips in DeepSpeed's old fp16 optimizers only; use gradient_clipping")
+        params = {key: value for key, value in params.items() if key != "max_grad_norm"}
     _check_params(kind, params, known, path, origin)
     for extra, only in _OF_DEEPSPEED.items():
         if only is not None and params.get(extra, only) != only:
@@ -111,6 +125,13 @@ def read_optimizer(name: str, params: Mapping[str, Any], path: str, origin: str)
     if kind == "Adam" and params.get("adam_w_mode", True):
         kind = "AdamW"
     return Named(kind, {key: value for key, value in params.items() if key not in _OF_DEEPSPEED}, origin)
+
+
+def short_name(name: str) -> str:
+    """An optimizer's name without what DeepSpeed's classes have in front: ``DeepSpeedCPUAdam`` is ``Adam``."""
+    front = next((front for front in ("deepspeedcpu", "fused", "cpu") if name.lower().startswith(front)), "")
+    short = name[len(front) :]
+    return short if short.lower() in _WITH_CLASSES else name
 
 
 def read_scheduler(name: str, params: Mapping[str, Any], path: str, origin: str) -> Named:

@@ -16,7 +16,7 @@ from .keys import (
     translated,
     unneeded,
 )
-from .training_keys import PRECISION, TRAINING, ZERO
+from .training_keys import AIO, PRECISION, TRAINING, ZERO
 
 DEFAULTS_VERSION = "0.19.8"
 """The DeepSpeed version whose defaults are followed."""
@@ -24,7 +24,10 @@ DEFAULTS_VERSION = "0.19.8"
 _MODULE = "DeepSpeed does not look at it: the PipelineModule says it by its argument"
 _UNDIVIDED = "only how tensor-parallel ranks share a message between stages differs; what arrives is the same"
 _RECOMPUTED = "for what the model gives to deepspeed.checkpointing.checkpoint"
-_TENSOR = "tensor parallelism is not done here; use stage 3 over all ranks"
+_TENSOR = (
+    "layers are not divided by the config; divide them with torch's parallelize_module, whose DTensors are trained at "
+    "every stage, or use stage 3 over all ranks"
+)
 _EXPERTS = "expert parallelism (mixture of experts) is not supported; experts are trained as ordinary parameters"
 _SEQUENCE = "sequence parallelism is not supported; keep sequences whole on each rank"
 _COMPILE = "compilation is the caller's; use torch.compile on the model"
@@ -124,12 +127,7 @@ _CHECKPOINTS: dict[str, Key | Group] = {
     ),
     "nebula": switched("Azure's service is not used; checkpoint.asynchronous saves in the background", open=True),
     "datastates_ckpt": refused(MAPPING, None, "checkpoint.asynchronous saves in the background"),
-    "aio": Group(
-        plain_keys(
-            "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
-            "block size and queue depth are measured on the drive when the first file is made",
-        )
-    ),
+    "aio": AIO,
 }
 
 _MONITOR = "this logger is off"

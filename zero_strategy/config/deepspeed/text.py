@@ -6,6 +6,7 @@ import base64
 import binascii
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -19,6 +20,11 @@ from ..sources import Layer, read_file, read_mapping
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENTS = re.compile(_STRING + r"|(?://|#)[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMAS = re.compile(_STRING + r"|,(?=\s*[}\]])")
+_MAY_BE_INFINITE = ("steps_per_print",)
+
+
+class _Constant(float):
+    """A number that only Python's JSON writes: Infinity, -Infinity, NaN."""
 
 
 def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> Layer:
@@ -78,7 +84,7 @@ def parse_json(text: str, shown: str) -> dict[str, Any]:
     """
     bare = _TRAILING_COMMAS.sub(_keep_strings, _COMMENTS.sub(_keep_strings, text))
     try:
-        values = json.loads(bare, object_pairs_hook=_unique, parse_constant=_no_constant)
+        values = json.loads(bare, object_pairs_hook=_unique, parse_constant=_Constant)
     except json.JSONDecodeError as error:
         hint = "; HJSON beyond comments and trailing commas (such as names without quotes) is not read"
         raise ValueError(f"{shown} cannot be read as JSON: {error}{hint}") from error
@@ -101,9 +107,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if name in values:
             both = f"{values[name]!r} and {value!r}"
             raise ValueError(f"the key '{name}' is there twice in one section ({both}); keep one")
+        if name in _MAY_BE_INFINITE and isinstance(value, _Constant) and value > 0:
+            value = float(value)
+        _check_finite(value)
         values[name] = value
     return values
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number; write a finite one")
+def _check_finite(value: Any) -> None:
+    if isinstance(value, _Constant):
+        name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        raise ValueError(f"{name} is no JSON number; write a finite one")
+    for inner in value if isinstance(value, list) else ():
+        _check_finite(inner)

@@ -7,6 +7,7 @@ import sys
 from .keys import (
     ANY,
     BOOL,
+    FLAG,
     INT,
     LIST,
     MAPPING,
@@ -83,9 +84,18 @@ _STAGE3: dict[str, Key | Group] = {
     "stage3_partition_stream_chunk_size": unneeded(INT, 0, "sharding.Init() makes parameters unit by unit"),
 }
 
+AIO = Group(
+    plain_keys(
+        "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
+        "block size and queue depth are measured on the drive when the first file is made",
+    )
+)
+"""The section `aio`, which older files have inside of `zero_optimization`."""
+
 ZERO = Group(
     {
         "stage": translated(INT, 0, "stage"),
+        "aio": AIO,
         "contiguous_gradients": unneeded(BOOL, True, "gradients always lie in one buffer per bucket"),
         "reduce_scatter": unneeded(BOOL, True, "stages 2 and 3 always reduce-scatter"),
         "reduce_bucket_size": unneeded(INT, 5 * 10**8, _BUCKETS, auto=True),
@@ -146,6 +156,7 @@ ZERO = Group(
         # Both spellings are right in DeepSpeed.
         **{name.removeprefix("stage3_"): name for name in _STAGE3},
     },
+    truth="stage",
 )
 
 _FP16 = Group(
@@ -233,7 +244,7 @@ TRAINING: dict[str, Key | Group] = {
         {"type": translated(TEXT, None, "scheduler"), "params": translated(MAPPING, None, "scheduler")}
     ),
     "zero_allow_untested_optimizer": unneeded(
-        BOOL, False, "whether an optimizer can run on slices is checked; see elementwise_optimizers"
+        FLAG, False, "whether an optimizer can run on slices is checked; see elementwise_optimizers"
     ),
     "zero_force_ds_cpu_optimizer": unneeded(BOOL, True, "any elementwise optimizer is taken"),
     "dataloader_drop_last": translated(BOOL, False, "DataLoader(drop_last=...)"),

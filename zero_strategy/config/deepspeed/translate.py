@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ..batch import ACCUMULATION, MICRO, TRAIN, BatchSettings
@@ -12,7 +13,7 @@ from ..schema import ZeroConfig
 from ..section import Section, Setting, is_section, typed_fields
 from .classify import AUTO, KeyReport
 from .keys import REJECTED, TRANSLATED
-from .named import Named, Refusal, read_optimizer, read_scheduler
+from .named import Named, Refusal, read_optimizer, read_scheduler, short_name
 from .runtime_keys import DEFAULTS_VERSION
 from .training_keys import MAX_IN_CPU
 
@@ -234,7 +235,8 @@ class Translation:
 
     def optimizer(self) -> Named | None:
         """The optimizer, if there is one that is supported."""
-        return self._named("optimizer", read_optimizer)
+        clip = self.reports.get("gradient_clipping")
+        return self._named("optimizer", partial(read_optimizer, clipping=None if clip is None else clip.value))
 
     def scheduler(self) -> Named | None:
         """The schedule, if there is one that is supported."""
@@ -252,7 +254,7 @@ class Translation:
         except Refusal as error:
             self.reject(f"{path}.type", str(error))
             return None
-        if made.type.lower() != name.lower():
+        if made.type == "AdamW" and short_name(name).lower() == "adam":
             self.renote(f"{path}.type", f"{made.type}: weight decay is decoupled, as adam_w_mode is true by default")
         return made
 

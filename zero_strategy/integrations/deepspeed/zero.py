@@ -53,7 +53,7 @@ class Init(sharding.Init):
             "module": (module, "pass it to initialize(), which shards a module that exists"),
             "data_parallel_group": (data_parallel_group, "lay the ranks out with the config's 'mesh'"),
             "dtype": (dtype, "set bf16.enabled or fp16.enabled in the config"),
-            "mpu": (mpu, "leave it out; tensor parallelism is not done here"),
+            "mpu": (mpu, "leave it out; layers are divided by torch's parallelize_module"),
         }
         if remote_device not in (None, "none", "cpu"):
             raise ValueError(f"zero.Init(remote_device={remote_device!r}) is not done here; leave it out")
