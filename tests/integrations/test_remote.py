@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("fsspec")
 
@@ -70,6 +72,22 @@ def engine_at_a_url(root: str) -> None:
     assert all(torch.equal(value, trained[name]) for name, value in twin.full_state_dict().items())
     with pytest.warns(UserWarning, match="no checkpoint found"):
         assert twin.load_checkpoint(f"{url}/nothing") == (None, {})
+    if dist.get_rank() == 0:
+        (Path(root) / "run/logs").mkdir()
+        (Path(root) / "run/logs/train.log").write_text("epoch 0")
+    twin.mesh.rendezvous.meet("a log is there")
+    with pytest.warns(UserWarning, match="no checkpoint found"):
+        assert twin.load_checkpoint(f"{url}/logs") == (None, {})
+    twin.mesh.rendezvous.meet("looked")
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(root) / "run/logs")
+        (Path(root) / "run/latest").rename(Path(root) / "run/kept")
+    twin.mesh.rendezvous.meet("hidden")
+    with pytest.warns(UserWarning, match="has no latest; taking global_step4, the newest checkpoint there"):
+        assert twin.load_checkpoint(url)[0] == f"{url}/global_step4"
+    twin.mesh.rendezvous.meet("loaded")
+    if dist.get_rank() == 0:
+        (Path(root) / "run/kept").rename(Path(root) / "run/latest")
 
 
 def test_the_engine_saves_to_a_url_by_tag(ranks: Launcher, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -459,6 +460,53 @@ def test_tags_and_client_state(tmp_path: Path, ranks: Launcher, world: int) -> N
         if world > 1:
             assert "tag0" in found["differ"] and "tag1" in found["differ"]
     assert (tmp_path / "latest").read_text() == "global_step2\n"
+
+
+def started_again(folder: Path) -> list[str | None]:
+    """What `load_checkpoint(folder)` finds as a job is started again and again: the path's name, or the error."""
+    found: list[str | None] = []
+
+    def start() -> None:
+        _, engine, _ = make(3)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                path = engine.load_checkpoint(folder)[0]
+            found.append(path and Path(path).name)
+        except ValueError as error:
+            found.append(str(error).partition(":")[2])
+        engine.mesh.rendezvous.meet("tried")
+
+    model, engine, optimizer = make(3)
+    if rank() == 0:
+        (folder / "logs").mkdir()
+        (folder / ".global_step1.0123.tmp").mkdir()  # of a first save that was killed
+        (folder / ".global_step1.0123.tmp" / "model.safetensors").touch()
+    engine.mesh.rendezvous.meet("made")
+    start()
+    for step in range(2):
+        train(model, optimizer, step)
+        engine.save_checkpoint(folder).wait()
+    start()
+    if rank() == 0:
+        (folder / "latest").unlink()  # as if a kill had come right before it was written
+    engine.mesh.rendezvous.meet("removed")
+    start()
+    if rank() == 0:
+        (folder / "global_step2" / "manifest.json").unlink()
+        (folder / "global_step2").rename(folder / "damaged")
+        shutil.rmtree(folder / "global_step1")
+    engine.mesh.rendezvous.meet("removed")
+    start()
+    folder = folder / "damaged"
+    start()
+    return found
+
+
+def test_a_folder_without_latest(tmp_path: Path, ranks: Launcher) -> None:
+    for found in ranks(2)(started_again, tmp_path):
+        assert found[:4] == [None, "global_step2", "global_step2", None]
+        assert found[4] is not None and "not a complete checkpoint" in found[4]
 
 
 class _nothing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,17 @@ def test_checkpoints_carry_counters_and_client_state(tmp_path: Path) -> None:
     assert fresh.load_checkpoint(tmp_path, load_optimizer_states=False)[0] == path and fresh.global_steps == 0
     with pytest.warns(UserWarning, match="no checkpoint found"):
         assert start(0).load_checkpoint(tmp_path / "none") == (None, {})
+
+
+def test_a_folder_that_holds_only_logs_is_the_first_start(tmp_path: Path) -> None:
+    engine = start(2)
+    (tmp_path / "train.log").write_text("epoch 0")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.1.host.1.0").write_bytes(b"\x18\0\0\0")
+    with pytest.warns(UserWarning, match=f"{re.escape(str(tmp_path))}: no checkpoint found"):
+        assert engine.load_checkpoint(tmp_path) == (None, {})
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
+    assert engine.load_checkpoint(tmp_path) == (str(tmp_path / "global_step0"), {"epoch": 1})
 
 
 # ---- initialize ----

@@ -12,6 +12,7 @@ from pathlib import Path
 from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.names import is_inner_path
+from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.plan import INDEX_NAME
 from zero_strategy.checkpoint.replace import all_beside
 from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME
@@ -117,7 +118,7 @@ def _follow_latest(parent: Path, fall_back: bool) -> Path:
         if fall_back:
             Manifest.load(target)
     except ValueError as error:
-        other = _newest_complete(parent) if fall_back else None
+        other = newest_complete(parent) if fall_back else None
         if other is None:
             raise
         message = f"{parent / LATEST_NAME} names {name}, which cannot be loaded ({error}); taking {other} instead"
@@ -126,7 +127,7 @@ def _follow_latest(parent: Path, fall_back: bool) -> Path:
     return target
 
 
-def _newest_complete(parent: Path) -> Path | None:
+def newest_complete(parent: Path) -> Path | None:
     """The checkpoint whose manifest is the newest of those with all their files; names with a dot are unfinished."""
     manifests = [path / MANIFEST_NAME for path in parent.iterdir() if not path.name.startswith(".")]
     for manifest in sorted(filter(Path.is_file, manifests), key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -136,6 +137,14 @@ def _newest_complete(parent: Path) -> Path | None:
             continue
         return manifest.parent
     return None
+
+
+def looks_saved(directory: Path) -> bool:
+    """Whether a directory is a checkpoint of ours or has weights in it, complete or not."""
+    files = (MANIFEST_NAME, INDEX_NAME, RECEIPTS_NAME, "optimizer")
+    return any((directory / name).exists() for name in files) or any(
+        any(directory.glob(pattern)) for pattern in ("*.safetensors", f"{FOLDER_PREFIX}*")
+    )
 
 
 def _is_plain_model(directory: Path) -> bool:

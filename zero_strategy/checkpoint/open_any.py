@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from zero_strategy.checkpoint.interop import Format, detect, format_named
-from zero_strategy.checkpoint.locate import checkpoint_directory
+from zero_strategy.checkpoint.locate import checkpoint_directory, looks_saved, newest_complete
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.portable import PortableState, portable_of
 from zero_strategy.checkpoint.portable_reader import PortableReader
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, remote_checkpoint
+from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, newest_complete_at, remote_checkpoint
 from zero_strategy.checkpoint.save_writer import LATEST_NAME
 from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.checkpoint.storage import Folder
@@ -80,6 +80,33 @@ def state_of(reader: StateReader) -> PortableState:
     if isinstance(reader, PortableReader):
         return reader.state
     return portable_of(reader)
+
+
+def checkpoint_in(path: str | os.PathLike[str]) -> str | None:
+    """What a folder of checkpoints, or a checkpoint, gives to who names no checkpoint in it.
+
+    Returns:
+        "" for the path itself: a file, a folder with `latest`, or a checkpoint of any kind, be it damaged. Of a folder
+        without `latest` (a first save that was killed right before it wrote that) the name of the newest complete
+        checkpoint in it. None if there is nothing, or other things only, such as logs.
+
+    Raises:
+        OSError: If it cannot be looked into.
+    """
+    if is_remote(path):
+        folder = RemoteFolder(os.fspath(path))
+        names = folder.names()
+        if MANIFEST_NAME in names or LATEST_NAME in names:
+            return ""
+        newest = newest_complete_at(folder)
+        return None if newest is None else newest[0].url.rpartition("/")[2]
+    found = Path(path)
+    if not found.is_dir():
+        return "" if found.exists() else None
+    if (found / LATEST_NAME).is_file() or looks_saved(found) or foreign_format(found) is not None:
+        return ""
+    complete = newest_complete(found)
+    return None if complete is None else complete.name
 
 
 def foreign_format(path: str | os.PathLike[str]) -> Format | None:

@@ -170,7 +170,7 @@ def remote_checkpoint(folder: RemoteFolder, *, fall_back: bool = True) -> tuple[
             raise ValueError(f"{name!r} is not the name of a checkpoint beside it")
         return _complete(folder, name)
     except ValueError as error:
-        found = _newest_complete(folder, name) if fall_back else None
+        found = newest_complete_at(folder, name) if fall_back else None
         if found is None:
             raise
         message = f"{folder.url}/{LATEST_NAME} names {name}, which cannot be loaded ({error}); taking {found[0].url}"
@@ -193,7 +193,7 @@ def _complete(folder: RemoteFolder, name: str) -> tuple[RemoteFolder, Manifest]:
     return child, manifest
 
 
-def _newest_complete(folder: RemoteFolder, without: str) -> tuple[RemoteFolder, Manifest] | None:
+def newest_complete_at(folder: RemoteFolder, without: str = "") -> tuple[RemoteFolder, Manifest] | None:
     """The complete checkpoint of the most steps."""
     found = []
     for name in folder.names():

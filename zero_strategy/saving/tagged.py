@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_strategy.checkpoint import LATEST_NAME
+from zero_strategy.checkpoint.open_any import checkpoint_in
 from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, join
 
 if TYPE_CHECKING:
@@ -95,9 +96,14 @@ def load_checkpoint(
     engine.saver.wait()
     source = os.fspath(load_dir) if tag is None else join(load_dir, str(tag))
     engine.mesh.team.rendezvous.meet("load_checkpoint()")
-    if not any(engine.mesh.team.control.gather_objects(_is_there(source, tag))):  # one decision for all ranks
+    everyone = engine.mesh.team.control.gather_objects(_there(source, tag))
+    name = next((found for found in everyone if found is not None), None)  # one decision for all ranks
+    if name is None:
         warnings.warn(f"{source}: no checkpoint found; nothing was loaded", stacklevel=3)
         return None, {}
+    if name:
+        warnings.warn(f"{source} has no {LATEST_NAME}; taking {name}, the newest checkpoint there", stacklevel=3)
+        source = join(source, name)
     reader = engine.load(source, strict=strict, optimizers=optimizers)
     stored = unpack_client_state(reader)
     if schedulers and lr_scheduler is not None and stored["lr_scheduler"] is not None:
@@ -159,14 +165,13 @@ def unpack_client_state(reader: StateReader) -> dict[str, Any]:
     return dict(torch.load(io.BytesIO(reader.extra(CLIENT_FILE)), weights_only=True, map_location="cpu"))
 
 
-def _is_there(path: str, tag: str | int | None) -> bool:
-    """Whether there is anything to load; what is there and damaged is for the reader to refuse."""
+def _there(path: str, tag: str | int | None) -> str | None:
+    """"" if the path is to be opened, which refuses what is damaged; a name in it to open instead; None for neither."""
+    if tag is None:
+        return checkpoint_in(path)
     if is_remote(path):
-        return bool(RemoteFolder(path).names())
-    source = Path(path)
-    if not source.is_dir():
-        return source.exists()
-    return tag is not None or (source / LATEST_NAME).is_file() or any(source.iterdir())
+        return "" if RemoteFolder(path).names() else None
+    return "" if Path(path).exists() else None
 
 
 def _check_tag(name: str) -> None:
