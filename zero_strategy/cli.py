@@ -1,5 +1,6 @@
 """The command line.
 
+zero-strategy --version                    of this package
 zero-strategy build [--cuda] [--arch 90]   compile the native ops and the file I/O into the cache
 zero-strategy doctor                       what this installation has, what is wrong with it, and what to do
 zero-strategy checkpoint inspect PATH      what a checkpoint of any format holds
@@ -26,6 +27,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zero_strategy import __version__
 from zero_strategy.checkpoint_commands import add_checkpoint_commands, run_checkpoint_command
 from zero_strategy.config_commands import add_config_commands, run_config_command
 from zero_strategy.diagnostics.command import add_report_commands, run_report_command
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names in files are anybody's, and a terminal may be ASCII
     parser = argparse.ArgumentParser(prog="zero-strategy", description="Tools of zero_strategy.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"zero-strategy {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     build = commands.add_parser("build", help="compile the native ops and the file I/O into the cache")
     build.add_argument("--cuda", action="store_true", help="the CUDA library too")
     build.add_argument(
@@ -57,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_report_commands(commands)
     add_schedule_commands(commands)
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         if options.command == "build":
             status = _build(["cpu", "io", "cuda"] if options.cuda else ["cpu", "io"], options)

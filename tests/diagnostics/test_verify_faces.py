@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.diagnostics import subjects
 from zero_strategy.cli import main
+from zero_strategy.diagnostics.rank_failures import in_sentences, sentence
 from zero_strategy.diagnostics.verify import verify
 from zero_strategy.diagnostics.verify_command import add_verify_command, asked, show
 from zero_strategy.diagnostics.verify_subject import load_factory, make_subject, place_of
@@ -50,6 +51,46 @@ def test_the_command_fails_and_says_where(capsys: pytest.CaptureFixture[str]) ->
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert main(["verify", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+FACTORIES = """
+import torch
+
+def plain_model():
+    return torch.nn.Linear(4, 4)
+
+def another_width():
+    model = torch.nn.Linear(4, 4)
+    return model, lambda m: torch.optim.SGD(m.parameters(), 0.1), [torch.ones(2, 5)], lambda m, b: m(b).sum()
+"""
+
+
+def test_what_users_get_wrong_is_told_in_sentences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "factories.py"
+    file.write_text(FACTORIES)
+    assert main(["verify", f"{file}:plain_model"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2].startswith("the factory returned a Linear: return (model, optimizer, batches, loss)"), said
+    assert said[-1] == "(--traceback shows all that the ranks raised)"
+    assert main(["verify", f"{file}:another_width", "--ranks", "1", "--json"]) == 2
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)["error"]
+    assert "mat1 and mat2 shapes cannot be multiplied" in found and f"({file}, line 9, in <lambda>)" in found
+    assert "Traceback" not in captured.err
+    assert main(["verify", f"{file}:another_width", "--ranks", "1", "--traceback"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_ranks_that_fail_differently() -> None:
+    head = "Traceback (most recent call last):\n"
+    mine = f'{head}  File "/a/train.py", line 3, in make\n    x = y\n        ^\nNameError: name y\nis not defined\n'
+    chained = f"{head}  File \"/b.py\", line 1, in f\nKeyError: 1\n\nDuring handling of it:\n\n{mine}"
+    said = "NameError: name y\nis not defined (/a/train.py, line 3, in make)"
+    assert sentence(mine) == sentence(chained) == said
+    assert in_sentences({0: mine, 1: chained}) == said
+    assert in_sentences({0: mine}) == f"rank 0: {said}"
+    both = in_sentences({0: "ended with signal SIGKILL, without a word", 1: mine, 2: chained})
+    assert both == f"rank 0: ended with signal SIGKILL, without a word\nranks 1, 2: {said}"
 
 
 def test_what_options_ask_for() -> None:

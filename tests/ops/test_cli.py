@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import zero_strategy
 from tests.ops.native import need_native
 from tests.warm import run_warm_script
 from zero_strategy.cli import main
 from zero_strategy.memory import BACKENDS
-from zero_strategy.ops import libraries
+from zero_strategy.ops import libraries, ops_report
 
 
 def test_doctor_tells_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,7 +24,10 @@ def test_doctor_tells_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "packages: torch 2." in said and "cpu compiler:" in said
     assert str(libraries.ensure("cpu").path) in said
-    assert said.count("adam_ ") == 2  # for the CPU and for CUDA
+    every = " ".join(said.split())
+    assert "native: " in every and all(f" {op}" in every for op, _ in ops_report("cpu"))
+    if not torch.cuda.is_available():
+        assert f"all {len(ops_report('cuda'))} ops: reference: " in said and len(said.splitlines()) < 40
     assert any(f"file I/O: {backend}" in said for backend in BACKENDS)
 
 
@@ -67,3 +72,12 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as info:
         main(arguments)
     assert info.value.code == 0 and "usage: zero-strategy" in capsys.readouterr().out
+
+
+def test_the_version_and_the_bare_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"zero-strategy {zero_strategy.__version__}\n"
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: zero-strategy") and "doctor" in said and "--version" in said

@@ -162,7 +162,7 @@ def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
         (("no_such_file.json",), "neither a file or directory nor 'module:factory'"),
         (("no_such_module:build",), "module 'no_such_module' cannot be imported"),
         ((f"{MODELS}:missing",), "has no 'missing'"),
-        ((f"{MODELS}:number",), "is a int; name a module class or a function"),
+        ((f"{MODELS}:number",), "is a int; name a function, or a class"),
         ((f"{MODELS}:returns_nothing",), "returned a NoneType, not a torch module"),
         ((f"{MODELS}:gpt",), "--args"),
         ((f"{MODELS}:Stack", "--args", "[1]"), "give a JSON object"),
@@ -192,6 +192,56 @@ def test_mistakes_are_named_with_the_way_out(
 ) -> None:
     status, out, err = run(capsys, *arguments)
     assert status == 2 and out == "" and re.search(said, err), err
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def build(width=64):
+    return nn.Linear(width, width)
+
+def factory():
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
+    return nn.Linear(8, 8), lambda m: torch.optim.SGD(m.parameters(), 0.1), list(x), lambda m, b: m(b).sum()
+
+def mapping():
+    model, optimizer, batches, loss = factory()
+    return {"model": model, "optimizer": optimizer, "batches": batches, "loss": loss}
+
+def broken():
+    raise KeyError("no column 'label'")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("build", 64 * 65), ("factory", 72), ("mapping", 72)]
+)
+def test_a_factory_in_a_file_as_verify_takes_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / f"my_{name}.py").write_text(SCRIPT)
+    monkeypatch.chdir(folder)
+    for place in (f"my_{name}.py", f"./my_{name}.py", str(folder / f"my_{name}.py")):
+        status, found = as_json(capsys, f"{place}:{name}", "--world", "4", "--device", "cpu", "--host-mem", "1GB")
+        assert status == 0 and found["parameters"] == count
+
+
+def test_what_goes_wrong_in_a_file_names_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "my_broken.py"
+    file.write_text(SCRIPT)
+    line = SCRIPT.splitlines().index('    raise KeyError("no column \'label\'")') + 1
+    status, _, err = run(capsys, f"{file}:broken")
+    assert status == 2 and f"({file}, line {line}, in broken)" in err and "no column 'label'" in err
+    assert "Traceback" not in err
+    (tmp_path / "unreadable.py").write_text("import torch\nimport no_such_package\n")
+    status, _, err = run(capsys, f"{tmp_path / 'unreadable.py'}:build")
+    assert status == 2 and "No module named 'no_such_package'" in err and "line 2)" in err
+    for place in (f"{tmp_path}/gone.py:build", "./my_broken:build"):
+        status, _, err = run(capsys, place)
+        assert status == 2 and re.search("there is no file|neither a .py file nor the name of a module", err), err
 
 
 def test_a_bad_hugging_face_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -166,7 +166,12 @@ def _library(name: str) -> Finding:
     from zero_strategy.ops.native import libraries, ops_report
 
     status = libraries.ensure(name)
-    details = [f"{op:<28} {state}" for op, state in ops_report(name)]
+    ops_of: dict[str, list[str]] = {}
+    for op, found in ops_report(name):
+        ops_of.setdefault(found, []).append(op)
+    details = [f"{found}: {', '.join(ops)}" for found, ops in ops_of.items()]
+    if not status.path and len(ops_of) == 1:
+        details = [f"all {len(ops)} ops: {found}" for found, ops in ops_of.items()]
     if status.path:
         return Finding(f"{name} library", "ok", str(status.path), details=details)
     needed = name == "cpu" or torch.cuda.is_available()

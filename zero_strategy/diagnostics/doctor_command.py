@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
@@ -38,7 +39,7 @@ def run_doctor_command(options: argparse.Namespace) -> int:
             continue
         print(f"{finding.state:<5} {finding.name}: {finding.what}", flush=True)
         for line in finding.details:
-            print(f"        {line}")
+            print(textwrap.fill(line, 110, initial_indent=" " * 8, subsequent_indent=" " * 10, break_long_words=False))
         if finding.advice:
             print(f"      -> {finding.advice}", flush=True)
     failed = any(finding.state == "fail" for finding in found)

@@ -73,24 +73,33 @@ def add_verify_command(commands: Any) -> None:
         "the order can be reproduced (on the CPU), else 8",
     )
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="until the ranks are given up")
+    parser.add_argument("--traceback", action="store_true", help="where a rank failed, all that it raised")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run_verify_command(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit status, with a message on stderr where it is 2."""
+    from zero_strategy.diagnostics.rank_failures import in_sentences
     from zero_strategy.distributed.local_ranks import LocalRankError
 
     try:
         report = _verified(options)
-    except (ValueError, TypeError, OSError, LocalRankError) as error:
-        if options.json:
-            print(json.dumps({"error": str(error)}, indent=1))
-        print(error, file=sys.stderr)
-        return 2
+    except LocalRankError as error:
+        said = str(error) if options.traceback else in_sentences(error.failures)
+        return _could_not(said, options, "" if options.traceback else "--traceback shows all that the ranks raised")
+    except (ValueError, TypeError, OSError) as error:
+        return _could_not(str(error), options)
     except KeyboardInterrupt:  # the ranks are gone by now
         print("interrupted", file=sys.stderr)
         return 130
     return show(report, as_json=options.json)
+
+
+def _could_not(said: str, options: argparse.Namespace, hint: str = "") -> int:
+    if options.json:
+        print(json.dumps({"error": said}, indent=1))
+    print(f"{said}\n({hint})" if hint else said, file=sys.stderr)
+    return 2
 
 
 def show(report: VerifyReport, *, as_json: bool) -> int:

@@ -15,6 +15,7 @@ import inspect
 import os
 import random
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -172,39 +173,54 @@ def named(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------- finding factories
 
 
-def load_factory(name: str) -> Callable[[], Any]:
+def load_factory(name: str, what: str = "factory") -> Callable[..., Any]:
     """A function by its place.
 
     Args:
         name: "path.py:function" or "package.module:function".
+        what: What to call it in messages.
 
     Raises:
         ValueError: If there is none; says what was looked for.
     """
-    place, attribute = check_place(name)
-    module = _from_file(place) if place.endswith(".py") else _from_package(place, name)
+    place, attribute = check_place(name, what)
+    try:
+        module = _from_file(place) if place.endswith(".py") else _from_package(place)
+    except Exception as error:
+        told = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        line = f" ({place}, line {at})" if (at := _line_in(error, place)) else ""
+        raise ValueError(f"{what} {name!r}: module {place!r} cannot be imported: {told}{line}") from error
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"factory {name!r}: {place!r} has no {attribute!r}")
+            raise ValueError(f"{what} {name!r}: {place!r} has no {attribute!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise ValueError(f"factory {name!r} is {named(found)}, not a function")
-    return cast(Callable[[], Any], found)
+        raise ValueError(f"{what} {name!r} is {named(found)}; name a function, or a class")
+    return cast(Callable[..., Any], found)
 
 
-def check_place(name: str) -> tuple[str, str]:
+def check_place(name: str, what: str = "factory") -> tuple[str, str]:
     """File or module, and what is to be found there; as far as that can be told without running any of it.
 
     Raises:
         ValueError: If it is no place, or a file that is not there.
     """
     place, colon, attribute = name.rpartition(":")
-    if not colon or not attribute:
-        raise ValueError(f"factory {name!r}: write path.py:function or package.module:function")
+    if not colon or not attribute or not place:
+        raise ValueError(f"{what} {name!r}: write path.py:function or package.module:function")
     if place.endswith(".py") and not (file := Path(place).expanduser().resolve()).is_file():
-        raise ValueError(f"factory {name!r}: there is no file {os.fspath(file)}")
+        raise ValueError(f"{what} {name!r}: there is no file {os.fspath(file)}")
+    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        raise ValueError(f"{what} {name!r}: {place!r} is neither a .py file nor the name of a module")
     return place, attribute
+
+
+def _line_in(error: BaseException, place: str) -> int | None:
+    """The last line of a file that an error went through."""
+    file = os.fspath(Path(place).expanduser().resolve()) if place.endswith(".py") else ""
+    lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return lines[-1] if lines else None
 
 
 def _from_file(path: str) -> Any:
@@ -221,13 +237,10 @@ def _from_file(path: str) -> Any:
     return module
 
 
-def _from_package(place: str, name: str) -> Any:
+def _from_package(place: str) -> Any:
     if os.getcwd() not in sys.path:  # as `python -m` has it
         sys.path.insert(0, os.getcwd())
-    try:
-        return import_module(place)
-    except ImportError as error:
-        raise ValueError(f"factory {name!r}: module {place!r} cannot be imported: {error}") from error
+    return import_module(place)
 
 
 def place_of(factory: Factory) -> str:

@@ -28,6 +28,7 @@ Exit status: 0 if it fits, as far as the machine's memory is known; 1 if it does
 
 _EXAMPLES = """\
 examples:
+  zero-strategy plan train.py:factory --world 8 --dtype bf16
   zero-strategy plan my_package.models:build --world 8 --dtype bf16
   zero-strategy plan my_package.models:GPT --args '{"depth": 24}' --config zero.yaml --world 4
   zero-strategy plan path/to/hugging_face/config.json --world 8 --dtype bf16 --gpu-mem 80GB --host-mem 1TB
@@ -51,7 +52,10 @@ def add_plan_command(commands: Any) -> None:
     )
     model = parser.add_argument_group("the model")
     model.add_argument(
-        "model", nargs="?", help="module:factory (built without memory), or a Hugging Face config.json or its directory"
+        "model",
+        nargs="?",
+        help="path.py:factory or module:factory (built without memory), whose result may be what verify takes, or a "
+        "Hugging Face config.json or its directory",
     )
     model.add_argument("--args", default="{}", metavar="JSON", help="keywords for the factory, as a JSON object")
     model.add_argument("--params", type=float, metavar="7e9", help="plain numbers: a GPT with so many parameters")

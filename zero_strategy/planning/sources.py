@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from importlib import import_module
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from zero_strategy.config import UnitsConfig
+from zero_strategy.diagnostics.rank_failures import sentence
+from zero_strategy.diagnostics.verify_subject import load_factory, named
 from zero_strategy.memory.shapes import ModelShape, gpt_shape
 from zero_strategy.sharding.materialize import parameters_on_meta
 
@@ -26,7 +28,8 @@ def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig) -> Mod
     """The shape of a model that is named on the command line.
 
     Args:
-        name: `module:factory`, or the path of a Hugging Face config.json or of its directory.
+        name: `path.py:factory` or `package.module:factory`, whose result is a module or what `zero-strategy verify`
+            takes; or the path of a Hugging Face config.json or of its directory.
         arguments: Keywords for the factory.
         units: How units are found.
 
@@ -38,30 +41,33 @@ def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig) -> Mod
     if ":" in name:
         return ModelShape.of(_build(name, arguments), units, name)
     raise ValueError(
-        f"model {name!r} is neither a file or directory nor 'module:factory'; write my_package.models:build, the path "
-        "of a Hugging Face config.json, or numbers: --params 7e9 --layers 32 --hidden 4096"
+        f"model {name!r} is neither a file or directory nor 'module:factory'; write train.py:build, "
+        "my_package.models:build, the path of a Hugging Face config.json, or numbers: --params 7e9 --layers 32 "
+        "--hidden 4096"
     )
 
 
 def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory: Any = import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"model {name!r}: module {module_name!r} cannot be imported: {error}") from error
-    for part in attribute.split("."):
-        if not hasattr(factory, part):
-            raise ValueError(f"model {name!r}: {module_name!r} has no {attribute!r}")
-        factory = getattr(factory, part)
+    factory: Any = load_factory(name, "model")
     if isinstance(factory, nn.Module):
         return factory
-    if not callable(factory):
-        raise ValueError(f"model {name!r} is a {type(factory).__name__}; name a module class or a function")
-    made = _without_memory(lambda: factory(**arguments), name)
+    made = _without_memory(lambda: model_of(factory(**arguments)), name)
     if not isinstance(made, nn.Module):
-        raise ValueError(f"model {name!r} returned a {type(made).__name__}, not a torch module")
+        raise ValueError(
+            f"model {name!r} returned {named(made)}, not a torch module, nor what zero-strategy verify takes, such as "
+            "(model, optimizer, batches, loss)"
+        )
+    return made
+
+
+def model_of(made: Any) -> Any:
+    """The model of what a factory returned: itself, or of what `verify` takes."""
+    if isinstance(made, Mapping):
+        made = made.get("model", made)
+    elif isinstance(made, (tuple, list)) and len(made) in (2, 4) and isinstance(made[0], nn.Module):
+        made = made[0]
+    if hasattr(made, "training_step") and hasattr(made, "configure_model"):
+        made.configure_model()  # where some build their layers
     return made
 
 
@@ -70,17 +76,19 @@ def _without_memory(build: Any, name: str) -> Any:
     try:
         with torch.device("meta"):
             return build()
-    except (RuntimeError, NotImplementedError) as first:
+    except Exception as first:
         try:
             with parameters_on_meta():
                 return build()
         except Exception as error:
-            raise ValueError(
-                f"model {name!r} can be built neither on the meta device ({first}) nor with parameters alone there "
-                f"({error})"
-            ) from error
-    except TypeError as error:
-        raise ValueError(f"model {name!r} cannot be built: {error}; give arguments with --args '{{...}}'") from error
+            also = "" if _told(first) == _told(error) else f"; on the meta device: {_told(first)}"
+            if isinstance(error, TypeError) and "argument" in str(error):
+                also += "; give arguments with --args '{...}'"
+            raise ValueError(f"model {name!r} cannot be built: {_told(error)}{also}") from error
+
+
+def _told(error: Exception) -> str:
+    return sentence("".join(traceback.format_exception(error)))
 
 
 def _hugging_face(path: Path, units: UnitsConfig) -> ModelShape:
