@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import compress
 from pathlib import Path
@@ -125,7 +125,7 @@ class PipelineEngine(ZeroEngine):
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
-        self._steps_agreed = False
+        self._steps_agreed = self._timeline_begun = False
         self._hooks = _Hooks(self)
         self.executor = Executor(
             module.chunk_functions(),
@@ -309,14 +309,16 @@ class PipelineEngine(ZeroEngine):
         return torch.stack(everyone).mean().to(loss.dtype)
 
     def _write_timeline(self, found: Run) -> None:
-        """Append what the first pipeline's ranks did to the file that is configured."""
+        """Write what the first pipeline's ranks did into the file that is configured, which a new run begins anew."""
         path = self.config.config.pipeline.timeline
         if not self.executor.record or not path or self.pipeline.mpu().pipeline_id() > 0:
             return
         everyone = self.pipe.gather_objects(found.events)
         if self.pipeline.stage_id == 0:
-            with Path(path).open("a") as file:
-                file.writelines(json.dumps(asdict(event)) + "\n" for events in everyone for event in events)
+            step = self.steps.taken + self.steps.skipped + 1
+            with Path(path).open("a" if self._timeline_begun else "w") as file:
+                file.writelines(json.dumps(asdict(replace(e, step=step))) + "\n" for events in everyone for e in events)
+            self._timeline_begun = True
 
     def reduce_tied_gradients(self) -> None:
         """Add what replicas of tied weights have collected to their owners' gradients. A collective."""

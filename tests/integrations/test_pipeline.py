@@ -22,6 +22,7 @@ from tests.launcher import Launcher
 from zero_strategy.integrations.namespaces import pipeline_strategy_class
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.recipes import pipeline_layers
+from zero_strategy.pipeline.timeline import read_timeline
 
 
 class Case(NamedTuple):
@@ -321,7 +322,10 @@ def test_other_ways_in(ranks: Launcher, tmp_path: Path) -> None:
     expected = ranks(1)(fit_plainly)[0][-1]
     timeline = tmp_path / "timeline.jsonl"
     assert ranks(2)(given_module, str(timeline)) == [(pytest.approx(expected, rel=1e-6), 8)] * 2
-    assert sum('"B"' in line for line in timeline.read_text().splitlines()) == 2 * 4 * 8
+    written = read_timeline([timeline])
+    assert written.steps == [*range(1, 9)], "one engine trains the same module on"
+    assert sum(event.kind == "B" for event in written.events) == 2 * 4 * 8
+    assert {event.micro_batch for event in written.of_step(2).computations(1)} == {0, 1, 2, 3}
     assert ranks(2)(other_namespace) == [pytest.approx(expected, rel=5e-2)] * 2
 
 

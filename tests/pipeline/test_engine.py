@@ -383,6 +383,26 @@ def test_low_precision(ranks: Launcher) -> None:
 # ------------------------------------------------------------------------------------------- auto, and timelines
 
 
+def runs_into(path: str) -> None:
+    for steps in (3, 2):
+        module = PipelineModule(layers(True), 2, loss_fn=loss_of)
+        engine = PipelineEngine(module, {"stage": 1, "pipeline": {"timeline": path}})
+        optimizer = torch.optim.AdamW(module.parameters())
+        engine.attach(optimizer)
+        for step in range(steps):
+            engine.forward_backward(batches(step, 2, 0), 2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_new_run_begins_its_timeline_anew(ranks: Launcher, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    ranks(2)(runs_into, str(path))
+    timeline = read_timeline([path])
+    assert timeline.steps == [1, 2] and timeline.ranks == 2
+    assert len(timeline.of_step(2).computations(0)) == 4 and timeline.of_step(2).makespan < timeline.makespan
+
+
 def train_auto(case: Case, folder: str) -> tuple[list[float], str, tuple[float, ...], dict[str, Tensor]]:
     module = module_of(case)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,42 @@ def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     status, out, _ = run(capsys, "show", "--timeline", *files, "--output", str(tmp_path / "run.svg"), "--width", "100")
     assert status == 0
     assert out.splitlines()[:2] == ["rank 0 F0 F1 ......B0    ...B1", "rank 1 ...F0 B0    F1 B1"]
-    assert "rank-1, rank-0: 9 s in all" in out and (tmp_path / "run.svg").exists()
+    assert "rank-1, rank-0: 9000 ms in all" in out and "busy, ms" in out and (tmp_path / "run.svg").exists()
     timeline = read_timeline(files)
     assert timeline.usage == simulate(lower(build_table("1f1b", 2, 2))).usage and timeline.start == 0
+
+
+def several_steps(path: Path) -> None:
+    """Steps 3 to 5 of a run, each begun 100 s after the last; of step 5 rank 1 has nothing yet."""
+    simulated = simulate(lower(build_table("1f1b", 2, 2))).events
+    events = [
+        replace(e, step=step, start=100 * step + e.start * step, end=100 * step + e.end * step)
+        for step in (3, 4, 5)
+        for e in simulated
+        if (step, e.rank) != (5, 1)
+    ]
+    events.append(Event(0, 310.0, 311.0, "wait", 1, 0, 3))
+    write_timeline(events, path)
+
+
+def test_a_step_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    several_steps(path)
+    show = ["show", "--timeline", str(path), "--width", "100"]
+    status, out, _ = run(capsys, *show)
+    assert status == 0 and "run, step 4: 36 s in all" in out and "busy, s" in out
+    assert out.splitlines()[:2] == ["rank 0 F0 F1 ......B0    ...B1", "rank 1 ...F0 B0    F1 B1"]
+    picture = tmp_path / "run.svg"
+    status, out, _ = run(capsys, *show, "--step", "3", "--output", str(picture))
+    assert status == 0 and "run, step 3: 27 s in all" in out
+    drawn = picture.read_text()
+    for words in ("run, step 3: 27 s in all", "time in s<", "forward", "backward", "waiting for data", "micro-batches"):
+        assert words in drawn, words
+    status, out, _ = run(capsys, *show, "--step", "all")
+    assert status == 0 and "run: 245 s in all" in out
+    for step, said in (("7", "there is no step 7; there are 3 to 4"), ("5", "no step 5"), ("x", "give a number, last")):
+        status, _, err = run(capsys, *show, "--step", step)
+        assert status == 2 and said in err
 
 
 @pytest.mark.parametrize(

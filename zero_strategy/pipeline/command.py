@@ -11,16 +11,16 @@ from typing import Any
 from zero_strategy.checkpoint_commands.show import table as as_table
 from zero_strategy.pipeline.checker import check
 from zero_strategy.pipeline.csv_tables import write_csv
-from zero_strategy.pipeline.drawing import chrome_trace, picture, text
+from zero_strategy.pipeline.drawing import chrome_trace, picture, scale_of, text
 from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.registry import SCHEDULES, build_table
 from zero_strategy.pipeline.simulator import Times, simulate
 from zero_strategy.pipeline.timeline import Timeline, read_timeline, write_timeline
 
 _SHOW = """\
-Draws who computes what when: of a schedule, by simulation, or of a run, from the timeline that it wrote. Letters are F
-(forward), B (backward), I and W (its halves: gradients of inputs, of weights) with the micro-batch, and with several
-chunks per rank a letter for the chunk; dots are idle.
+Draws who computes what when: of a schedule, by simulation, or of a step of a run, from the timeline that it wrote.
+Letters are F (forward), B (backward), I and W (its halves: gradients of inputs, of weights) with the micro-batch, and
+with several chunks per rank a letter for the chunk; dots are idle.
 
 Exit status: 0; 2 if there is no such schedule, or a file cannot be read or written."""
 
@@ -31,7 +31,7 @@ examples:
   zero-strategy schedule show --schedule 1f1b --stages 4 --micro-batches 8 --forward 1 --backward 1.2 --weight 0.9
   zero-strategy schedule show --schedule interleaved_1f1b --chunks 2 --stages 4 --micro-batches 8 --output schedule.svg
   zero-strategy schedule show --schedule csv:mine.csv --stages 4 --micro-batches 8
-  zero-strategy schedule show --timeline rank-0.jsonl rank-1.jsonl --output measured.png
+  zero-strategy schedule show --timeline timeline.jsonl --step 20 --output measured.png
 """
 
 
@@ -56,6 +56,9 @@ def add_schedule_commands(commands: Any) -> None:
     show.add_argument("--weight", type=_times, default=1.0, metavar="T", help="of the weight half; B takes both")
     show.add_argument("--latency", type=float, default=0.0, metavar="T", help="of a message (default: 0)")
     show.add_argument("--timeline", type=Path, nargs="+", metavar="FILE", help="draw this run: JSON lines of ranks")
+    show.add_argument(
+        "--step", default="last", metavar="N", help="of a run: the step to draw; `all` in one strip (default: the last)"
+    )
     show.add_argument("--output", type=Path, metavar="FILE", help="draw into .png, .svg, .json (Chrome), .jsonl")
     show.add_argument("--csv", type=Path, metavar="FILE", help="write the table, which --schedule csv:FILE reads")
     show.add_argument("--width", type=int, help="characters of a line; default: the terminal's, or 160")
@@ -103,7 +106,7 @@ def _timeline(options: argparse.Namespace) -> tuple[Timeline, list[int] | None]:
     if options.timeline is not None:
         if options.schedule is not None or options.csv is not None:
             raise ValueError("--timeline draws a run: --schedule and --csv are for schedules")
-        return read_timeline(options.timeline), None
+        return _chosen_step(read_timeline(options.timeline), options.step), None
     missing = [name for name in ("schedule", "stages", "micro_batches") if getattr(options, name) is None]
     if missing:
         wanted = ", ".join("--" + name.replace("_", "-") for name in missing)
@@ -115,6 +118,14 @@ def _timeline(options: argparse.Namespace) -> tuple[Timeline, list[int] | None]:
         write_csv(table, options.csv)
     times = Times(options.forward, options.backward, options.weight, latency=options.latency)
     return simulate(schedules, times), [schedule.num_pipe_buffers() for schedule in schedules]
+
+
+def _chosen_step(timeline: Timeline, step: str) -> Timeline:
+    if step == "all" or (step == "last" and not timeline.steps):  # files whose lines name no steps
+        return timeline
+    if step != "last" and not step.isdigit():
+        raise ValueError(f"--step {step}: give a number, last or all")
+    return timeline.of_step(timeline.steps[-1] if step == "last" else int(step))
 
 
 def _write(timeline: Timeline, path: Path, microseconds: float) -> None:
@@ -129,14 +140,16 @@ def _write(timeline: Timeline, path: Path, microseconds: float) -> None:
 
 
 def _summary(timeline: Timeline, buffers: list[int] | None) -> str:
+    scale, unit = scale_of(timeline)
     rows = []
     for rank, usage in enumerate(timeline.usage):
-        row = [str(rank), f"{usage.busy:.6g}", f"{usage.idle:.1%}", f"{usage.idle_in_window:.1%}"]
+        row = [str(rank), f"{usage.busy * scale:.6g}", f"{usage.idle:.1%}", f"{usage.idle_in_window:.1%}"]
         row += [str(usage.in_flight), f"{usage.activations:.4g}"]
         rows.append((*row, str(buffers[rank])) if buffers else tuple(row))
-    heads = ("rank", "busy", "idle", "in its window", "in flight", "held", *(("buffers",) if buffers else ()))
-    unit = "" if buffers else " s"
-    return f"{timeline.name}: {timeline.makespan:.6g}{unit} in all\n{as_table(rows, heads, range(len(heads)))}"
+    busy = f"busy, {unit}" if unit else "busy"
+    heads = ("rank", busy, "idle", "in its window", "in flight", "held", *(("buffers",) if buffers else ()))
+    makespan = f"{timeline.makespan * scale:.6g}{' ' * bool(unit)}{unit}"
+    return f"{timeline.name}: {makespan} in all\n{as_table(rows, heads, range(len(heads)))}"
 
 
 def _times(value: str) -> float | list[float]:

@@ -16,7 +16,10 @@ _COLORS = {
     Kind.BACKWARD_INPUT.value: "#45b5b0",
     Kind.BACKWARD_WEIGHT.value: "#9ccb7a",
 }
-_OTHER = "#c0c0c0"
+_WAIT = "wait"
+_WAITING, _OTHER = "#dcdcdc", "#8c8c8c"
+_LONG = 10.0
+"""Seconds from which on times are told in seconds."""
 _NAMES = {
     Kind.FORWARD.value: "forward",
     Kind.BACKWARD.value: "backward",
@@ -53,6 +56,13 @@ def text(timeline: Timeline, width: int = 160) -> str:
     return "\n".join(lines)
 
 
+def scale_of(timeline: Timeline) -> tuple[float, str]:
+    """What to multiply its times by, and the unit they have then: of a run ms, or s where it is long."""
+    if not timeline.unit:
+        return 1.0, ""
+    return (1.0, "s") if timeline.makespan >= _LONG else (1e3, "ms")
+
+
 def picture(timeline: Timeline, path: Path) -> None:
     """Write a PNG or SVG: a bar per rank; chunks after the first are drawn lighter.
 
@@ -61,34 +71,57 @@ def picture(timeline: Timeline, path: Path) -> None:
         OSError: If the file cannot be written.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ValueError(f"--output {path} needs matplotlib: pip install zero-strategy[plan]") from error
-    figure: Any = Figure(figsize=(14, 1.2 + 0.55 * timeline.ranks), dpi=120)
+    scale, unit = scale_of(timeline)
+    figure: Any = Figure(figsize=(14, 1.9 + 0.55 * timeline.ranks), dpi=120)
     FigureCanvasAgg(figure)
     panel = figure.subplots()
     room = timeline.makespan / 150  # for a character
-    for event in timeline.events:
+    drawn = [e for e in timeline.events if e.end > timeline.start and e.start < timeline.start + timeline.makespan]
+    for event in drawn:
         length, start = event.end - event.start, event.start - timeline.start
-        alpha = 1 - 0.5 * event.chunk / max(1, timeline.chunks - 1) if event.computes else 0.5
-        color = _COLORS.get(event.kind, _OTHER)
+        alpha = 1 - 0.5 * event.chunk / max(1, timeline.chunks - 1) if event.computes else 1.0
         panel.broken_barh(
-            [(start, length)], (event.rank - 0.42, 0.84), color=color, alpha=alpha, edgecolor="white", linewidth=0.5
-        )
+            [(start * scale, length * scale)], (event.rank - 0.42, 0.84), color=_color(event), alpha=alpha,
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
         label = "" if event.micro_batch is None else str(event.micro_batch)
         if event.computes and length > room * len(label):
-            panel.text(start + length / 2, event.rank, label, ha="center", va="center", fontsize=7)
+            middle = (start + length / 2) * scale
+            panel.text(middle, event.rank, label, ha="center", va="center", fontsize=8, clip_on=True)
     panel.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
-    panel.set(xlim=(0, timeline.makespan), ylim=(timeline.ranks - 0.5, -0.5), xlabel="time")
-    kinds = [kind for kind in _NAMES if any(event.kind == kind for event in timeline.events)]
-    keys = [Patch(facecolor=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]
-    figure.legend(handles=keys, loc="lower center", ncols=4, fontsize=8, frameon=False)
+    panel.set(xlim=(0, timeline.makespan * scale), ylim=(timeline.ranks - 0.5, -0.5))
+    panel.set_xlabel(f"time in {unit}" if unit else "time, in units of --forward (1 by default)")
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(left=False)
+    keys = [
+        Patch(facecolor=_COLORS[kind], label=name)
+        for kind, name in _NAMES.items()
+        if any(event.kind == kind for event in drawn)
+    ]
+    if any(event.kind == _WAIT for event in drawn):
+        keys.append(Patch(facecolor=_WAITING, label="waiting for data"))
+    if any(not event.computes and event.kind != _WAIT for event in drawn):
+        keys.append(Patch(facecolor=_OTHER, label="reductions and the optimizer's step"))
+    keys.append(Patch(facecolor="none", edgecolor="none", label="numbers: micro-batches"))
+    if timeline.chunks > 1:
+        keys.append(Patch(facecolor="none", edgecolor="none", label="lighter: later chunks of a rank"))
+    figure.legend(handles=keys, loc="lower center", ncols=len(keys), fontsize=8, frameon=False, handlelength=1.5)
     idle = sum(usage.idle for usage in timeline.usage) / timeline.ranks
-    panel.set_title(f"{timeline.name}: {timeline.makespan:.4g} in all, {idle:.1%} idle", fontsize=10)
-    figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
-    figure.savefig(path)
+    makespan = f"{timeline.makespan * scale:.4g}{' ' * bool(unit)}{unit}"
+    panel.set_title(f"{timeline.name}: {makespan} in all, ranks idle for {idle:.1%} of it", fontsize=11, loc="left")
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    with rc_context({"svg.fonttype": "none"}):  # text that can be searched and edited
+        figure.savefig(path)
+
+
+def _color(event: Event) -> str:
+    return _COLORS.get(event.kind, _WAITING if event.kind == _WAIT else _OTHER)
 
 
 def chrome_trace(timeline: Timeline, microseconds: float = 1e6) -> str:

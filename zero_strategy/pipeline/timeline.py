@@ -2,19 +2,19 @@
 
 A measured timeline is a file of JSON lines, an event a line:
 
-    {"rank": 0, "start": 0.0132, "end": 0.0310, "kind": "F", "micro_batch": 3, "chunk": 0}
+    {"rank": 0, "start": 0.0132, "end": 0.0310, "kind": "F", "micro_batch": 3, "chunk": 0, "step": 7}
 
 `rank` is the pipeline rank; times are in seconds, of a clock that the ranks of a pipeline share; `kind` is F, B, I or W
-for computations (`Kind`), and any other word for what else took time ("wait", "step"). `micro_batch` and `chunk` may be
-left out where there are none. Lines may come in any order: files of several ranks are joined by putting one after the
-other.
+for computations (`Kind`), and any other word for what else took time ("wait", "step"). `micro_batch`, `chunk` and
+`step` may be left out where there are none. Lines may come in any order: files of several ranks are joined by putting
+one after the other.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Event:
     """F, B, I or W (the values of Kind) for a computation; another word for anything else."""
     micro_batch: int | None = None
     chunk: int = 0
+    step: int | None = None
+    """Its number in the run, from 1; steps that were skipped (fp16) count."""
 
     @property
     def computes(self) -> bool:
@@ -77,12 +79,14 @@ class Timeline:
         ranks: How many.
         chunks: Stages of each.
         events: By rank, then by time.
+        unit: Of the times: "s" where they were measured, else "".
     """
 
     name: str
     ranks: int
     chunks: int
     events: tuple[Event, ...]
+    unit: str = ""
 
     @property
     def start(self) -> float:
@@ -93,6 +97,23 @@ class Timeline:
     def makespan(self) -> float:
         """From the beginning of the first computation to the end of the last one."""
         return max((event.end for event in self.events if event.computes), default=0.0) - self.start
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the steps that all ranks have computed something in."""
+        computed = [{e.step for e in self.computations(rank) if e.step is not None} for rank in range(self.ranks)]
+        return sorted(set.intersection(*computed)) if computed else []
+
+    def of_step(self, step: int) -> Timeline:
+        """One step of a run; times begin at zero.
+
+        Raises:
+            ValueError: If there is no such step, or not on all ranks.
+        """
+        if step not in self.steps:
+            raise ValueError(f"timeline {self.name}: there is no step {step}; there are {_ranges(self.steps)}")
+        chosen = _from_zero([event for event in self.events if event.step == step])
+        return replace(self, name=f"{self.name}, step {step}", events=tuple(chosen))
 
     @cached_property
     def usage(self) -> tuple[Usage, ...]:
@@ -135,11 +156,11 @@ class Timeline:
         )
 
 
-def timeline_of(name: str, events: Iterable[Event]) -> Timeline:
-    """A timeline of events in any order."""
+def timeline_of(name: str, events: Iterable[Event], unit: str = "") -> Timeline:
+    """A timeline of events in any order; `unit` of the times, if they are measured."""
     ordered = tuple(sorted(events, key=lambda event: (event.rank, event.start, event.end)))
     ranks = 1 + max((event.rank for event in ordered), default=-1)
-    return Timeline(name, ranks, 1 + max((event.chunk for event in ordered), default=0), ordered)
+    return Timeline(name, ranks, 1 + max((event.chunk for event in ordered), default=0), ordered, unit)
 
 
 def read_timeline(paths: Sequence[str | Path]) -> Timeline:
@@ -152,9 +173,23 @@ def read_timeline(paths: Sequence[str | Path]) -> Timeline:
     events = [event for path in paths for event in _read(Path(path))]
     if not events:
         raise ValueError(f"{', '.join(map(str, paths))}: no events")
+    return timeline_of(", ".join(Path(path).stem for path in paths), _from_zero(events), "s")
+
+
+def _from_zero(events: Sequence[Event]) -> list[Event]:
     zero = min(event.start for event in events)
-    moved = (Event(e.rank, e.start - zero, e.end - zero, e.kind, e.micro_batch, e.chunk) for e in events)
-    return timeline_of(", ".join(Path(path).stem for path in paths), moved)
+    return [replace(event, start=event.start - zero, end=event.end - zero) for event in events]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1 to 4, 7: ascending numbers, runs of them together."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs) or "none"
 
 
 def write_timeline(events: Iterable[Event], path: str | Path) -> None:
@@ -197,7 +232,7 @@ def _read(path: Path) -> list[Event]:
 def _event(record: Any) -> Event:
     if not isinstance(record, dict):
         raise TypeError("an event is an object")
-    micro_batch = record.get("micro_batch")
+    micro_batch, step = record.get("micro_batch"), record.get("step")
     event = Event(
         rank=int(record["rank"]),
         start=float(record["start"]),
@@ -205,6 +240,7 @@ def _event(record: Any) -> Event:
         kind=str(record["kind"]),
         micro_batch=None if micro_batch is None else int(micro_batch),
         chunk=int(record.get("chunk", 0)),
+        step=None if step is None else int(step),
     )
     if event.rank < 0 or event.chunk < 0 or event.end < event.start:
         raise ValueError("rank and chunk are 0 or more, and the end is not before the start")

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.memory.ledger import CATEGORIES, TIERS, Ledger
+from zero_strategy.memory.ledger import CATEGORIES, TIERS, Ledger, Tier
 from zero_strategy.memory.plan import MemoryPlan
 from zero_strategy.planning.fit import Budget
 
-_GB = 1e9
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 _VISIBLE = 0.002
 """Fraction of the tallest bar below which a category has no place in the legend."""
-_COLORS = (*(f"C{number}" for number in range(10)), "black", "gold", "navy")
+_NEAR = 2.5
+"""Times the tallest bar: memory that is farther above it is told in words, for bars would be flat beside its line."""
+_COLORS = (
+    "#4477aa", "#66a5d9", "#228877", "#55bb88", "#a3c94f", "#ddaa33", "#ee7744", "#cc3355", "#aa4499", "#8877bb",
+    "#777777", "#bbbbbb", "#332288",
+)  # fmt: skip
+_TOO_LARGE, _INK, _PALE = "#c01830", "#222222", "#777777"
 
 
 def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
@@ -32,34 +38,85 @@ def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
         raise ValueError("--png needs matplotlib: pip install zero-strategy[plan]") from error
     ledgers = _by_stage(plan)
     tiers = [tier for tier in TIERS if any(ledger.tier_bytes(tier) for ledger in ledgers.values())]
-    figure: Any = Figure(figsize=(1.5 + 4.5 * len(tiers), 5.5), dpi=120)
+    figure: Any = Figure(figsize=(2.5 + 4.5 * len(tiers), 6.2), dpi=150)
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(tiers), squeeze=False)[0]
     colors = dict(zip(CATEGORIES, _COLORS, strict=True))
     for panel, tier in zip(panels, tiers, strict=True):
-        for place, ledger in enumerate(ledgers.values()):
-            bottom = 0.0
-            for (category, peak), total in ledger.only(tier=tier).sums("category", "peak").items():
-                height, hatch = total.taken / _GB, "//" if peak else None
-                panel.bar(place, height, 0.7, bottom, color=colors[category], hatch=hatch, edgecolor="white")
-                bottom += height
-            panel.text(place, bottom, f"{bottom:.3g}", ha="center", va="bottom", fontsize=8)
-        panel.set_xticks(range(len(ledgers)), [_label(plan, stage) for stage in ledgers])
-        panel.set(title=f"{tier}, per rank", ylabel="GB")
-        there = _line(plan, budget, tier)
-        if there is not None:
-            panel.axhline(there / _GB, color="black", linestyle="--", linewidth=1)
-            panel.text(-0.5, there / _GB, " there", va="bottom", fontsize=8)
+        _bars(panel, ledgers, tier, _there(plan, budget, tier), colors, plan.resolved.config.stage)
     tallest = max(ledger.tier_bytes(tier) for ledger in ledgers.values() for tier in tiers)
     largest = {c: max(ledger.only(category=c).total.taken for ledger in ledgers.values()) for c in CATEGORIES}
     used = [category for category in CATEGORIES if largest[category] > _VISIBLE * tallest]
     keys = [Patch(facecolor=colors[category], label=category) for category in used]
-    keys.append(Patch(facecolor="lightgray", hatch="//", edgecolor="white", label="inside a step only"))
-    figure.legend(handles=keys, loc="lower center", ncols=5, fontsize=8, frameon=False)
-    settings = f"{plan.resolved.world_size} ranks, {plan.optimizer.name}, offload: {plan.offload.describe()}"
-    figure.suptitle(f"{plan.model.title}: {plan.model.parameters / 1e6:,.4g}M parameters, {settings}", fontsize=10)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    keys.append(Patch(facecolor="#cccccc", hatch="////", edgecolor="white", linewidth=0.0, label="inside a step only"))
+    figure.legend(handles=keys, loc="lower center", ncols=min(len(keys), 2 + 2 * len(tiers)), fontsize=9, frameon=False)
+    world = plan.resolved.world_size
+    settings = f"{world} rank{'s' * (world > 1)}, {plan.ranks_per_host} per host, {plan.optimizer.name}"
+    figure.suptitle(_title(plan), x=0.02, y=0.975, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.text(
+        0.02, 0.905, f"Memory of the fullest rank by ZeRO stage: {settings}, offload: {plan.offload.describe()}",
+        ha="left", fontsize=10, color=_PALE,
+    )  # fmt: skip
+    figure.tight_layout(rect=(0, 0.1, 1, 0.9), w_pad=3.0)
     figure.savefig(path)
+
+
+def _bars(
+    panel: Any, ledgers: dict[int, Ledger], tier: Tier, there: float | None, colors: dict[Any, str], chosen: int
+) -> None:
+    """One tier: a bar for each stage, and a line at what there is."""
+    tallest = max(ledger.tier_bytes(tier) for ledger in ledgers.values())
+    size, unit = _unit(tallest)
+    for place, ledger in enumerate(ledgers.values()):
+        bottom = 0.0
+        for (category, peak), total in ledger.only(tier=tier).sums("category", "peak").items():
+            height, hatch = total.taken / size, "////" if peak else None
+            panel.bar(
+                place, height, 0.62, bottom, color=colors[category], hatch=hatch, edgecolor="white", linewidth=0.6
+            )
+            bottom += height
+        much = there is not None and bottom * size > there
+        text, color = f"{bottom:.3g} {unit}" + "\ntoo large" * much, _TOO_LARGE if much else _INK
+        panel.annotate(
+            text, (place, bottom), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9, color=color
+        )
+    panel.set_xticks(range(len(ledgers)), [f"stage {stage}" for stage in ledgers])
+    for stage, label in zip(ledgers, panel.get_xticklabels(), strict=True):
+        if stage == chosen:
+            label.set(fontweight="bold")
+    note = "" if there is None else f", {_bytes(there)} available"
+    panel.set_title(f"{tier.replace('nvme', 'NVMe')}, per rank{note}", loc="left", fontsize=11, color=_INK)
+    panel.set_ylabel(unit)
+    top = tallest / size
+    if there is not None and there <= _NEAR * tallest:
+        panel.axhline(there / size, color=_TOO_LARGE, linestyle="--", linewidth=1.2)
+        panel.annotate(
+            "available", (len(ledgers) - 0.45, there / size), (0, 3), textcoords="offset points", ha="right",
+            va="bottom", fontsize=9, color=_TOO_LARGE, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        )  # fmt: skip
+        top = max(top, there / size)
+    alone = 0.6 if len(ledgers) == 1 else 0.0
+    panel.set(ylim=(0, 1.16 * top), xlim=(-0.6 - alone, len(ledgers) - 0.4 + alone))
+    panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(left=False, bottom=False)
+
+
+def _title(plan: MemoryPlan) -> str:
+    count = plan.model.parameters
+    size, letter = next(((s, c) for s, c in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count >= s), (1.0, ""))
+    return f"{plan.model.title}: {count / size:.3g}{letter} parameters"
+
+
+def _unit(count: float) -> tuple[float, str]:
+    """The largest unit of which there is one or more."""
+    return next(((size, name) for size, name in _UNITS if count >= size), (1.0, "B"))
+
+
+def _bytes(count: float) -> str:
+    size, unit = _unit(count)
+    return f"{count / size:.3g} {unit}"
 
 
 def _by_stage(plan: MemoryPlan) -> dict[int, Ledger]:
@@ -67,13 +124,11 @@ def _by_stage(plan: MemoryPlan) -> dict[int, Ledger]:
     return {stage: plan.changed(settings={"stage": stage}).ledger() for stage in stages}
 
 
-def _label(plan: MemoryPlan, stage: int) -> str:
-    return f"stage {stage}" + ("\n(chosen)" if stage == plan.resolved.config.stage else "")
-
-
-def _line(plan: MemoryPlan, budget: Budget, tier: str) -> float | None:
-    """What a rank may take of a tier, if it is known."""
+def _there(plan: MemoryPlan, budget: Budget, tier: str) -> float | None:
+    """What a rank may take of a tier, if it is known; the margin stays free."""
     if tier == "device" and plan.device_type == "cuda":
-        return budget.device
-    there = budget.disk if tier == "nvme" else budget.host
-    return None if there is None else there / plan.ranks_per_host
+        there: float | None = budget.device
+    else:
+        whole = budget.disk if tier == "nvme" else budget.host
+        there = None if whole is None else whole / plan.ranks_per_host
+    return None if there is None else there * (1 - budget.margin)
