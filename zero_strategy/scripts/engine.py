@@ -26,6 +26,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.joined import JoinedBatches
 from zero_strategy.scripts.data import distributed_loader
 from zero_strategy.scripts.ownership import OptimizerGuard, SchedulerGuard
+from zero_strategy.scripts.plain_backward import PlainBackward
 from zero_strategy.scripts.settings import ScriptSettings
 
 COUNTERS_KEY = "zero_strategy.script"
@@ -60,6 +61,9 @@ class ScriptEngine:
         skipped_steps: Steps that were not taken since fp16 gradients had overflowed.
     """
 
+    _runs_module = True
+    """Whether scripts call the module, and may go backward themselves."""
+
     def __init__(
         self,
         zero: ZeroEngine,
@@ -83,6 +87,9 @@ class ScriptEngine:
         self._norm: float | None = None
         self._applied = False
         self._guard, self._scheduled = guard, SchedulerGuard()
+        self._plain = PlainBackward(self.gradient_accumulation_steps(), scaled=zero.scaler is not None)
+        if self._runs_module:
+            zero.model.reducer.divisor = self._plain.divisor
 
     # ---- the module ----
 
@@ -157,26 +164,44 @@ class ScriptEngine:
             RuntimeError: If there is no optimizer, or the loss uses parameters that are not whole; names them.
             ValueError: If the loss is no 0-d tensor.
         """
-        if self.optimizer is None:
-            raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"backward() takes a loss of one element, not {_described(loss)}")
+        self._check_loss(loss)
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
         self.zero.check_loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
         averages = allreduce_gradients and not self._held_back and self.is_gradient_accumulation_boundary()
-        with nullcontext() if averages else self.zero.no_sync():
+        with self._plain.of_engine(), nullcontext() if averages else self.zero.no_sync():
             self.zero.scale_loss(loss).backward(retain_graph=retain_graph)
         return loss.detach().clone() if release_loss else loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """A loss for `engine.scale(loss).backward()`: multiplied by the loss scale in fp16.
+
+        The gradients of such a backward, like those of `loss.backward()` where there is no loss scale, are divided by
+        the number of micro-batches per step.
+
+        Raises:
+            RuntimeError, ValueError: As `backward`.
+        """
+        self._check_loss(loss)
+        self.zero.check_loss(loss)
+        self._plain.was_scaled()
+        return self.zero.scale_loss(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside are not averaged over the ranks yet, as with `allreduce_gradients=False`."""
         before, self._held_back = self._held_back, True
         try:
-            yield
+            with self.zero.no_sync():
+                yield
         finally:
             self._held_back = before
+
+    def _check_loss(self, loss: Any) -> None:
+        if self.optimizer is None:
+            raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"backward() takes a loss of one element, not {_described(loss)}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the module."""
@@ -214,6 +239,7 @@ class ScriptEngine:
         else:
             self._applied = False
         self.micro_steps += 1
+        self._plain.step_over()
 
     def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         finite = self.zero.unscale_gradients(optimizer)

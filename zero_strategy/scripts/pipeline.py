@@ -52,6 +52,7 @@ class ScriptPipelineEngine(ScriptEngine):
 
     zero: PipelineEngine
     module: PipelineModule
+    _runs_module = False
 
     def __init__(self, zero: PipelineEngine, *args: Any, **kwargs: Any) -> None:
         super().__init__(zero, *args, **kwargs)
@@ -214,6 +215,10 @@ class ScriptPipelineEngine(ScriptEngine):
     def no_sync(self) -> NoReturn:
         """Refused: see `train_batch`."""
         _refuse("no_sync")
+
+    def scale(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `backward` is."""
+        _refuse("scale")
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether gradients are being clipped, or the optimizer is stepping: only inside of a `train_batch`."""

@@ -70,6 +70,9 @@ class GradientReducer:
         self.watchers: list[ReductionWatcher] = []
         self.before_backward: list[Callable[[], None]] = []
         """Called when a backward begins that will reduce gradients."""
+        self.divisor: Callable[[], int] = lambda: 1
+        """Asked when a backward begins: by what its gradients are to be divided."""
+        self._divide_by = 1
         self._sync = True
         self._joined = self._paused = False
         self._began = False
@@ -185,6 +188,8 @@ class GradientReducer:
         gradient = bucket.bucket.parameters[index].grad
         self._awaited.discard((number, index))
         assert gradient is not None
+        if self._divide_by != 1:
+            gradient = gradient / self._divide_by  # not in place: other parameters' may be the same tensor
         if torch.is_grad_enabled():  # create_graph
             with torch.no_grad():
                 self._take(bucket, index, gradient)
@@ -225,6 +230,7 @@ class GradientReducer:
             raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
         if self.announce is not None:
             self.announce("backward", self.shown())
+        self._divide_by = self.divisor()
         self._active = True
         if not (self._joined and self._began):
             self._reuse.open()
