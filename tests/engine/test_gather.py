@@ -278,6 +278,30 @@ def test_gathered_parameters_are_changed_by_one_rank(ranks: Launcher, stage: int
         assert not found["parameters"]
 
 
+def as_arrays() -> list[bool]:
+    """Numpy views of gathered parameters: what they hold then and after a step, and what training makes of it."""
+    twin, model = trained(3)
+    x = twin.data(1, 2, 6)
+    with sharding.GatheredParameters(model.parameters()):
+        arrays = {name: p.detach().cpu().numpy() for name, p in model.named_parameters()}
+        expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+        outputs = model(x)
+    found = [torch.equal(model(x), outputs)]
+    train_one(twin, model, 1)
+    found += [torch.equal(torch.from_numpy(arrays[name]), expected[name]) for name in arrays]
+    other, plain = trained(3)
+    train_one(other, plain, 1)
+    now, right = twin.own.full_state_dict(), other.own.full_state_dict()
+    found += [torch.equal(now[name], right[name]) for name in now]
+    found.append(all(bool(p.isnan().all()) for p in model.parameters()))
+    return found
+
+
+def test_numpy_views_of_gathered_parameters_keep_their_values(ranks: Launcher) -> None:
+    for found in ranks(2)(as_arrays):
+        assert all(found)
+
+
 def on_rank_0_only(call: str, late: bool) -> tuple[str, float]:
     twin, model = sharded_net(rendezvous_seconds=1.0)
     calls: dict[str, Callable[[], object]] = {

@@ -27,7 +27,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def model_storages(model: ShardedModel) -> frozenset[int]:
-    """The memory of a model's parameters; a bucket has the same one as long as it lives."""
+    """The memory of a model's parameters; a bucket has the same one until a numpy array shares it."""
     return storage_keys(bucket.flat for bucket in model.buckets)
 
 

@@ -270,6 +270,8 @@ class ParameterGatherer:
             unit = self._unit_of[id(bucket)]
             if bucket.pending:
                 bucket.finish_gather()  # what is sent of it may be what is about to change
+            for watch in bucket.watches:
+                watch.let_go()
             if bucket.kept:
                 bucket.follow_edits()
                 bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)

@@ -22,6 +22,7 @@ from zero_strategy.distributed import Mesh, PendingWork
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
 from zero_strategy.sharding.dtensors import held_by, local_values, part_of, recast
+from zero_strategy.sharding.edits import EditWatch
 from zero_strategy.sharding.grouping import LOW_PRECISION
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout, cuts
 from zero_strategy.sharding.placement import Placement
@@ -60,6 +61,8 @@ class ParameterBucket:
         kept: Sharded parameters that are whole, and up to date, stay so until they are let go, whoever uses them.
         kept_again: They will be kept when they have been brought up to date.
         tracks_edits: What is written to them while they are whole may have to be followed.
+        editors: Scopes under way whose rank's writes become the parameters.
+        watches: Those that look for writes that would be lost.
     """
 
     def __init__(
@@ -104,9 +107,10 @@ class ParameterBucket:
         ]
         self._pending: PendingWork | None = None
         self.kept = self.kept_again = self.tracks_edits = False
+        self.editors, self.watches = 0, list[EditWatch]()
         self.gathered = True
         self._fill(blank)
-        self._versions = self._present_versions()
+        self._versions = self.present_versions()
 
     @property
     def _replicas(self) -> int:
@@ -342,18 +346,31 @@ class ParameterBucket:
                 for tensor, poison in zip(self.tensors, self._poison_views, strict=True):
                     tensor.data = poison
                 if not self.placement.in_place:
-                    self.flat.untyped_storage().resize_(0)
+                    self._empty_flat()
             self.gathered = False
+
+    def _empty_flat(self) -> None:
+        """Give the memory back; where a numpy array shares it, that keeps it, and later gathers get other memory."""
+        storage = self.flat.untyped_storage()
+        if not storage.resizable():
+            self.flat = torch.empty_like(self.flat)
+            self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+            storage = self.flat.untyped_storage()
+        storage.resize_(0)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring updated values into a bucket that is held whole. A collective."""
         if self.placement.shard_parameters and self.gathered:
+            for watch in self.watches:
+                watch.let_go()
             with _plain_mode():
                 self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names).wait()
             if self.tracks_edits:
                 self.kept, self.kept_again = self.kept or self.kept_again, False
                 self.note_versions()
+            for watch in self.watches:
+                watch.renew()
 
     def check_poison(self) -> None:
         """Raise if somebody wrote to a released parameter.
@@ -398,6 +415,8 @@ class ParameterBucket:
             for start, stop in self._master_parts():
                 self._follow(start, stop)
         self.note_versions()
+        for watch in self.watches:
+            watch.renew()
 
     @torch.no_grad()
     def set_master(self, index: int, value: Tensor) -> None:
@@ -412,7 +431,7 @@ class ParameterBucket:
         """Carry what the user wrote into whole parameters in place over to their master copy."""
         if self.placement.shard_parameters and not self.kept and not (self.placement.in_place and self.gathered):
             return
-        versions = self._present_versions()
+        versions = self.present_versions()
         if versions == self._versions:
             return
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
@@ -426,12 +445,17 @@ class ParameterBucket:
                 self._follow(start, stop)
         self._versions = versions
 
+    @property
+    def follows_edits(self) -> bool:
+        """Whether what all ranks write to whole parameters in place becomes the parameters."""
+        return not self.placement.shard_parameters or self.kept or self.placement.in_place
+
     def note_versions(self) -> None:
         """What was written to whole parameters so far is in their master copy already."""
-        self._versions = self._present_versions()
+        self._versions = self.present_versions()
 
-    def _present_versions(self) -> list[tuple[int, int]]:
-        """Writes to a parameter count there; those to what a `DTensor` holds, which `to_local()` shows, in that."""
+    def present_versions(self) -> list[tuple[int, int]]:
+        """Torch's counts of writes to each parameter, and to what a `DTensor` holds, which `to_local()` shows."""
         pairs = zip(self.parameters, self.tensors, strict=True)
         return [(parameter._version, tensor._version) for parameter, tensor in pairs]
 
