@@ -27,6 +27,7 @@ _PUBLIC = {
     "ZeroAccelerator": "zero_strategy.integrations.accelerate",
     "ZeroTrainer": "zero_strategy.integrations.transformers",
     "initialize": "zero_strategy.scripts",
+    "LoadsFromDirectory": "zero_strategy.integrations.from_checkpoint",
     "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }

@@ -357,13 +357,14 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
 
     # ---- whole tensors ----
 
-    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Tensor]:
         """The module's whole parameters and persistent buffers, copied to the host, on every rank; all ranks call it.
 
         Names and order are `state_dict()`'s, tied names included. One unit at a time is whole on the device.
 
         Args:
             names: Those that are wanted, the same on all ranks; default: all.
+            keep: Give them to this rank; otherwise it takes part, copies nothing and gets an empty dict.
         """
         self.mesh.rendezvous.meet("full_state_dict()")
         entries = {n: t for n, t in state_dict_entries(self.module, tied=True) if names is None or n in names}
@@ -371,22 +372,29 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         for unit in self.model.units:
             chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
             with self.model.gathered(chosen):
-                copies.update({id(p): whole_of(p, held_by(p).detach()).to("cpu", copy=True) for p in chosen})
+                whole = {id(p): whole_of(p, held_by(p).detach()) for p in chosen}
+                if keep:
+                    copies.update({key: tensor.to("cpu", copy=True) for key, tensor in whole.items()})
+        if not keep:
+            return {}
         return {
             name: copies[id(tensor)] if id(tensor) in copies else held_by(tensor).detach().to("cpu", copy=True)
             for name, tensor in entries.items()
         }
 
-    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
         """An attached optimizer's whole state, on the host of every rank, in the form of its own `state_dict()`.
 
-        All ranks call it.
+        All ranks call it; those with `keep=False` take part and get an empty dict.
         """
         sharded = self.sharded(optimizer)
         self.mesh.rendezvous.meet("optimizer_state_dict()")
         states: dict[int, dict[str, Any]] = {}
         for parameter, values in full_states(self.model, sharded):
-            states[id(parameter)] = values
+            if keep:
+                states[id(parameter)] = values
+        if not keep:
+            return {}
         with sharded.whole_state(states):
             return sharded.optimizer.state_dict()
 

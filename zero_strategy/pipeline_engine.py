@@ -373,11 +373,13 @@ class PipelineEngine(ZeroEngine):
         super().load_optimizers(source)
         self.publish_ties()
 
-    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Tensor]:
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
         aliases = catalog_of(self).aliases
         asked = None if names is None else {*names, *(name for alias, name in aliases.items() if alias in names)}
         everyone = self.pipe.gather_objects(super().full_state_dict(asked))
+        if not keep:
+            return {}
         whole = {name: tensor for part in everyone for name, tensor in part.items()}
         whole |= {alias: whole[name] for alias, name in aliases.items() if name in whole}
         return {name: tensor for name, tensor in whole.items() if names is None or name in names}
@@ -387,7 +389,7 @@ class PipelineEngine(ZeroEngine):
         everyone = self.pipe.gather_objects(super().full_optimizer_state(optimizer))
         return {name: state for part in everyone for name, state in part.items()}
 
-    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
         """See `ZeroEngine.optimizer_state_dict`: that of one optimizer over the whole model. Ranks pass their own.
 
         Raises:
@@ -396,7 +398,8 @@ class PipelineEngine(ZeroEngine):
         """
         mine = self._groups_of(optimizer), super().optimizer_state_dict(optimizer)
         everyone = self.pipe.gather_objects(mine)
-        return join_states([one[0] for one in everyone], [one[1] for one in everyone], self._prefix)
+        joined = join_states([one[0] for one in everyone], [one[1] for one in everyone], self._prefix)
+        return joined if keep else {}
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """See `ZeroEngine.load_optimizer_state_dict`: each rank takes its stages' part. All ranks call it.

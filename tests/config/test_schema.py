@@ -89,6 +89,7 @@ DEFAULTS = {
     "checkpoint.max_file_bytes": 5_000_000_000,
     "checkpoint.layout": "auto",
     "checkpoint.asynchronous": True,
+    "checkpoint.format": "directory",
     "checkpoint.while_saving": "wait",
     "checkpoint.bytes_per_second": 0,
     "checkpoint.timeout_seconds": 300.0,

@@ -129,6 +129,11 @@ class CheckpointConfig(Section):
     """How ranks write: ``shared`` into the same files in place, ``pieces`` one file each. ``auto``: pieces where the
     ranks do not see the same directory, and always for URLs."""
 
+    format: str = field(default="directory", metadata=one_of("directory", "file"))
+    """What the Trainer's and Fabric's strategies save: a ``directory`` that all ranks write at once, or one ordinary
+    ``file`` of Lightning, which rank 0 gathers in host memory and writes while training waits. Plain Lightning and
+    ``torch.load`` open files; they hold no random states and no fp32 master weights."""
+
     asynchronous: bool = True
     """Saves of a framework's own checkpoint callbacks go on in the background from a copy in host memory of this
     rank's share (as many bytes as it writes); where state is offloaded to files, from as many bytes there. What

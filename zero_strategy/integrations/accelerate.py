@@ -104,6 +104,11 @@ class ZeroAccelerator(SavingAccelerator):
         self.zero_config = load_config(configured(zero_config))
         refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
         check_uneven_batches(self.zero_config, type(self).__name__)
+        if self.zero_config.checkpoint.format != "directory":
+            raise ValueError(
+                f"checkpoint.format={self.zero_config.checkpoint.format!r} is for Lightning's Trainer and Fabric. "
+                "save_state writes directories, and save_model whole weights: remove that setting"
+            )
         self._engines = {}
         self._for_training = {}
         self._unattached = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import nn
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.checkpoint.remote import is_remote, is_remote_checkpoint
+from zero_strategy.checkpoint.replace import beside, remove, replace_directory, sync
+from zero_strategy.checkpoint.save_writer import check_replaceable
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.extra_state import EXTRA_KEY, extra_state, load_extra_state
 from zero_strategy.integrations.on_demand import StateOnDemand, whole
@@ -72,6 +75,25 @@ def pack(rest: Mapping[str, Any], module: nn.Module) -> bytes:
     buffer, extra = io.BytesIO(), extra_state(module)
     torch.save({**whole(dict(rest)), **({EXTRA_KEY: extra} if extra else {})}, buffer)
     return buffer.getvalue()
+
+
+def write_file(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a whole checkpoint dict as one file, in the place of a file or of a checkpoint directory.
+
+    Raises:
+        ValueError: If the path is a directory and no checkpoint.
+        OSError: If the file system fails; what was there stays.
+    """
+    target, token = Path(os.path.abspath(path)), uuid.uuid4().hex[:12]
+    check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = beside(target, token, "tmp")
+    try:
+        torch.save(dict(checkpoint), temporary)
+        sync(temporary)
+        replace_directory(temporary, target, beside(target, token, "old"))
+    finally:
+        remove(temporary)
 
 
 def unpack(content: bytes, source: str, weights_only: bool | None) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """How Fabric's strategy saves and loads.
 
 A state with one sharded module, its optimizers and anything else becomes a directory that all ranks write at once. It
-becomes one whole file, gathered on rank 0 and written by a `CheckpointIO`, where the user passed such a plugin or a
-`filter`, or where the state holds several modules. Both kinds load at any stage and world size.
+becomes one whole file, gathered and written by a `CheckpointIO`, where the user passed such a plugin or a `filter`,
+where `checkpoint.format` is `file`, or where the state holds several modules. Both kinds load at any stage and world
+size.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class FabricCheckpoints(_Base):
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         engine = engine_of(next(iter(modules.values()))) if len(modules) == 1 else None
         foreign = any(self.engine_of_optimizer(value) is not engine for value in optimizers.values())
-        if self._whole_files or filter or engine is None or foreign:
+        whole_file = self._whole_files or self.config.checkpoint.format == "file"
+        if whole_file or filter or engine is None or foreign:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         check_options(place, storage_options)

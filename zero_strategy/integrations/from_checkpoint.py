@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from zero_strategy.integrations.checkpoint_dict import is_directory_checkpoint, read_checkpoint
 from zero_strategy.integrations.on_demand import whole
 
+if TYPE_CHECKING:
+    from typing import Any as _Base
+else:
+    _Base = object
+
 T = TypeVar("T")
+
+
+class _OfClasses(classmethod):  # type: ignore[type-arg]
+    """A classmethod that instances have, too, and that fails when it is called on one, as Lightning's own does."""
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        method = super().__get__(instance, owner)
+        if instance is None:
+            return method
+
+        @functools.wraps(method)
+        def refuse(*arguments: Any, **keywords: Any) -> Any:
+            name = f"{type(instance).__name__}.{method.__name__}"
+            raise TypeError(f"{name}() makes a new object: call it on the class, not on an instance")
+
+        return refuse
+
+
+class LoadsFromDirectory(_Base):
+    """A base class that lets `MyModule.load_from_checkpoint(path)` take a checkpoint directory as well as a file.
+
+    Example:
+        >>> class MyModule(zero_strategy.LoadsFromDirectory, LightningModule): ...
+        >>> model = MyModule.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    """
+
+    @_OfClasses  # type: ignore[arg-type]
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, *arguments: Any, weights_only: bool | None = None, **keywords: Any
+    ) -> Any:
+        """As Lightning's; see `zero_strategy.load_from_checkpoint`."""
+        load = functools.partial(super().load_from_checkpoint, weights_only=weights_only)
+        if not isinstance(checkpoint_path, (str, os.PathLike)) or not is_directory_checkpoint(checkpoint_path):
+            return load(checkpoint_path, *arguments, **keywords)
+        with open_checkpoint(checkpoint_path, weights_only=weights_only) as file:
+            return load(file, *arguments, **keywords)
 
 
 def load_from_checkpoint(

@@ -20,10 +20,18 @@ class StateOnDemand(MutableMapping[str, Any]):
         make: Gives the whole state dict.
         nested: Values are containers, whose changes are not seen: to have been looked into counts as changed.
         source: What it is made from, for who can take it from there.
+        take_part: What a rank calls that has no use for it while others make it; default: `make`.
     """
 
-    def __init__(self, make: Callable[[], dict[str, Any]], *, nested: bool = False, source: Any = None) -> None:
-        self._make, self._nested, self.source = make, nested, source
+    def __init__(
+        self,
+        make: Callable[[], dict[str, Any]],
+        *,
+        nested: bool = False,
+        source: Any = None,
+        take_part: Callable[[], object] | None = None,
+    ) -> None:
+        self._make, self._nested, self.source, self._take_part = make, nested, source, take_part or make
         self._made: dict[str, Any] | None = None
         self._original: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
@@ -36,6 +44,11 @@ class StateOnDemand(MutableMapping[str, Any]):
             tensors = {key: value for key, value in self._made.items() if isinstance(value, Tensor)}
             self._versions = {key: value._version for key, value in tensors.items() if not value.is_inference()}
         return self._made
+
+    def take_part(self) -> None:
+        """Do this rank's share in `whole` of others, and keep nothing."""
+        if self._made is None:
+            self._take_part()
 
     @property
     def changed(self) -> bool:
@@ -84,3 +97,14 @@ def whole(value: Any) -> Any:
     if type(value) is list:
         return [whole(item) for item in value]
     return value
+
+
+def take_part(value: Any) -> None:
+    """This rank's share in `whole` of others, for the same dict."""
+    if isinstance(value, StateOnDemand):
+        value.take_part()
+    elif type(value) is dict:
+        take_part(list(value.values()))
+    elif type(value) is list:
+        for item in value:
+            take_part(item)

@@ -1,9 +1,10 @@
 """How the Trainer's strategy saves and loads.
 
 By default a checkpoint is a directory that all ranks write at once (see `zero_strategy.checkpoint`). It is one whole
-file in Lightning's own format, gathered on rank 0 and written by a `CheckpointIO`, where
+file in Lightning's own format, gathered and written by rank 0, where
 
-- the user passed a `CheckpointIO` plugin, whose business files are; or
+- the user passed a `CheckpointIO` plugin, whose business files are;
+- `checkpoint.format` is `file`; or
 - a user's hook changed the weights or the optimizer state in the checkpoint dict: what it made is what is saved.
 
 Both kinds load at any stage and world size, and so do checkpoints of plain DDP.
@@ -12,15 +13,19 @@ Both kinds load at any stage and world size, and so do checkpoints of plain DDP.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import StateReader
+from zero_strategy.checkpoint.interop.lightning_write import with_grad_scaler
 from zero_strategy.checkpoint.remote import is_remote
+from zero_strategy.distributed.together import together
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.callbacks import restore_param_groups
 from zero_strategy.integrations.checkpoint_dict import (
@@ -31,8 +36,10 @@ from zero_strategy.integrations.checkpoint_dict import (
     is_directory_checkpoint,
     pack,
     read_checkpoint,
+    write_file,
 )
-from zero_strategy.integrations.on_demand import StateOnDemand, untouched, whole
+from zero_strategy.integrations.from_checkpoint import LoadsFromDirectory
+from zero_strategy.integrations.on_demand import StateOnDemand, take_part, untouched, whole
 from zero_strategy.integrations.trainer_resume import TrainerResume, give_own_states, own_files
 from zero_strategy.loading import open_together
 from zero_strategy.saving.places import remove_remote
@@ -49,6 +56,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
     engine: ZeroEngine | None
     load_weights_only: bool | None
     _whole_files: bool
+    _told = False
 
     def _alone(self) -> bool:
         raise NotImplementedError
@@ -76,13 +84,16 @@ class TrainerCheckpoints(TrainerResume, _Base):
         if engine is None or engine.module is not module:
             state: dict[str, Any] = module.state_dict()
             return state
-        return StateOnDemand(engine.full_state_dict)  # type: ignore[return-value]
+        return StateOnDemand(  # type: ignore[return-value]
+            engine.full_state_dict, take_part=partial(engine.full_state_dict, keep=False)
+        )
 
     def _optimizer_state(self, optimizer: Optimizer) -> Any:
         engine = self.engine
         if engine is None or not any(sharded.optimizer is optimizer for sharded in engine.optimizers):
             return optimizer.state_dict()
-        return StateOnDemand(lambda: engine.optimizer_state_dict(optimizer), nested=True)
+        make = partial(engine.optimizer_state_dict, optimizer)
+        return StateOnDemand(make, nested=True, take_part=partial(make, keep=False))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
@@ -101,13 +112,14 @@ class TrainerCheckpoints(TrainerResume, _Base):
         rest = dict(checkpoint)
         weights, states = rest.pop("state_dict"), rest.pop("optimizer_states", None)
         engine_writes = self.engine is not None and untouched(weights) and all(map(untouched, states or []))
-        if self._whole_files or not engine_writes:
-            if not self._whole_files:
+        asked = self._whole_files or self.config.checkpoint.format == "file"
+        if asked or not engine_writes:
+            if not asked:
                 _warn(
                     f"{path}: a hook changed the weights or the optimizer state to be saved, so they are gathered on "
                     "rank 0 and saved as one whole file"
                 )
-            super().save_checkpoint(whole(checkpoint), filepath, storage_options)  # rank 0's alone is used
+            self._save_whole(checkpoint, filepath, storage_options)
             return
         check_options(path, storage_options)
         assert self.engine is not None
@@ -122,6 +134,23 @@ class TrainerCheckpoints(TrainerResume, _Base):
         if named:
             self.engine.saver.then(lambda: _free_name(path), failed=True)
 
+    def _save_whole(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any) -> None:
+        """One file, with all in the host memory of rank 0; the others hold a unit at a time."""
+        if not self._whole_files:
+            check_options(os.fspath(path), storage_options)
+        content: dict[str, Any] = {}
+        if self.is_global_zero:
+            content = with_grad_scaler(whole(checkpoint))
+        else:
+            take_part(checkpoint)
+        write: Callable[[], object] = partial(super().save_checkpoint, content, path, storage_options)
+        if self.is_global_zero and not self._whole_files and not is_remote(path):
+            write = partial(write_file, content, path)  # at once: Lightning's makes a second copy in memory first
+        if self.engine is None:
+            write()
+        else:
+            together(self.engine.mesh.team.control, write)
+
     def _reserve_name(self, path: str) -> bool:
         """An empty directory now: ModelCheckpoint asks the file system which names are taken."""
         if is_remote(path) or os.path.lexists(path):
@@ -131,6 +160,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
 
     def _save(self, path: str, rest: dict[str, Any], optimizers: bool, background: bool) -> None:
         assert self.engine is not None
+        self._tell_how_to_load(path)
         self.engine.save(
             path,
             user=describe(rest),
@@ -140,6 +170,19 @@ class TrainerCheckpoints(TrainerResume, _Base):
             update_latest=False,  # ModelCheckpoint has its own `last`
             asynchronous=background,
         )
+
+    def _tell_how_to_load(self, path: str) -> None:
+        """Once, where Lightning's own loading would end in an IsADirectoryError: name the call."""
+        kind = type(self.lightning_module)
+        if self._told or os.path.basename(path).startswith("."):  # such as the learning rate finder's
+            return
+        if self.is_global_zero and not issubclass(kind, LoadsFromDirectory):
+            logging.getLogger(_namespace(self.lightning_module.trainer)).info(
+                f"{path} is a directory. To load it without a Trainer: zero_strategy.load_from_checkpoint("
+                f"{kind.__name__}, path), or let {kind.__name__} inherit zero_strategy.LoadsFromDirectory; for single "
+                'files: ZeroStrategy(checkpoint={"format": "file"})'
+            )
+        self._told = True
 
     def _own_files(self, rest: dict[str, Any]) -> dict[str, bytes]:
         assert self.engine is not None
@@ -242,6 +285,11 @@ class TrainerCheckpoints(TrainerResume, _Base):
         for optimizer, state in zip(self.optimizers, states, strict=False):
             if not untouched(state) and any(sharded.optimizer is optimizer for sharded in engine.optimizers):
                 engine.load_optimizer_state_dict(optimizer, whole(state))
+
+
+def _namespace(trainer: Any) -> str:
+    """Whose logger the Trainer's user sees."""
+    return str(type(trainer).__module__.partition(".trainer")[0])
 
 
 def _free_name(path: str) -> None:
