@@ -137,12 +137,14 @@ class ZeroTrainerMixin:
         if engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        if not _internal_call and self._export(engine, directory):
+        # A model to upload has its frozen weights, of which checkpoints may hold digests only.
+        lacking = not _internal_call and self.accelerator.zero_config.checkpoint.frozen == "reference"
+        if not _internal_call and not lacking and self._export(engine, directory):
             return
         resumable = _internal_call and not self.args.save_only_model and bool(engine.optimizers)
         replaceable = all(engine.mesh.control.gather_objects(_replaceable(directory)))
         beside = adapter_files(engine) if is_adapted(self.model) else config_files(self.model)
-        if not resumable and not (isinstance(self.model, PreTrainedModel) and replaceable):
+        if not resumable and (lacking or not (isinstance(self.model, PreTrainedModel) and replaceable)):
             self._save_in_place(engine, directory, beside)
             return
         if not replaceable:

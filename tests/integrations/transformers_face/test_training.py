@@ -85,6 +85,23 @@ def test_save_model_writes_a_model_and_no_checkpoint(ranks: Launcher, tmp_path: 
         assert found == [model, model, sorted([*model, "notes.txt"]), sorted([*model, *beside])]
 
 
+def frozen_model(folder: str) -> None:
+    with fresh_state():
+        trainer = trainer_of(3, "gpt2", Path(folder), zero={"checkpoint": {"frozen": "reference"}}, max_steps=1)
+        trainer.model.transformer.wte.weight.requires_grad_(False)
+        trainer.train()
+        trainer.save_model(f"{folder}/model")
+        trainer.accelerator.wait_for_everyone()
+        stored, state = load_file(f"{folder}/model/model.safetensors"), whole(trainer)
+        assert torch.equal(stored["transformer.wte.weight"], state["transformer.wte.weight"])
+        assert all(torch.equal(value, state[name]) for name, value in stored.items())
+        assert not (Path(folder) / "model" / "manifest.json").exists()
+
+
+def test_save_model_writes_frozen_weights_that_checkpoints_leave_out(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2, timeout=120)(frozen_model, str(tmp_path))
+
+
 def in_fp16(stage: int, folder: str, resumed: bool) -> tuple[Trained, list[float], float, str]:
     """Trained, the gradient norms, the scale at the end, and what the model computes in."""
     seen: list[str] = []
