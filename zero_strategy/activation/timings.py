@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_strategy.reporting import report
+
 _logger = logging.getLogger(__name__)
 
 
@@ -46,13 +48,13 @@ class CheckpointTimings:
         """Count one, and log it."""
         self.forwards += 1
         self.forward_seconds += seconds
-        _logger.info("checkpoint %d: forward %.3f ms", self.forwards, 1e3 * seconds)
+        report(_logger, "checkpoint %d: forward %.3f ms", self.forwards, 1e3 * seconds)
 
     def add_backward(self, seconds: float) -> None:
         """Count one, and log it."""
         self.backwards += 1
         self.backward_seconds += seconds
-        _logger.info("checkpoint backward %d: %.3f ms", self.backwards, 1e3 * seconds)
+        report(_logger, "checkpoint backward %d: %.3f ms", self.backwards, 1e3 * seconds)
 
 
 @dataclass

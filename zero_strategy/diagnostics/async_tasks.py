@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar, overload
 
+from zero_strategy.reporting import report
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
@@ -104,7 +106,8 @@ class AsyncTasks:
         entry[1] += milliseconds
         count = int(entry[0])
         if str(count).strip("0") == "1":  # a power of ten
-            logger.info(
+            report(
+                logger,
                 "%s ended after %.3f ms; %d calls so far, of %.3f ms on average",
                 name,
                 milliseconds,

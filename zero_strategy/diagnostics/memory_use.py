@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from zero_strategy.distributed.world import world_rank
+from zero_strategy.reporting import report
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ class MemoryUse:
 
 
 def see_memory_usage(message: str, force: bool = False, *, rank: int | None = 0) -> None:
-    """Log memory of the device and the host (this module's logger, INFO), and begin with new peaks.
+    """Log memory of the device and the host, and begin with new peaks.
+
+    The logger is this module's, the level INFO; where no logging is set up, the line goes to stderr.
 
     Args:
         message: What it is about.
@@ -89,7 +92,7 @@ def see_memory_usage(message: str, force: bool = False, *, rank: int | None = 0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if rank is None or world_rank() == rank:
-        logger.info("%s | %s", message, " | ".join(MemoryUse.now().lines()))
+        report(logger, "%s | %s", message, " | ".join(MemoryUse.now().lines()))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

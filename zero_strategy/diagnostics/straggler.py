@@ -25,6 +25,7 @@ import torch
 from zero_strategy.diagnostics.straggler_control import ControlPort
 from zero_strategy.diagnostics.straggler_data import GpuFigures, StragglerData
 from zero_strategy.distributed.rows import gather_row
+from zero_strategy.reporting import report
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -209,7 +210,7 @@ class StragglerDetector:
         if counts:
             self.last = StragglerData.of(rows)
             if self._rank == 0:
-                _log.info("straggler report: %s", "; ".join(self.last.lines(self._mmcnt)))
+                report(_log, "straggler report: %s", "; ".join(self.last.lines(self._mmcnt)))
         if int(rows[0][-1]) % 2:
             self._set_off(not self._off)
         return counts

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from zero_strategy.reporting import report
+
 _log = logging.getLogger(__name__)
 
 
@@ -41,10 +43,10 @@ class LayerSpec:
         """Make the module; another one at each call.
 
         Args:
-            log: Tell the logger of this module.
+            log: Tell the logger of this module, at INFO; stderr where no logging is set up.
         """
         if log:
-            _log.info("building %r", self)
+            report(_log, "building %r", self)
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
