@@ -171,7 +171,7 @@ def test_file_that_cannot_be_read(write, text):
 
 def test_file_that_is_not_text(tmp_path):
     (tmp_path / "zero.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"zero\.yaml cannot be read"):
+    with pytest.raises(ValueError, match=r"zero\.yaml: is no text in UTF-8"):
         load_config(tmp_path / "zero.yaml")
 
 

@@ -16,6 +16,7 @@ from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.plan import INDEX_NAME
 from zero_strategy.checkpoint.replace import all_beside
 from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME
+from zero_strategy.regular_files import read_regular, read_text, size_of
 
 SINGLE_NAME = "model.safetensors"
 
@@ -53,7 +54,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     found = checkpoint_directory(path)
     if found.is_file():
         return Location(found.parent, None, (found.name,))
-    if not (found / MANIFEST_NAME).is_file() and _is_plain_model(found):
+    if not (found / MANIFEST_NAME).exists() and _is_plain_model(found):
         return _plain_model(found)
     manifest = Manifest.load(found)
     if manifest.pieces is not None:
@@ -79,7 +80,9 @@ def checkpoint_directory(path: str | os.PathLike[str], *, fall_back: bool = True
     found = Path(os.path.abspath(path))
     if not found.exists():
         found = _moved_aside(found)
-    if found.is_dir() and not (found / MANIFEST_NAME).is_file() and (found / LATEST_NAME).is_file():
+    latest = found / LATEST_NAME
+    # A directory of that name, or a link to one, is somebody's own; anything else there is to be a file.
+    if found.is_dir() and not (found / MANIFEST_NAME).exists() and latest.exists() and not latest.is_dir():
         found = _follow_latest(found, fall_back)
     return found
 
@@ -109,7 +112,7 @@ def _moved_aside(target: Path) -> Path:
 
 
 def _follow_latest(parent: Path, fall_back: bool) -> Path:
-    name = (parent / LATEST_NAME).read_text().strip()
+    name = read_text(parent / LATEST_NAME).strip()
     if not is_inner_path(name) or "/" in name:
         raise ValueError(f"{parent / LATEST_NAME}: {name!r} is not the name of a directory beside it")
     target = parent / name
@@ -158,13 +161,13 @@ def _plain_model(directory: Path) -> Location:
     if (directory / SINGLE_NAME).is_file():  # where both are there, Hugging Face's loaders take this one
         return Location(directory, None, (SINGLE_NAME,))
     source = str(directory / INDEX_NAME)
-    weight_map = parse_object((directory / INDEX_NAME).read_bytes(), source).get("weight_map")
+    weight_map = parse_object(read_regular(directory / INDEX_NAME), source).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{source}: has no weight_map")
     files = dict.fromkeys(weight_map.values())
     for file in files:
         if not is_inner_path(file):
             raise ValueError(f"{source}: {file!r} is not the path of a file beside it")
-        if not (directory / file).is_file():
+        if size_of(directory / file) is None:
             raise ValueError(f"{directory}: file {file} is missing")
     return Location(directory, None, tuple(files), weight_map)

@@ -21,6 +21,7 @@ from zero_strategy.checkpoint.header import tensors_cut_off
 from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES
 from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.pieces import PieceTable, rank_path
+from zero_strategy.regular_files import odd_entry, open_regular, read_regular, size_of
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "zero_strategy.checkpoint"
@@ -153,9 +154,9 @@ class Manifest:
             ValueError: naming the file and what is wrong with it.
         """
         path = directory / MANIFEST_NAME
-        if not path.is_file():
-            raise ValueError(f"{directory}: not a complete checkpoint: it has no {MANIFEST_NAME}")
-        return cls.from_json(path.read_bytes(), str(path))
+        if size_of(path) is None:
+            raise ValueError(f"{directory}: not a complete checkpoint: it has no {MANIFEST_NAME}{odd_entry(directory)}")
+        return cls.from_json(read_regular(path), str(path))
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -171,10 +172,10 @@ class Manifest:
             _check_some_pieces(manifest.pieces, directory)
             return manifest
         for name, size in manifest.files.items():
-            file = directory / name
-            if not file.is_file():
+            actual = size_of(directory / name)
+            if actual is None:
                 raise ValueError(f"{directory}: file {name} is missing{manifest.lost(directory, name)}")
-            if (actual := file.stat().st_size) != size:
+            if actual != size:
                 lost = manifest.lost(directory, name)
                 raise ValueError(f"{directory}: file {name} has {actual} bytes, the manifest says {size}{lost}")
         return manifest
@@ -183,8 +184,8 @@ class Manifest:
         """For the end of a message about a file that is missing or cut off: which tensors that concerns."""
         names = sorted(self.checksums.tensors.get(name, {}))
         try:
-            fd = os.open(directory / name, os.O_RDONLY)
-        except OSError:
+            fd = open_regular(directory / name)
+        except (OSError, ValueError):
             return _listed(names)
         try:
             return _listed(tensors_cut_off(fd, name) if names else [])
@@ -257,12 +258,12 @@ def _pieces(value: Any, where: str) -> PieceTable:
 def _check_some_pieces(pieces: PieceTable, directory: Path) -> None:
     present = 0
     for rank, (size, _) in pieces.ranks.items():
-        file = directory / rank_path(pieces.folder, rank)
-        if not file.is_file():
+        name = rank_path(pieces.folder, rank)
+        actual = size_of(directory / name)
+        if actual is None:
             continue
         present += 1
-        if (actual := file.stat().st_size) != size:
-            name = rank_path(pieces.folder, rank)
+        if actual != size:
             raise ValueError(f"{directory}: file {name} has {actual} bytes, the manifest says {size}")
     if not present:
         raise ValueError(f"{directory}: none of its {len(pieces.ranks)} pieces is here ({pieces.folder}/rank-*)")

@@ -9,6 +9,7 @@ from typing import Any
 from zero_strategy.checkpoint.interop import Format, detect, format_named
 from zero_strategy.checkpoint.locate import checkpoint_directory, looks_saved, newest_complete
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.portable import PortableState, portable_of
@@ -18,6 +19,7 @@ from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, newest_comp
 from zero_strategy.checkpoint.save_writer import LATEST_NAME
 from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.checkpoint.storage import Folder
+from zero_strategy.regular_files import read_text
 
 NATIVE = "native"
 """The name of our own format; plain safetensors weights belong to it."""
@@ -119,10 +121,10 @@ def foreign_format(path: str | os.PathLike[str]) -> Format | None:
 
 def _is_ours(found: Path) -> bool:
     """Whether it is a checkpoint of ours, or the folder of one; others have a file `latest`, too."""
-    if (found / MANIFEST_NAME).is_file():
+    if (found / MANIFEST_NAME).exists():
         return True
     try:
-        named = (found / LATEST_NAME).read_text(errors="replace").strip()
-    except OSError:
+        named = read_text(found / LATEST_NAME).strip()
+    except (OSError, ValueError):
         return False
-    return bool(named) and "\0" not in named and (found / named / MANIFEST_NAME).is_file()
+    return is_inner_path(named) and (found / named / MANIFEST_NAME).is_file()

@@ -20,6 +20,7 @@ from zero_strategy.checkpoint.plan import FileKind
 from zero_strategy.checkpoint.read_jobs import ReadJob, run_jobs
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
 from zero_strategy.checkpoint.transfer import Transfer
+from zero_strategy.regular_files import open_regular, read_regular
 
 
 class CheckpointReader(StateReader):
@@ -194,7 +195,7 @@ class CheckpointReader(StateReader):
         """
         if path not in self.manifest.files:
             raise ValueError(f"{self.directory}: the manifest lists no file {path!r}")
-        content = (self.directory / path).read_bytes()
+        content = read_regular(self.directory / path)
         if path not in {layout.path for layout in self._layouts.values()}:
             self._check_content(path, content)
         return content
@@ -257,7 +258,7 @@ class CheckpointReader(StateReader):
     def _layout(self, path: str) -> FileLayout:
         """Reads a file's header at first use."""
         if path not in self._layouts:
-            fd = os.open(self.directory / path, os.O_RDONLY)
+            fd = open_regular(self.directory / path)
             try:
                 layout = read_layout(fd, path, str(self.directory / path))
                 self._identities[path] = _identity(fd)
@@ -271,7 +272,7 @@ class CheckpointReader(StateReader):
         return self._layouts[path]
 
     def _reopen(self, path: str) -> int:
-        fd = os.open(self.directory / path, os.O_RDONLY)
+        fd = open_regular(self.directory / path)
         if _identity(fd) != self._identities[path]:
             os.close(fd)
             raise ValueError(f"{self.directory / path}: was replaced or changed while it was being read")

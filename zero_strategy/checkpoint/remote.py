@@ -10,12 +10,14 @@ import contextlib
 import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.pieces import rank_path
 from zero_strategy.checkpoint.save_writer import LATEST_NAME
-from zero_strategy.checkpoint.storage import Storage
+from zero_strategy.checkpoint.storage import Folder, Storage
 
 
 def is_remote(path: object) -> bool:
@@ -67,6 +69,8 @@ class RemoteFolder(Storage):
             raise ValueError(f"{url}: {error}") from None
         self._fs: Any = fs
         self._root = str(root).rstrip("/")
+        # Here a name may be that of a pipe, which fsspec would open and wait at.
+        self._local = Folder(Path(self._root)) if _is_local(fs) else None
 
     def parent(self) -> tuple[RemoteFolder, str]:
         """The folder that this one is in, and its name there."""
@@ -101,10 +105,14 @@ class RemoteFolder(Storage):
 
     def read(self, path: str) -> bytes:
         """See `Storage.read`."""
+        if self._local is not None:
+            return self._local.read(path)
         return bytes(self._fs.cat_file(self._path(path)))
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytearray]:
         """See `Storage.read_ranges`."""
+        if self._local is not None:
+            return self._local.read_ranges(ranges)
         paths = [self._path(path) for path, _, _ in ranges]
         starts = [offset for _, offset, _ in ranges]
         stops = [offset + nbytes for _, offset, nbytes in ranges]
@@ -148,6 +156,13 @@ class RemoteFolder(Storage):
         self._fs.makedirs(self._path(path).rpartition("/")[0], exist_ok=True)
 
 
+def _is_local(fs: object) -> bool:
+    """Whether it is fsspec's view of this machine's files, and no kind of it."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return type(fs) is LocalFileSystem
+
+
 def remote_checkpoint(folder: RemoteFolder, *, fall_back: bool = True) -> tuple[RemoteFolder, Manifest]:
     """The checkpoint at a URL, or the one that `latest` there names.
 
@@ -163,10 +178,12 @@ def remote_checkpoint(folder: RemoteFolder, *, fall_back: bool = True) -> tuple[
         return folder, manifest
     try:
         name = folder.read(LATEST_NAME).decode().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder.url}/{LATEST_NAME}: is no text in UTF-8 ({error})") from None
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{folder.url}: no checkpoint there: neither {MANIFEST_NAME} nor {LATEST_NAME}") from None
     try:
-        if not name or "/" in name:
+        if not is_inner_path(name) or "/" in name:
             raise ValueError(f"{name!r} is not the name of a checkpoint beside it")
         return _complete(folder, name)
     except ValueError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.replace import beside, remove, sync
 from zero_strategy.checkpoint.save_writer import LATEST_NAME
+from zero_strategy.regular_files import read_text
 
 _SUFFIX = "removed"
 
@@ -123,6 +124,6 @@ def _is_kept(found: Found, keep_every: int) -> bool:
 
 def _latest(parent: Path) -> str | None:
     try:
-        return (parent / LATEST_NAME).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        return read_text(parent / LATEST_NAME).strip()
+    except (OSError, ValueError):
         return None

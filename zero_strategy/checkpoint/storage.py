@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
+from zero_strategy.regular_files import open_regular, read_regular, size_of
+
 
 class Storage(ABC):
     """Files under relative paths, read only.
@@ -19,7 +21,11 @@ class Storage(ABC):
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None if it is not there."""
+        """Bytes of a file; None if it is not there.
+
+        Raises:
+            ValueError: If something other than a file is.
+        """
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -27,6 +33,7 @@ class Storage(ABC):
 
         Raises:
             FileNotFoundError: If it is not there.
+            ValueError: If something other than a file is.
         """
 
     @abstractmethod
@@ -50,12 +57,11 @@ class Folder(Storage):
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""
-        file = self.directory / path
-        return file.stat().st_size if file.is_file() else None
+        return size_of(self.directory / path)
 
     def read(self, path: str) -> bytes:
         """See `Storage.read`."""
-        return (self.directory / path).read_bytes()
+        return read_regular(self.directory / path)
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytearray]:
         """See `Storage.read_ranges`."""
@@ -87,7 +93,7 @@ class Folders(Storage):
 
 def _part(file: Path, offset: int, nbytes: int) -> bytearray:
     content, done = bytearray(nbytes), 0
-    fd = os.open(file, os.O_RDONLY)
+    fd = open_regular(file)
     try:
         with memoryview(content) as memory:
             while done < nbytes and (count := os.preadv(fd, [memory[done:]], offset + done)):

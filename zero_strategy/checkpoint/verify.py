@@ -17,6 +17,7 @@ from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, remote_checkpoint
 from zero_strategy.checkpoint.storage import Folder, Storage
 from zero_strategy.checkpoint.verify_pieces import piece_bytes, problems_of_pieces
+from zero_strategy.regular_files import open_regular, read_regular, size_of
 
 _CHUNK = 4 << 20
 Progress = Callable[[int], object]
@@ -86,20 +87,25 @@ def _problems(directory: Path, manifest: Manifest, report: Progress) -> Iterator
     with_tensors |= {place for record in manifest.optimizers.values() for place in record.states.values()}
     for name, size in manifest.files.items():
         file = directory / name
-        if name not in found:
+        try:
+            actual = size_of(file)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if actual is None:
             yield f"{file}: is missing{manifest.lost(directory, name)}"
-        elif (actual := file.stat().st_size) != size:
+        elif actual != size:
             yield f"{file}: has {actual} bytes, the manifest says {size}{manifest.lost(directory, name)}"
         elif name in with_tensors:
             yield from _problems_of_tensors(file, name, manifest, report)
         else:
-            if checksum_of(file.read_bytes()) != manifest.checksums.files[name]:
+            if checksum_of(read_regular(file)) != manifest.checksums.files[name]:
                 yield f"{file}: is damaged: its checksum is not the manifest's"
             report(size)
 
 
 def _problems_of_tensors(file: Path, name: str, manifest: Manifest, report: Progress) -> Iterator[str]:
-    fd = os.open(file, os.O_RDONLY)
+    fd = open_regular(file)
     try:
         layout = read_layout(fd, name, str(file))
         if checksum_of(layout.header) != manifest.checksums.files[name]:

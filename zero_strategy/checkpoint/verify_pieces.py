@@ -71,7 +71,11 @@ def problems_of_pieces(
     for rank, (size, header) in sorted(pieces.ranks.items()):
         path = rank_path(pieces.folder, rank)
         place = f"{storage.name}/{path}"
-        actual = storage.size(path)
+        try:
+            actual = storage.size(path)
+        except ValueError as error:
+            yield str(error)
+            continue
         if actual is None:
             yield f"{place}: is missing; rank {rank} wrote it on its host"
         elif actual != size:
@@ -80,7 +84,12 @@ def problems_of_pieces(
             yield from _problems_of_rank(storage, path, size, header, blocks.get(rank, []), report)
     for name, owner in sorted(pieces.owners.items()):
         path = small_path(pieces.folder, name)
-        if storage.size(path) is None:
+        try:
+            size_there = storage.size(path)
+        except ValueError as error:  # a pipe, a directory
+            yield str(error)
+            continue
+        if size_there is None:
             yield f"{storage.name}/{path}: is missing" + (f"; rank {owner} wrote it on its host" if owner else "")
             continue
         content = storage.read(path)

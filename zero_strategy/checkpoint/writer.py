@@ -48,6 +48,7 @@ from zero_strategy.checkpoint.save_writer import (
     check_piece,
     check_replaceable,
 )
+from zero_strategy.regular_files import read_regular
 
 
 class CheckpointWriter(SaveWriter):
@@ -270,7 +271,7 @@ class CheckpointWriter(SaveWriter):
             path = self.temporary / self._receipt(rank)
             # Opened by name, not found by listing: network file systems cache listings for long.
             try:
-                receipt = parse_object(path.read_bytes(), str(path))
+                receipt = parse_object(read_regular(path), str(path))
             except FileNotFoundError:
                 continue  # a rank that owns nothing; if it did, its elements are missed below
             total.merge_json(receipt["coverage"])

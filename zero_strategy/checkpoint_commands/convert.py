@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_strategy.checkpoint_commands.show import parse_size, parser_for, progress_bar, size
+from zero_strategy.regular_files import read_text
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -76,7 +77,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(path: Path) -> list[str]:
-    names = json.loads(path.read_text())
+    try:
+        names = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
     if isinstance(names, list) and all(isinstance(group, list) for group in names):
         names = [name for group in names for name in group]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero_strategy.regular_files import read_text
+
 from .rules import wrong_type
 from .section import Section
 
@@ -74,7 +76,7 @@ def read_file(source: str | os.PathLike[str]) -> Layer:
     Raises:
         FileNotFoundError: If there is no such file.
         TypeError: If the file holds something other than a mapping.
-        ValueError: If the file is not valid YAML or an interpolation cannot be resolved.
+        ValueError: If it is no regular file, no text in UTF-8 or no valid YAML, or an interpolation cannot be resolved.
     """
     # PyYAML is what omegaconf itself reads files with.
     import yaml  # type: ignore[import-untyped, unused-ignore]
@@ -87,13 +89,13 @@ def read_file(source: str | os.PathLike[str]) -> Layer:
         raise FileNotFoundError(errno.ENOENT, f"no config file{hint}", shown)
     origin = f"user: {shown}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         # PyYAML tells the kind of document: OmegaConf would read the bare word `foo` as {foo: null}.
         document = yaml.compose(text)
         if document is not None and not isinstance(document, yaml.MappingNode):
             raise TypeError(f"the config file {shown} holds a {document.id}; expected a mapping of settings")
         node = OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"the config file {shown} cannot be read as YAML: {error}") from error
     return Layer(_plain_mapping(node, origin), origin)
 

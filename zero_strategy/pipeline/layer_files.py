@@ -20,6 +20,7 @@ from torch import Tensor
 from zero_strategy.pipeline.building import BuiltLayer, NamedLayer
 from zero_strategy.pipeline.specs import TiedLayerSpec
 from zero_strategy.pipeline.topology import ProcessTopology
+from zero_strategy.regular_files import open_regular
 
 
 def layer_path(directory: str | Path, layer: int, topology: ProcessTopology, rank: int) -> str:
@@ -99,7 +100,8 @@ def load_layers(
         if engine is not None:
             state: dict[str, Tensor] = engine.load(path, map_location="cpu")
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            with open(open_regular(path), "rb") as file:
+                state = torch.load(file, map_location="cpu", weights_only=True)
         layer.load_state(state, strict)
 
 

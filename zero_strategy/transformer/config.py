@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from zero_strategy.regular_files import read_text
+
 NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 POSITIONS = ("none", "rotary")
@@ -115,7 +117,7 @@ class TransformerConfig:
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> TransformerConfig:
         """From a JSON object of options."""
-        return cls.from_dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
+        return cls.from_dict(json.loads(read_text(json_file)))
 
     def check(self, *, complete: bool = False) -> None:
         """Look at what is given.

@@ -21,6 +21,7 @@ from zero_strategy.checkpoint.interop.pickles import load_restricted
 from zero_strategy.checkpoint.interop.state_dicts import add_weights
 from zero_strategy.checkpoint.portable import PortableState, portable_of
 from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.regular_files import is_there
 
 _SHARDED, _FULL = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 _PLAIN = ("model.safetensors", "pytorch_model.bin")
@@ -31,9 +32,9 @@ def detect(path: Path) -> bool:
     """Whether it is a state directory of Accelerate."""
     if not path.is_dir():
         return False
-    if dcp.detect(path / _SHARDED) or (path / _FULL).is_file() or any(path.glob(f"{_SHARDED}_rank*.bin")):
+    if dcp.detect(path / _SHARDED) or is_there(path / _FULL) or any(path.glob(f"{_SHARDED}_rank*.bin")):
         return True
-    return (path / _RANDOM).is_file() and any((path / name).is_file() for name in _PLAIN)
+    return is_there(path / _RANDOM) and any(is_there(path / name) for name in _PLAIN)
 
 
 def read(path: Path, *, prefix: str | None = None, weights_only: bool = False) -> PortableState:
@@ -69,7 +70,7 @@ def _weights(path: Path, prefix: str | None) -> tuple[PortableState, Any]:
     if dcp.detect(path / _SHARDED):
         return state, add_weights(state, dcp.content_of(path / _SHARDED)["model"], prefix)
     for name in (_FULL, _PLAIN[1]):
-        if (path / name).is_file():
+        if is_there(path / name):
             return state, add_weights(state, load_restricted(path / name), prefix)
     stored = portable_of(CheckpointReader(path / _PLAIN[0])).weights
     return state, add_weights(state, stored, prefix)
@@ -84,7 +85,7 @@ def _optimizers(path: Path) -> list[tuple[Path, Any]]:
             full = path / "optimizer.bin"
         if dcp.detect(sharded):
             found.append((sharded, dcp.content_of(sharded)["optimizer"]))
-        elif full.is_file():
+        elif is_there(full):
             found.append((full, _checked(load_restricted(full), full)))
         else:
             return found
@@ -98,9 +99,9 @@ def _checked(content: Any, source: Path) -> Any:
 
 
 def _read_rest(path: Path, state: PortableState) -> None:
-    if (path / "scheduler.bin").is_file():
+    if is_there(path / "scheduler.bin"):
         state.lr_scheduler = load_restricted(path / "scheduler.bin")
-    if (path / "scaler.pt").is_file():
+    if is_there(path / "scaler.pt"):
         state.loss_scaler = load_restricted(path / "scaler.pt")
     for file in sorted(path.glob("*")):
         if re.fullmatch(r"custom_checkpoint_\d+\.pkl|scheduler_\d+\.bin", file.name):

@@ -22,6 +22,7 @@ from zero_strategy.checkpoint.interop.pickles import Record, load_restricted, lo
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.portable import StoredTensor
+from zero_strategy.regular_files import open_regular, read_regular, size_of
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
@@ -71,7 +72,7 @@ class DcpFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._source = directory / METADATA
-        metadata = load_restricted_pickle(self._source.read_bytes(), str(self._source), allow=_CLASSES)
+        metadata = load_restricted_pickle(read_regular(self._source), str(self._source), allow=_CLASSES)
         self._entries = _fields(metadata, "state_dict_metadata", dict, self._source)
         self._paths = metadata.field("planner_data") or {}
         self._places = self._placed(_fields(metadata, "storage_data", dict, self._source))
@@ -138,14 +139,15 @@ class DcpFiles:
         for place in places:
             ends[place.path] = max(ends[place.path], place.offset + place.length)
         for path, end in ends.items():
-            if not path.is_file():
+            actual = size_of(path)
+            if actual is None:
                 raise ValueError(f"{self._directory}: file {path.name} is missing")
-            if (actual := path.stat().st_size) < end:
+            if actual < end:
                 raise ValueError(f"{path}: is truncated: it has {actual} bytes of at least {end}")
 
 
 def _load(place: _Place, key: str) -> Any:
-    fd = os.open(place.path, os.O_RDONLY)
+    fd = open_regular(place.path)
     try:
         content = os.pread(fd, place.length, place.offset)
     finally:

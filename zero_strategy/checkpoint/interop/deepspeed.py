@@ -30,7 +30,9 @@ from zero_strategy.checkpoint.interop.deepspeed_whole import read_whole
 from zero_strategy.checkpoint.interop.deepspeed_zero import is_sliced, rank_count, read_sliced
 from zero_strategy.checkpoint.interop.deepspeed_zero3 import is_partitioned, read_partitioned
 from zero_strategy.checkpoint.interop.pickles import Record, load_restricted
+from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.portable import PortableState
+from zero_strategy.regular_files import read_regular
 
 _DICTS = ("lightning.fabric.utilities.data", "lightning_fabric.utilities.data", "pytorch_lightning.utilities.parsing")
 LIGHTNING: Mapping[str, None] = dict.fromkeys(f"{module}.AttributeDict" for module in _DICTS)
@@ -44,8 +46,8 @@ def detect(path: Path) -> bool:
     if is_tag(path):
         return True
     if (path / LATEST).is_file():
-        tag = (path / LATEST).read_bytes()[:256].decode(errors="replace").strip()
-        return bool(tag) and "/" not in tag and is_tag(path / tag)
+        tag = read_regular(path / LATEST)[:256].decode(errors="replace").strip()
+        return is_inner_path(tag) and "/" not in tag and is_tag(path / tag)
     return any(is_tag(child) for child in path.iterdir())
 
 

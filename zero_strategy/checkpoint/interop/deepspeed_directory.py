@@ -50,7 +50,7 @@ class DeepSpeedDirectory:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a directory")
-        names = sorted(entry.name for entry in self.path.iterdir() if entry.is_file())
+        names = sorted(entry.name for entry in self.path.iterdir() if not entry.is_dir())
         self.model_files = self._numbered(names, _MODEL, lambda mp: mp)
         self.stage3_files = self._numbered(names, _STAGE3, lambda dp, mp: (dp, mp))
         self.optimizer_files = self._numbered(names, _OPTIMIZER, lambda dp, mp: (dp, mp))

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero_strategy.regular_files import read_text
+
 LATEST = "latest"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _ZERO_MODEL = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -158,7 +160,7 @@ def find_tag(path: Path, tag: str | None = None) -> Path:
         return path
     named, source = tag, "tag"
     if named is None and (path / LATEST).is_file():
-        named, source = (path / LATEST).read_text().strip(), f"{path / LATEST}: tag"
+        named, source = read_text(path / LATEST).strip(), f"{path / LATEST}: tag"
     there = _tags(path)
     if named is None:
         if len(there) == 1:

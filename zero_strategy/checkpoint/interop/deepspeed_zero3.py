@@ -8,6 +8,7 @@ of param groups. State that DeepSpeed kept on NVMe is an empty tensor here and a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from zero_strategy.checkpoint.interop.deepspeed_flat import Flat, Source, shape_of
 from zero_strategy.checkpoint.interop.deepspeed_optimizer import MasterState, hyper_parameters, split_state
 from zero_strategy.checkpoint.interop.pickles import ATTRIBUTES
+from zero_strategy.regular_files import open_regular, path_of, size_of
 
 _FLAT = "fp32_flat_groups"
 _INNER = "optimizer_state_dict"
@@ -143,8 +145,15 @@ def swapped(
         )
     path = folder / (f"{name}.tensor.swp" if kind is None else f"{kind}-{name}.tensor.swp")
     needed = length * dtype.itemsize
-    if not path.is_file():
+    if (size := size_of(path)) is None:
         raise ValueError(f"{path}: is missing; it holds the {kind or 'weights'} of sub-group {number} of rank {rank}")
-    if path.stat().st_size < needed:
-        raise ValueError(f"{path}: has {path.stat().st_size} bytes, sub-group {number} takes {needed}: it is truncated")
-    return lambda: torch.from_file(str(path), shared=False, size=length, dtype=dtype)
+    if size < needed:
+        raise ValueError(f"{path}: has {size} bytes, sub-group {number} takes {needed}: it is truncated")
+
+    def load() -> torch.Tensor:
+        with open(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size < needed:
+                raise ValueError(f"{path}: was replaced by a shorter file while it was being read")
+            return torch.from_file(path_of(file.fileno(), path), shared=False, size=length, dtype=dtype)
+
+    return load

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -24,6 +24,7 @@ from zero_strategy.checkpoint.interop.optimizer_form import is_optimizer_state
 from zero_strategy.checkpoint.interop.pickles import Record, load_restricted
 from zero_strategy.checkpoint.interop.state_dicts import is_state_dict
 from zero_strategy.checkpoint.portable import PortableState
+from zero_strategy.regular_files import is_there, open_regular
 
 __all__ = ["FABRIC_FILE", "TRAINER_FILE", "detect", "read", "write"]
 
@@ -43,7 +44,7 @@ _DICTS = dict.fromkeys(
 def detect(path: Path) -> bool:
     """Whether it is a checkpoint of Lightning's."""
     if path.is_dir():
-        return dcp.detect(path) and (path / _META).is_file()
+        return dcp.detect(path) and is_there(path / _META)
     if not torch_file.detect(path) or _MARK.encode() not in _pickle_of(path):
         return False
     try:
@@ -136,9 +137,14 @@ def _plain(value: Any, source: str) -> Any:
 
 def _pickle_of(path: Path) -> bytes:
     """The pickle in a file of torch.save; of the older format the beginning, which holds it."""
-    if not zipfile.is_zipfile(path):
-        with open(path, "rb") as file:
-            return file.read(1 << 20)
-    with zipfile.ZipFile(path) as archive:
+    with open(open_regular(path), "rb") as file:
+        return _pickle_in(file)
+
+
+def _pickle_in(file: IO[bytes]) -> bytes:
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        return file.read(1 << 20)
+    with zipfile.ZipFile(file) as archive:
         name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
         return archive.read(name) if name else b""

@@ -36,6 +36,7 @@ from zero_strategy.checkpoint.interop.pickle_globals import (
 )
 from zero_strategy.checkpoint.interop.pickle_numpy import NumpyArray, NumpyDtype
 from zero_strategy.checkpoint.interop.torch_archive import TorchArchive
+from zero_strategy.regular_files import open_regular, read_regular
 
 __all__ = ["ATTRIBUTES", "DEEPSPEED_GLOBALS", "Record", "load_restricted", "load_restricted_pickle"]
 
@@ -113,7 +114,7 @@ def load_restricted_pickle(
 
 def _head(file: Loadable) -> bytes:
     if isinstance(file, (str, os.PathLike)):
-        with open(file, "rb") as opened:
+        with open(open_regular(file), "rb") as opened:
             return opened.read(16)
     file.seek(0)
     return file.read(16)
@@ -281,8 +282,7 @@ class _Settled:
 def _load_legacy(file: Loadable, name: str, table: Mapping[str, Any]) -> Any:
     """Five pickles (magic number, protocol, system, object, storage keys), then per key a count and the elements."""
     if isinstance(file, (str, os.PathLike)):
-        with open(file, "rb") as opened:
-            content = memoryview(opened.read())
+        content = memoryview(read_regular(file))
     else:
         file.seek(0)
         content = memoryview(file.read())

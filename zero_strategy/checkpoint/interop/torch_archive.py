@@ -18,6 +18,8 @@ from typing import IO, Any
 
 import torch
 
+from zero_strategy.regular_files import open_regular, path_of
+
 _CHUNK = 8 << 20
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
@@ -62,8 +64,8 @@ class TorchArchive:
                 if str(error).startswith(name):
                     raise
                 raise ValueError(f"{name}: is truncated or damaged ({error}); take another copy of it") from None
-        if mmap and isinstance(file, (str, os.PathLike)):
-            self._mapped = torch.UntypedStorage.from_file(os.fspath(file), False, size)
+            if mmap and isinstance(file, (str, os.PathLike)):
+                self._mapped = torch.UntypedStorage.from_file(path_of(opened.fileno(), file), False, size)
 
     def _read_directory(self, archive: zipfile.ZipFile, opened: IO[bytes], size: int) -> None:
         entries = archive.infolist()
@@ -139,4 +141,4 @@ class TorchArchive:
 
 def _opened(file: str | os.PathLike[str] | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
     """The file, opened; a caller's open file stays open."""
-    return open(file, "rb") if isinstance(file, (str, os.PathLike)) else nullcontext(file)
+    return open(open_regular(file), "rb") if isinstance(file, (str, os.PathLike)) else nullcontext(file)

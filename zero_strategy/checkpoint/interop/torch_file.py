@@ -23,6 +23,7 @@ from zero_strategy.checkpoint.interop.optimizer_form import from_torch, is_optim
 from zero_strategy.checkpoint.interop.pickles import load_restricted
 from zero_strategy.checkpoint.interop.state_dicts import add_weights, is_state_dict, whole_state_dict
 from zero_strategy.checkpoint.portable import PortableOptimizer, PortableState, Progress, StoredTensor, loaded
+from zero_strategy.regular_files import open_regular
 
 _MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights", "net")
 _OPTIMIZERS = ("optimizer", "optimizers", "optimizer_state_dict", "optimizer_states", "optimizer_state", "optim")
@@ -37,7 +38,7 @@ def detect(path: Path) -> bool:
     """Whether it is a file of torch.save."""
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         head = file.read(4096)  # the first entry's name begins with the file's own
     return head.startswith(_LEGACY) or (head.startswith(b"PK\x03\x04") and b"/data.pkl" in head)
 

@@ -29,6 +29,7 @@ from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import Scalar
 from zero_strategy.checkpoint.names import check_file_name
 from zero_strategy.checkpoint.portable import PortableOptimizer, PortableState, StoredTensor
+from zero_strategy.regular_files import is_there, read_text
 
 _GLOBAL = "optimizer_state.pt"
 _STEP = "step.pt"
@@ -38,11 +39,11 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 def locate(path: Path) -> Path | None:
     """The directory of a universal checkpoint: the path itself, or the one that `latest_universal` in it names."""
-    if (path / "zero" / _GLOBAL).is_file():
+    if is_there(path / "zero" / _GLOBAL):
         return path
     latest = path / LATEST_NAME
-    if latest.is_file():
-        name = latest.read_text(encoding="utf-8").strip()
+    if is_there(latest):
+        name = read_text(latest).strip()
         check_file_name(name, f"{latest}:")
         return path / name if (path / name / "zero").is_dir() else None
     return None
@@ -50,7 +51,7 @@ def locate(path: Path) -> Path | None:
 
 def detect(path: Path) -> bool:
     """Whether there is a universal checkpoint. In a directory with a `latest`, too, that one counts."""
-    return locate(path) is not None and ((path / "zero").is_dir() or not (path / "latest").is_file())
+    return locate(path) is not None and ((path / "zero").is_dir() or not is_there(path / "latest"))
 
 
 def read(path: Path, *, weights_only: bool = False, compare: bool = True) -> PortableState:
@@ -265,7 +266,7 @@ class _Universal:
     def _stored(self, name: str, kind: str, shape: tuple[int, ...]) -> StoredTensor:
         """A whole tensor under `zero/`; `shape` is that of a shard."""
         file = self.directory / "zero" / name / f"{kind}.pt"
-        if not file.is_file():
+        if not is_there(file):
             raise ValueError(f"{self.directory}: parameter {name!r} has no {kind}.pt in zero/{name}")
         value = _tensor(file)
         flat = value.dim() == 1 and len(shape) != 1
@@ -281,7 +282,7 @@ class _Universal:
 
     def _step(self, name: str, group: int) -> tuple[Scalar, str | None] | None:
         file = self.directory / "zero" / name / _STEP
-        if file.is_file():
+        if is_there(file):
             return _scalar(load_restricted(file), file)
         inner = self.shared.get("optimizer_state_dict") or {}
         states = inner.get("state") or {}

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_strategy.regular_files import read_text
+
 from ..rules import wrong_type
 from ..sources import Layer, read_file, read_mapping
 
@@ -54,10 +56,7 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> Layer:
 def read_json_file(source: str | os.PathLike[str]) -> Layer:
     """Makes a layer of a JSON file, in which comments and trailing commas are allowed."""
     shown = os.fspath(source)
-    try:
-        text = Path(source).expanduser().read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the config file {shown} cannot be read as JSON: {error}") from error
+    text = read_text(Path(source).expanduser())
     return Layer(parse_json(text, f"the config file {shown}"), f"user: {shown}")
 
 

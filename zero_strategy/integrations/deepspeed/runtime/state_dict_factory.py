@@ -7,7 +7,6 @@ is `checkpoint.interop.megatron_states`.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -15,8 +14,10 @@ from typing import Any
 
 import torch
 
+from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.interop.megatron_rules import merge, split
 from zero_strategy.checkpoint.interop.megatron_states import merge_states, missing_names, rule_of, split_state
+from zero_strategy.regular_files import read_regular
 
 AUTO_MODULE_KEY = "auto"
 _MODULE_KEYS = ("module", "model")
@@ -45,8 +46,7 @@ class SDLoaderFactory:
         if isinstance(json_file, Mapping):
             data = dict(json_file)
         else:
-            with open(json_file, encoding="utf-8") as file:
-                data = json.load(file)
+            data = parse_object(read_regular(json_file), os.fspath(json_file))
         if missing := sorted({"type", "checkpoints", "version"} - data.keys()):
             raise ValueError(f"the description of a checkpoint lacks {missing}; it has {sorted(data)}")
         if str(data["type"]).lower() in ("bloom", "ds_model"):
