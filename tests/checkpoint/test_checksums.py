@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.foreign import trained
+from tests.checkpoint.kinds import content, files_of, make
 from tests.checkpoint.saving import random_tensor, same, save
 from zero_strategy.checkpoint import CheckpointReader, checksums
 from zero_strategy.checkpoint.verify import verify
@@ -136,3 +138,24 @@ def test_the_command(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> No
     flip(checkpoint / "manifest.json", 800)
     assert main(["checkpoint", "verify", str(checkpoint), "--json"]) == 2
     assert "manifest.json" in json.loads(capsys.readouterr().out)["problems"][0]
+
+
+@pytest.mark.parametrize("kind", ["torch", "lightning", "lightning_folder", "dcp", "accelerate", "universal"])
+def test_a_flipped_bit_in_a_tensor_of_a_foreign_file(tmp_path: Path, kind: str) -> None:
+    """It is found when a checkpoint is read: `convert` must not seal it with checksums of its own."""
+    place, tried = make(kind, tmp_path), 0
+    weights = [tensor.numpy().tobytes() for tensor in trained()[0].state_dict().values()]
+    for file in files_of(place):
+        whole = file.read_bytes()
+        for data in weights:
+            if len(data) < 32 or data not in whole:
+                continue
+            tried += 1
+            flip(file, 8 * (whole.index(data) + len(data) // 2) + 6)
+            with pytest.raises(ValueError, match=f"{file.name}.*damaged"):
+                content(place)
+            assert main(["checkpoint", "convert", str(place), str(tmp_path / "new"), "--quiet"]) == 2
+            assert not (tmp_path / "new").exists()
+            file.write_bytes(whole)
+    content(place)
+    assert tried

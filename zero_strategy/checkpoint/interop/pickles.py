@@ -64,7 +64,7 @@ def load_restricted(
     *,
     allow: Mapping[str, Callable[..., Any] | None] | None = None,
     mmap: bool = True,
-    verify: bool = False,
+    verify: bool = True,
 ) -> Any:
     """What a file of `torch.save` holds.
 
@@ -73,7 +73,7 @@ def load_restricted(
         allow: Further globals by full name: None to read a class as `Record`, or a function that is called with the
             pickle's arguments, whatever they are. DeepSpeed's names are known already.
         mmap: Map the file instead of reading its tensors; not for torch's older format, which is always read whole.
-        verify: Compare the CRCs of a mapped file's tensors, too, which takes one pass over it.
+        verify: Compare the CRCs of a mapped file's tensors, one pass over it; torch's older format has none.
 
     Returns:
         Plain data, see the module.
