@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+import zero_strategy
 
 LATER = [
     "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor",
@@ -25,3 +30,52 @@ print(sorted(name for name in {LATER} if name in loaded))
 def test_the_engine_s_class_and_a_config_load_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in zero_strategy.__all__:
+        assert getattr(zero_strategy, name) is not None, name
+    assert {"ZeroStrategy", "initialize", "init_distributed", "add_config_arguments", "optim"} < set(dir(zero_strategy))
+    assert not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(zero_strategy))
+    with pytest.raises(AttributeError, match="no attribute 'ZeroStrateg'"):
+        zero_strategy.ZeroStrateg  # noqa: B018
+
+
+CHECKED = """
+import zero_strategy
+from zero_strategy import FusedAdamW, ZeroAccelerator, ZeroConfig, ZeroEngine, ZeroStrategy, initialize
+from zero_strategy import init_distributed, load_config, load_from_checkpoint
+
+ZeroStrategy(stage=3, offload="cpu", prefetch=2)
+ZeroConfig(stage=2)
+reveal_type(ZeroStrategy(stage=1).explain())
+reveal_type(zero_strategy.optim.FusedSGD)
+reveal_type(initialize)
+reveal_type(init_distributed)
+ZeroStrategy(stag=3)
+ZeroStrategy(stage="3")
+ZeroConfig(stag=3)
+load_config(3)
+zero_strategy.ZeroStrateg
+"""
+WRONG = CHECKED.splitlines().index("ZeroStrategy(stag=3)") + 1
+"""The line from which on each is a mistake."""
+
+
+def test_type_checkers_see_what_names_are(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHECKED)
+    root = Path(__file__).parent.parent
+    options = ["--config-file", str(root / "pyproject.toml"), "--cache-dir", str(root / ".mypy_cache")]
+    command = [sys.executable, "-m", "mypy", *options, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=root)
+    lines = done.stdout.splitlines()
+    errors = {int(line.split(":")[1]) for line in lines if ": error:" in line}
+    assert errors == set(range(WRONG, len(CHECKED.splitlines()) + 1)), done.stdout + done.stderr
+    revealed = [line.partition("Revealed type is ")[2] for line in lines if "Revealed type" in line]
+    assert len(revealed) == 4 and not [line for line in revealed if line == '"Any"'], revealed
+    assert revealed[0] == '"str"' or revealed[0] == '"builtins.str"'
+
+
+def test_the_marker_of_typed_packages_is_shipped() -> None:
+    assert Path(zero_strategy.__file__).with_name("py.typed").is_file()

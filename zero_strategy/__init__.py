@@ -7,30 +7,63 @@ It makes the strategy names "zero1", "zero2" and "zero3" known to Lightning, whi
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zero_strategy.registration import install as _install
 
+if TYPE_CHECKING:  # what editors and type checkers see; at run time each name is imported when it is asked for
+    from zero_strategy import activation as activation
+    from zero_strategy import checkpoint as checkpoint
+    from zero_strategy import config as config
+    from zero_strategy import diagnostics as diagnostics
+    from zero_strategy import distributed as distributed
+    from zero_strategy import engine as engine
+    from zero_strategy import integrations as integrations
+    from zero_strategy import memory as memory
+    from zero_strategy import ops as ops
+    from zero_strategy import optim as optim
+    from zero_strategy import pipeline as pipeline
+    from zero_strategy import registration as registration
+    from zero_strategy import scripts as scripts
+    from zero_strategy import sharding as sharding
+    from zero_strategy import transformer as transformer
+    from zero_strategy.config import ZeroConfig, load_config
+    from zero_strategy.distributed.start import init_distributed
+    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.integrations.accelerate import ZeroAccelerator
+    from zero_strategy.integrations.from_checkpoint import LoadsFromDirectory, load_from_checkpoint, open_checkpoint
+    from zero_strategy.integrations.lightning import PipelineStrategy, ZeroStrategy
+    from zero_strategy.integrations.transformers import ZeroTrainer
+    from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
+    from zero_strategy.pipeline_engine import PipelineEngine
+    from zero_strategy.scripts import add_config_arguments, initialize
+
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "ZeroConfig": "zero_strategy.config",
-    "load_config": "zero_strategy.config",
-    "ZeroEngine": "zero_strategy.engine",
-    "PipelineEngine": "zero_strategy.pipeline_engine",
-    "FusedAdagrad": "zero_strategy.optim",
-    "FusedAdam": "zero_strategy.optim",
-    "FusedAdamW": "zero_strategy.optim",
-    "FusedLamb": "zero_strategy.optim",
-    "FusedLion": "zero_strategy.optim",
-    "FusedSGD": "zero_strategy.optim",
-    "ZeroAccelerator": "zero_strategy.integrations.accelerate",
-    "ZeroTrainer": "zero_strategy.integrations.transformers",
-    "initialize": "zero_strategy.scripts",
-    "LoadsFromDirectory": "zero_strategy.integrations.from_checkpoint",
-    "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
-    "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
-}
+__all__ = [
+    "__version__",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLamb",
+    "FusedLion",
+    "FusedSGD",
+    "LoadsFromDirectory",
+    "PipelineEngine",
+    "PipelineStrategy",
+    "ZeroAccelerator",
+    "ZeroConfig",
+    "ZeroEngine",
+    "ZeroStrategy",
+    "ZeroTrainer",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "load_config",
+    "load_from_checkpoint",
+    "open_checkpoint",
+]
+
 _ROOMS = (
     "activation",
     "checkpoint",
@@ -48,27 +81,42 @@ _ROOMS = (
     "sharding",
     "transformer",
 )
-
-__all__ = ["__version__", "PipelineStrategy", "ZeroStrategy", *sorted(_PUBLIC)]
+_MODULE_OF = {
+    "FusedAdagrad": "zero_strategy.optim",
+    "FusedAdam": "zero_strategy.optim",
+    "FusedAdamW": "zero_strategy.optim",
+    "FusedLamb": "zero_strategy.optim",
+    "FusedLion": "zero_strategy.optim",
+    "FusedSGD": "zero_strategy.optim",
+    "LoadsFromDirectory": "zero_strategy.integrations.from_checkpoint",
+    "PipelineEngine": "zero_strategy.pipeline_engine",
+    "ZeroAccelerator": "zero_strategy.integrations.accelerate",
+    "ZeroConfig": "zero_strategy.config",
+    "ZeroEngine": "zero_strategy.engine",
+    "ZeroTrainer": "zero_strategy.integrations.transformers",
+    "add_config_arguments": "zero_strategy.scripts",
+    "init_distributed": "zero_strategy.distributed.start",
+    "initialize": "zero_strategy.scripts",
+    "load_config": "zero_strategy.config",
+    "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
+    "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
+}
 
 _install()
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    if name == "ZeroStrategy":  # of the Lightning that is in use
-        from zero_strategy.integrations.namespaces import default_trainer_namespace, strategy_class
+    def __getattr__(name: str) -> object:
+        if name in _MODULE_OF:
+            return getattr(import_module(_MODULE_OF[name]), name)
+        if name in ("ZeroStrategy", "PipelineStrategy"):  # of the Lightning that is in use
+            from zero_strategy.integrations import namespaces
 
-        return strategy_class(default_trainer_namespace())
-    if name == "PipelineStrategy":
-        from zero_strategy.integrations.namespaces import default_trainer_namespace, pipeline_strategy_class
+            namespace = namespaces.default_trainer_namespace()
+            return getattr(import_module(namespaces.MODULES[namespace]), name)
+        if name in _ROOMS:
+            return import_module(f"zero_strategy.{name}")
+        raise AttributeError(f"module 'zero_strategy' has no attribute {name!r}")
 
-        return pipeline_strategy_class(default_trainer_namespace())
-    if name in _ROOMS:
-        return import_module(f"zero_strategy.{name}")
-    raise AttributeError(f"module 'zero_strategy' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC, *_ROOMS, "PipelineStrategy", "ZeroStrategy"})
+    def __dir__() -> list[str]:
+        return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_ROOMS})

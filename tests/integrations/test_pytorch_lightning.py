@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from tests.integrations.trainers import PLAIN, Net, error, join, loader, weights
 from tests.launcher import Launcher
+from tests.warm import run_warm_script
 from zero_strategy import load_from_checkpoint
 
 
@@ -62,3 +64,54 @@ def test_trains_as_ddp_and_saves(ranks: Launcher, tmp_path: Path) -> None:
     for found, module in ranks(2)(fit, str(tmp_path)):
         assert found < 2e-6
         assert module == "zero_strategy.integrations.pytorch_lightning"
+
+
+WAYS = {
+    "named before Lightning is imported": (
+        "from zero_strategy import ZeroStrategy",
+        "from pytorch_lightning import Trainer",
+        "made = Trainer(accelerator='cpu', devices=1, strategy=ZeroStrategy(stage=2), barebones=True)",
+    ),
+    "a library uses the other one": (
+        "import library",
+        "import pytorch_lightning as pl, zero_strategy",
+        "made = pl.Trainer(accelerator='cpu', devices=1, strategy=zero_strategy.ZeroStrategy(stage=2), barebones=True)",
+    ),
+    "inside of a function": (
+        "import library",
+        "def fit():",
+        "    import pytorch_lightning as pl",
+        "    from zero_strategy import PipelineStrategy",
+        "    return pl.Trainer(accelerator='cpu', devices=1, strategy=PipelineStrategy(stages=1), barebones=True)",
+        "made = fit()",
+    ),
+    "the other way round": (
+        "import library",
+        "import lightning as L",
+        "from zero_strategy import ZeroStrategy",
+        "made = L.Trainer(accelerator='cpu', devices=1, strategy=ZeroStrategy(stage=2), barebones=True)",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_strategy_is_for_the_trainer_in_use(way: str, tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text("import lightning.pytorch, pytorch_lightning\n")
+    (tmp_path / "train.py").write_text("\n".join((*WAYS[way], "print('made', type(made.strategy).__module__)")))
+    done = run_warm_script("train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    wanted = "lightning" if way == "the other way round" else "pytorch_lightning"
+    assert done.stdout.splitlines()[-1] == f"made zero_strategy.integrations.{wanted}"
+
+
+def test_what_is_refused_names_the_right_class() -> None:
+    """Code that uses both gets that of `lightning.pytorch`."""
+    import lightning.pytorch
+    import pytorch_lightning as pl
+
+    from zero_strategy import ZeroStrategy
+
+    assert issubclass(ZeroStrategy, lightning.pytorch.strategies.Strategy)
+    right = r"pytorch_lightning takes zero_strategy\.integrations\.pytorch_lightning\.ZeroStrategy"
+    with pytest.raises(ValueError, match=right):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2), barebones=True)

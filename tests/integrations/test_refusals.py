@@ -223,7 +223,8 @@ def test_a_strategy_of_another_namespace_names_the_right_one() -> None:
 
     from zero_strategy.integrations.fabric import ZeroStrategy as FabricStrategy
 
-    with pytest.raises(ValueError, match=r"lightning\.ZeroStrategy\(stage=2\), for a Trainer; .*integrations\.fabric"):
+    wanted = r"lightning\.ZeroStrategy\(stage=2\), for the Trainer of lightning\.pytorch; .*integrations\.fabric"
+    with pytest.raises(ValueError, match=wanted):
         Fabric(accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"fabric\.ZeroStrategy\(stage=1\), for Fabric; .* zero_strategy"):
         Trainer(accelerator="cpu", devices=1, strategy=FabricStrategy(stage=1))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -116,7 +116,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         """Takes a config, or its settings as keywords; keywords win. See `ZeroConfig` for each.
 

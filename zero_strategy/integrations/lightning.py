@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from zero_strategy.integrations.namespaces import strategy_class
+from zero_strategy.integrations.namespaces import OfTheTrainerInUse, strategy_class
 from zero_strategy.integrations.norm_logging import NormLogging
 from zero_strategy.integrations.trainer import TrainerStrategy
 from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
@@ -34,7 +34,7 @@ class ParameterNorms(NormLogging, Callback):
     """Trainer(callbacks=[ParameterNorms(every_n_steps=50)]): see `NormLogging`."""
 
 
-class ZeroStrategy(TrainerStrategy, DDPStrategy):
+class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
     """Shards optimizer state, gradients and parameters over the ranks."""
 
     precision_class = ZeroPrecision

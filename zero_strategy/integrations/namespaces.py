@@ -10,10 +10,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from abc import ABCMeta
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 MODULES = {
     "lightning.pytorch": "zero_strategy.integrations.lightning",
@@ -57,7 +60,9 @@ def pipeline_strategy_class(namespace: str) -> type[Any]:
 
 
 def default_trainer_namespace() -> str:
-    """Which Trainer `zero_strategy.ZeroStrategy` is for: the one imported already, else the one installed.
+    """Which Trainer `zero_strategy.ZeroStrategy` is for.
+
+    The one that is imported; of both the one that the code uses which asks; else the one that is installed.
 
     Raises:
         ImportError: If neither is installed.
@@ -65,9 +70,66 @@ def default_trainer_namespace() -> str:
     imported = [name for name in _TRAINERS if name in sys.modules]
     if len(imported) == 1:
         return imported[0]
+    used = _used_by_the_caller() if imported else None
+    if used is not None:
+        return used
     for name in _TRAINERS:
         if find_spec(name.partition(".")[0]) is not None:
             return name
     raise ImportError(
         "zero_strategy.ZeroStrategy needs PyTorch Lightning: pip install lightning (or pytorch-lightning)"
     )
+
+
+class OfTheTrainerInUse(ABCMeta):
+    """Makes a strategy for the Trainer of the code that asks for one, whichever of them its class was imported for.
+
+    `from zero_strategy import ZeroStrategy` may come before the first import of Lightning. Subclasses of a user's are
+    made as they are.
+    """
+
+    if not TYPE_CHECKING:  # a signature of its own would hide that of the class
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            """What making one takes."""
+            taken = inspect.signature(cls.__init__)
+            return taken.replace(parameters=list(taken.parameters.values())[1:], return_annotation=cls)
+
+        def __call__(cls, *arguments, **keywords):
+            """A new strategy."""
+            made = cls
+            if cls.__module__ in (MODULES[name] for name in _TRAINERS):
+                used = _used_by_the_caller()
+                if used is not None and MODULES[used] != cls.__module__:
+                    made = getattr(import_module(MODULES[used]), cls.__name__, cls)
+            return super(OfTheTrainerInUse, made).__call__(*arguments, **keywords)
+
+
+def _used_by_the_caller() -> str | None:
+    """The Trainer's namespace that the nearest code outside of this package has something of; None if both, or none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("zero_strategy", "importlib"):
+            known = [*frame.f_locals.values(), *frame.f_globals.values()]
+            used = {name for value in known for name in _namespaces_of(value)}
+            if used:
+                return used.pop() if len(used) == 1 else None
+        frame = frame.f_back
+    return None
+
+
+def _namespaces_of(value: object) -> set[str]:
+    """The Trainers' namespaces that a module is of, or a class or one of its bases."""
+    if isinstance(value, ModuleType):
+        places = [str(value.__dict__.get("__name__", ""))]
+    elif isinstance(value, type) and not value.__module__.startswith("zero_strategy."):  # which is what is asked for
+        places = [str(vars(base).get("__module__", "")) for base in value.__mro__]
+    else:
+        return set()
+    return {name for place in places for name in _TRAINERS if _is_of(place, name)}
+
+
+def _is_of(place: str, namespace: str) -> bool:
+    # `import lightning as L` has no other name for its Trainer
+    return place == namespace or place.startswith(namespace + ".") or (place, namespace) == ("lightning", _TRAINERS[0])

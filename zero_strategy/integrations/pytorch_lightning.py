@@ -7,6 +7,7 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from zero_strategy.integrations.namespaces import OfTheTrainerInUse
 from zero_strategy.integrations.norm_logging import NormLogging
 from zero_strategy.integrations.trainer import TrainerStrategy
 from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
@@ -26,7 +27,7 @@ class ParameterNorms(NormLogging, Callback):
     """Trainer(callbacks=[ParameterNorms(every_n_steps=50)]): see `NormLogging`."""
 
 
-class ZeroStrategy(TrainerStrategy, DDPStrategy):
+class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
     """Shards optimizer state, gradients and parameters over the ranks."""
 
     precision_class = ZeroPrecision

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from zero_strategy.integrations.callbacks import refuse_averaging
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.facts import trainer_facts
 from zero_strategy.integrations.failure import FailureAgreement, end_children_at_exit
+from zero_strategy.integrations.namespaces import MODULES
 from zero_strategy.integrations.precision import precision_of
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
@@ -107,7 +108,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
         """Takes a config, or its settings as keywords; keywords win. See `ZeroConfig` for each.
 
@@ -230,7 +231,9 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
     def __repr__(self) -> str:
         # Lightning shows this where it is handed a strategy of another namespace.
         name = f"{type(self).__module__}.{type(self).__name__}"
-        return f"{name}(stage={self.config.stage}), for a Trainer; Fabric takes zero_strategy.integrations.fabric's"
+        mine = next((one for one, module in MODULES.items() if module == type(self).__module__), "")
+        others = ", ".join(f"{one} takes {module}.ZeroStrategy" for one, module in MODULES.items() if one != mine)
+        return f"{name}(stage={self.config.stage}), for the Trainer of {mine or 'its base class'}; {others}"
 
     def _resolve(self) -> ResolvedConfig:
         world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
