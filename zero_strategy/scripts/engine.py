@@ -12,16 +12,21 @@ weights, with the mean gradient over the micro-batches and the ranks.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from zero_strategy.config.batch import MICRO, TRAIN
+from zero_strategy.checkpoint.replace import beside, remove, sync
+from zero_strategy.config.batch import MICRO, TRAIN, BatchSettings
+from zero_strategy.distributed.together import together
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.joined import JoinedBatches
 from zero_strategy.scripts.data import distributed_loader
@@ -274,6 +279,64 @@ class ScriptEngine:
         """
         return self._norm
 
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Average what `backward(loss, allreduce_gradients=False)` and `no_sync()` have put off; all ranks call it.
+
+        `bucket_size` is without effect: buckets follow the units of the model.
+        """
+        self.zero.model.reducer.settle()
+
+    def empty_partition_cache(self) -> None:
+        """Release the whole parameters that are held for a next use (stage 3); all ranks call it."""
+        if self.zero.model.gatherer is not None:
+            self.zero.model.gatherer.release_idle()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            NotImplementedError: Naming what does it.
+        """
+        raise NotImplementedError(
+            "offload_states() is not done here: state is where the config puts it for the whole run; set "
+            "zero_optimization.offload_optimizer and offload_param (offload.optimizer, offload.parameters), or call "
+            "destroy() after a save_checkpoint() and initialize() again"
+        )
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: no state was offloaded by hand."""
+
+    # ---- batch sizes ----
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of samples per step: the number of micro-batches follows, their size stays.
+
+        Raises:
+            ValueError: If it is no multiple of a micro-batch on every rank, or the config says no micro-batch size.
+        """
+        micro, ranks = self.train_micro_batch_size_per_gpu(), self.train_batch_size() // self._micro_batch_samples()
+        steps = train_batch_size // (micro * ranks)
+        if steps < 1 or train_batch_size != steps * micro * ranks:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is no multiple of {MICRO} {micro} x {ranks} rank(s)"
+            )
+        self._take_batch(train_batch_size, micro, steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Take micro-batches of another size; their number stays, and `train_batch_size` follows."""
+        if micro_batch_size < 1:
+            raise ValueError(f"{MICRO} must be 1 or more, not {micro_batch_size}")
+        steps = self.gradient_accumulation_steps()
+        ranks = self.train_batch_size() // self._micro_batch_samples()
+        self._take_batch(micro_batch_size * steps * ranks, micro_batch_size, steps)
+
+    def _micro_batch_samples(self) -> int:
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
+
+    def _take_batch(self, train: int, micro: int, steps: int) -> None:
+        self.settings = replace(self.settings, batch=BatchSettings(train, micro, steps))
+        self._plain.micro_batches = steps
+
     # ---- getters ----
 
     def train_batch_size(self) -> int:
@@ -432,6 +495,43 @@ class ScriptEngine:
             self._take_counters(counters)
         return path, state
 
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the module's whole state dict, in the dtype that it computes in, as a file of torch; all ranks call it.
+
+        Args:
+            save_dir: A folder, which is made where it does not exist.
+            save_filename: Of the file.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+
+        Returns:
+            True, when it is there.
+
+        Raises:
+            OSError: If rank 0 cannot write it; on all ranks.
+        """
+        state = self.zero.full_state_dict()
+        dtype = self.settings.compute_dtype
+        frozen = self._frozen() if exclude_frozen_parameters else set()
+        kept = {
+            name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            for name, value in state.items()
+            if name not in frozen
+        }
+        team, place = self.zero.mesh.team, Path(save_dir, save_filename)
+        together(team.control, lambda: _write_torch_file(kept, place) if team.rank == 0 else None)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _frozen(self) -> set[str]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if not parameter.requires_grad}
+
     def _take_counters(self, counters: Mapping[str, int] | None) -> None:
         if counters is None:  # of DeepSpeed, or of a `ZeroEngine` in a loop
             steps = self.zero.steps
@@ -448,6 +548,18 @@ class ScriptEngine:
 
 
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+
+
+def _write_torch_file(tensors: Mapping[str, Tensor], place: Path) -> None:
+    """The file appears whole or not at all."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = beside(place, uuid.uuid4().hex[:12], "tmp")
+    try:
+        torch.save(dict(tensors), temporary)
+        sync(temporary)
+        os.replace(temporary, place)
+    finally:
+        remove(temporary)
 
 
 def _known(size: int | None) -> int:

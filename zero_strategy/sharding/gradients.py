@@ -353,7 +353,11 @@ class GradientBucket:
         """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
         if isinstance(gradient, GradientHandle):
             self.shown.refuse(index)
-        mine = local_values(self.bucket.parts[index], self.bucket.parameters[index], gradient.detach())
+        part, parameter = self.bucket.parts[index], self.bucket.parameters[index]
+        self.replace_local(index, local_values(part, parameter, gradient.detach()))
+
+    def replace_local(self, index: int, mine: Tensor) -> None:
+        """The same for what this rank's model has of it, of which only the rank's own part counts."""
         self.version += 1
         self._drop(index)
         owned = self.bucket.owned

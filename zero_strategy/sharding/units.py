@@ -15,6 +15,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from zero_strategy.sharding.leaf_modules import joined_units
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -54,7 +56,7 @@ def find_units(
     names = (
         _named_units(root, classes, patterns) if classes or patterns else _repeated_units(root, min_numel)
     )
-    specs = {name: UnitSpec(name, root.get_submodule(name)) for name in ("", *names)}
+    specs = {name: UnitSpec(name, root.get_submodule(name)) for name in ("", *joined_units(root, names))}
     for owner, name, parameter in _first_uses(root, specs):
         specs[owner].parameters.append((name, parameter))
     return [spec for name, spec in specs.items() if spec.parameters or name == ""]

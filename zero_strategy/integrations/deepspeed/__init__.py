@@ -8,6 +8,7 @@
 | `zero.Init`, `zero.GatheredParameters`, `zero.register_external_parameter`; `runtime.zero` | the same |
 | `comm.init_distributed`, `comm.get_rank` and all of torch.distributed | the same |
 | `utils.safe_get_full_fp32_param` and its family, `utils.RepeatingLoader` | the same |
+| `accelerator.get_accelerator`, `utils.groups`, ..., and names that are refused: see `names.py` | the same |
 | `DeepSpeedTransformerConfig`, `DeepSpeedTransformerLayer`; `ops.transformer` | the same |
 | `config`, `ops.adam`, `runtime.config`, `runtime.dataloader`, `runtime.engine`, `runtime.lr_schedules` | the same |
 | `runtime.zero.stage_1_and_2.estimate_zero2_...`, `runtime.zero.stage3.estimate_zero3_...` | the same |
@@ -29,7 +30,9 @@ ImportError that says so (`absent.py`).
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
+from zero_strategy.integrations.deepspeed.names import named
 from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
 _WRITERS = "runtime.model_checkpointing.data_parallel_writer_factory"
@@ -62,11 +65,19 @@ _NAMES = MappingProxyType(
     }
 )
 
-_ROOMS = ("checkpoint", "checkpointing", "comm", "config", "ops", "pipe", "runtime", "utils", "zero")
+_ROOMS = (
+    "accelerator", "checkpoint", "checkpointing", "comm", "config", "moe", "ops", "pipe", "runtime", "sequence",
+    "utils", "zero",
+)  # fmt: skip
 
 __all__ = list(_NAMES)
 
-__getattr__ = on_demand(__name__, _ROOMS, _NAMES)
+_here, _elsewhere = on_demand(__name__, _ROOMS, _NAMES), named(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    return _here(name) if name in _ROOMS or name in _NAMES else _elsewhere(name)
+
 
 
 def __dir__() -> list[str]:

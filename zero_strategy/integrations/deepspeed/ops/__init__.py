@@ -2,4 +2,4 @@
 
 from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
-__getattr__ = on_demand(__name__, ("adam", "transformer"))
+__getattr__ = on_demand(__name__, ("adagrad", "adam", "lamb", "lion", "transformer"))

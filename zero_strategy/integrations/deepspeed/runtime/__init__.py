@@ -5,6 +5,7 @@ from zero_strategy.integrations.deepspeed.on_demand import on_demand
 _ROOMS = (
     "activation_checkpointing",
     "config",
+    "config_utils",
     "dataloader",
     "engine",
     "lr_schedules",

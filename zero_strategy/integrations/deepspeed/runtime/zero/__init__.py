@@ -12,7 +12,7 @@ from zero_strategy.integrations.deepspeed.zero import (
     unregister_external_parameter,
 )
 
-_ROOMS = ("stage_1_and_2", "stage3")
+_ROOMS = ("config", "offload_config", "partition_parameters", "stage_1_and_2", "stage3")
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
