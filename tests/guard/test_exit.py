@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import socket
+import subprocess
 import sys
 import traceback
 from contextlib import ExitStack
@@ -75,3 +76,34 @@ def test_scripts_that_end_with_what_they_were_told(tmp_path: Path) -> None:
         words = "LookupError: no such sample" if name.endswith(".1") else "DesyncError: rank 1 raised LookupError"
         assert words in text, text
         assert "terminate" not in text, text
+
+
+DROPPED = """
+import sys, time, pathlib
+from zero_strategy.distributed.background import BackgroundWorker
+from zero_strategy.distributed.watch import Watch
+
+class Looker:
+    def look(self):
+        pathlib.Path(sys.argv[1], "begun").touch()
+        time.sleep(0.3)
+        pathlib.Path(sys.argv[1], "looked").touch()
+        return 9.0
+
+def job():
+    time.sleep(0.3)
+    pathlib.Path(sys.argv[1], "worked").touch()
+
+looker, watch, worker = Looker(), Watch(), BackgroundWorker()
+watch.add(looker)
+worker.submit(job)
+while not pathlib.Path(sys.argv[1], "begun").exists():
+    time.sleep(0.01)
+del watch, worker
+"""
+
+
+def test_threads_of_what_was_dropped_end_before_the_process_does(tmp_path: Path) -> None:
+    """In a call of torch's that returns when the interpreter is gone, such a thread would abort the process."""
+    subprocess.run([sys.executable, "-c", DROPPED, str(tmp_path)], check=True, timeout=60)
+    assert {path.name for path in tmp_path.iterdir()} == {"begun", "looked", "worked"}

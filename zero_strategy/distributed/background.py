@@ -43,9 +43,9 @@ class BackgroundWorker:
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
         ways = [] if interrupt is None else [weakref.WeakMethod(interrupt)]
-        at_exit = partial(_leave, self._jobs, self._threads, ways)
-        atexit.register(at_exit)
-        weakref.finalize(self, _drop, self._jobs, at_exit).atexit = False
+        self._at_exit = partial(_leave, self._jobs, self._threads, ways)
+        atexit.register(self._at_exit)
+        weakref.finalize(self, _drop, self._jobs, self._threads, self._at_exit).atexit = False
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """Queue a job, from any thread; its exception is raised by the future's `result()`."""
@@ -59,12 +59,19 @@ class BackgroundWorker:
         with self._starting:
             if not self._threads:
                 # A daemon: a rank that waits for a dead peer must still be able to exit.
-                thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
+                thread = threading.Thread(target=_work, args=(self._jobs, self._at_exit), name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
 
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
+def _work(jobs: SimpleQueue[_Job | None], at_exit: Callable[[], None]) -> None:
+    try:
+        _run_jobs(jobs)
+    finally:
+        atexit.unregister(at_exit)  # not before: the process may exit while the last job ends
+
+
+def _run_jobs(jobs: SimpleQueue[_Job | None]) -> None:
     while (item := jobs.get()) is not None:
         job, future = item
         failure: BaseException | None = None
@@ -81,9 +88,10 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
         del future, failure
 
 
-def _drop(jobs: SimpleQueue[_Job | None], at_exit: Callable[[], None]) -> None:
+def _drop(jobs: SimpleQueue[_Job | None], threads: list[threading.Thread], at_exit: Callable[[], None]) -> None:
     jobs.put(None)
-    atexit.unregister(at_exit)
+    if not threads:
+        atexit.unregister(at_exit)
 
 
 def _leave(

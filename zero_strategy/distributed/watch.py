@@ -73,10 +73,18 @@ class _State:
 
 def _drop(state: _State) -> None:
     state.stop()
-    atexit.unregister(state.leave)
+    if state.thread is None:
+        atexit.unregister(state.leave)
 
 
 def _run(state: _State) -> None:
+    try:
+        _look_around(state)
+    finally:
+        atexit.unregister(state.leave)  # not before: the process may exit while the last look goes on
+
+
+def _look_around(state: _State) -> None:
     while not state.stopped:
         poked, state.poked, due = state.poked, False, math.inf
         for entry in list(state.lookers):
