@@ -89,15 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build(names: Sequence[str], options: argparse.Namespace) -> int:
     from zero_strategy.ops.build import BuildError, build, recipe
+    from zero_strategy.ops.cache import UntrustedCacheError
 
     failed = False
     for name in names:
         try:
             path = build(recipe(name, options.arch), anew=options.anew)
-        except BuildError as error:
+        except (BuildError, UntrustedCacheError) as error:
             failed = True
             print(f"{name}: not built: {error}", file=sys.stderr)
-            if options.verbose:
+            if options.verbose and isinstance(error, BuildError):
                 print(error.log, file=sys.stderr)
         else:
             print(f"{name}: {path}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.warm import run_warm
+from zero_strategy.cli import main
 from zero_strategy.ops import cache
 from zero_strategy.ops.build import BuildError, recipe
 
@@ -144,6 +145,98 @@ def test_a_damaged_library_does_not_stop_training(tmp_path: Path, compiler: str)
     broken.write_bytes(b"not a library")
     done = run(tmp_path)
     assert done.stdout.startswith("reference") and "no native cpu ops" in done.stderr
+
+
+PLANTED = """
+#include <stdio.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void ran(void) { FILE *f = fopen(getenv("MARKER"), "w"); if (f) fclose(f); }
+"""
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def planted(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that says that it was loaded."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "a.cpp").write_text(PLANTED)
+    subprocess.run([compiler, "-shared", "-fPIC", str(folder / "a.cpp"), "-o", str(folder / "a.so")], check=True)
+    return folder / "a.so"
+
+
+@pytest.mark.parametrize("name", ["cpu", "io"])
+@pytest.mark.parametrize(
+    ("what", "mode", "uid", "reason"),
+    [
+        ("library", 0o755, None, ""),
+        ("library", 0o666, None, "others may write it (owner "),
+        ("library", 0o755, NOBODY, f"uid {NOBODY}, mode 0755)"),
+        ("folder", 0o775, None, "mode 0775)"),
+        ("folder", 0o755, NOBODY, f"another user owns it (owner nobody, uid {NOBODY}"),
+        ("cache", 0o777, None, "mode 0777)"),
+        ("cache", 0o1777, None, ""),
+        ("cache", 0o1777, NOBODY, "another user owns it"),
+        ("link", 0o755, None, "it is a link"),
+    ],
+)
+def test_only_this_users_libraries_are_loaded(
+    tmp_path: Path, planted: Path, name: str, what: str, mode: int, uid: int | None, reason: str
+) -> None:
+    if uid is not None and os.geteuid() != 0:
+        pytest.skip("only the superuser gives files away")
+    made = recipe(name)
+    place = tmp_path / "cache" / made.source_key / f"{made.compiler_key}.so"
+    place.parent.mkdir(parents=True)
+    for folder in (place.parent, place.parent.parent):
+        folder.chmod(0o755)
+    if what == "link":
+        place.symlink_to(planted)
+    else:
+        shutil.copy(planted, place)
+        changed = {"library": place, "folder": place.parent, "cache": place.parent.parent}[what]
+        if uid is not None:
+            os.chown(changed, uid, -1)
+        changed.chmod(mode)
+    if name == "cpu":
+        use = "from zero_strategy import ops; ops.ensure('cpu')"
+    else:
+        use = "from zero_strategy.memory.backends import open_queue; open_queue().close()"
+    done = run_warm(use, cwd=ROOT, env=environment(tmp_path / "cache", MARKER=str(tmp_path / "loaded")))
+    assert (tmp_path / "loaded").exists() == (not reason), done.stderr
+    if reason:
+        assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
+        assert str(tmp_path / "cache") in done.stderr and reason in done.stderr
+        assert "remove it" in done.stderr and "set ZERO_STRATEGY_CACHE" in done.stderr
+
+
+def test_a_build_passes_its_own_check_under_any_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "parent" / "cache"))
+    before = os.umask(0)
+    try:
+        with cache.turn("key"), cache.building() as folder:
+            built = folder / "a.so"
+            built.touch()
+            built.chmod(0o777)
+            kept = cache.keep(built, "key", "compiler")
+    finally:
+        os.umask(before)
+    assert kept and cache.find("key", "compiler") == cache.find("key", None) == kept
+    kept.parent.chmod(0o775)
+    for use in (lambda: cache.turn("key").__enter__(), lambda: cache.keep(kept, "key", "other")):
+        with pytest.raises(cache.UntrustedCacheError, match="mode 0775"):
+            use()
+
+
+def test_build_and_doctor_name_a_cache_that_others_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiler: str
+) -> None:
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
+    tmp_path.chmod(0o777)
+    assert main(["build"]) == 1
+    assert f"io: not built: {tmp_path} of the cache" in capsys.readouterr().err
+    doctor = "from zero_strategy.cli import main; main(['doctor', '--no-train'])"  # loads libraries, or does not
+    done = run_warm(doctor, cwd=ROOT, env=environment(tmp_path))
+    assert "others may write it" in " ".join(done.stdout.split()), done.stderr
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, quick: str) -> None:

@@ -139,9 +139,13 @@ def _cores() -> Finding:
 
 
 def _cache() -> Finding:
-    from zero_strategy.ops.cache import cache_directory
+    from zero_strategy.ops.cache import UntrustedCacheError, cache_directory, check_owner
 
     place = cache_directory()
+    try:
+        check_owner(place)
+    except UntrustedCacheError as error:
+        return Finding("cache", "warn", str(place), f"{error}; until then ops run in plain torch, more slowly")
     parent = next((folder for folder in (place, *place.parents) if folder.exists()), place)
     if not os.access(parent, os.W_OK):
         advice = f"{parent} cannot be written to: set ZERO_STRATEGY_CACHE to a directory that can"

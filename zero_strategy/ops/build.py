@@ -134,6 +134,7 @@ def build(made: Recipe, *, anew: bool = False, announce: bool = True) -> Path:
 
     Raises:
         BuildError: With the compiler's first error.
+        UntrustedCacheError: If another user owns or may write the cache.
     """
     if made.compiler is None or made.compiler_key is None:
         what = "no nvcc: set CUDA_HOME, or put it on PATH" if made.name == "cuda" else "no C++ compiler: set CXX"
