@@ -95,6 +95,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
         steps: Counts optimizer steps; what is agreed at them.
+        untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
 
     Raises:
@@ -178,6 +179,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.saver = Saver(self)
         self.steps = StepWatch(self.model.reducer, self.saver)
+        self.untrained: frozenset[int] = frozenset()
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
         tell_guard(self)
@@ -282,7 +284,8 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         """
         attached = [sharded.optimizer for sharded in self.optimizers]
         check_twice(attached, self.model.names())
-        check_all_held(attached, self.model.names())
+        names = ((name, parameter) for name, parameter in self.model.names() if id(parameter) not in self.untrained)
+        check_all_held(attached, names)
         self._checked = self._group_sizes()
 
     def _group_sizes(self) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -50,6 +50,7 @@ class EngineCheckpoints:
         update_latest: bool = True,
         asynchronous: bool = False,
         weights_dtype: torch.dtype | None = None,
+        frozen: Literal["store", "reference"] | None = None,
     ) -> PendingSave:
         """Write a checkpoint directory; all ranks call it, each writes its own part in place.
 
@@ -62,6 +63,7 @@ class EngineCheckpoints:
             update_latest: Let `latest` beside the directory name it.
             asynchronous: Return as soon as this rank's bytes are copied; they are written in the background.
             weights_dtype: Save floating-point weights in this dtype; only without optimizers.
+            frozen: In place of the config's `checkpoint.frozen`.
 
         Returns:
             The save; its `wait()` returns when the checkpoint is there.
@@ -82,6 +84,7 @@ class EngineCheckpoints:
                 update_latest=update_latest,
                 asynchronous=asynchronous,
                 weights_dtype=weights_dtype,
+                frozen=frozen,
             )
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
@@ -120,6 +123,7 @@ class EngineCheckpoints:
         *,
         lr_scheduler: Any = None,
         asynchronous: bool = False,
+        frozen: Literal["store", "reference"] | None = None,
     ) -> PendingSave:
         """Write the checkpoint `save_dir/tag`; see `saving.tagged.save_checkpoint`."""
         return tagged.save_checkpoint(
@@ -130,6 +134,7 @@ class EngineCheckpoints:
             save_latest,
             lr_scheduler=lr_scheduler,
             asynchronous=asynchronous,
+            frozen=frozen,
         )
 
     def load_checkpoint(

@@ -167,13 +167,19 @@ def test_a_part_of_the_optimizer_is_offloaded() -> None:
     assert (found.offload.optimizer, found.offload.optimizer_ratio) == ("cpu", 0.5)
 
 
+def test_parameters_that_are_offloaded_bring_the_optimizer_along() -> None:
+    found = load_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    assert (found.offload.optimizer, found.offload.parameters) == ("cpu", "cpu")
+    assert found.origin_of("offload.optimizer").startswith("needed by user: ")
+
+
 def test_offloading_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"offload\.optimizer_ratio is 0\.5 and offload\.optimizer is 'none'"):
         load_config(stage=2, offload={"optimizer_ratio": 0.5})
     with pytest.raises(ValueError, match=r"offload\.optimizer_ratio.*1\.5.*0 to 1"):
         load_config(stage=2, offload={"optimizer": "cpu", "optimizer_ratio": 1.5})
     with pytest.raises(ValueError, match=r"offload\.parameters is 'cpu' and offload\.optimizer is 'none'"):
-        load_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+        load_config(stage=3, offload={"parameters": "cpu"})
     with pytest.raises(ValueError, match=r"offload\.nvme_path is empty"):
         load_config({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}})
 

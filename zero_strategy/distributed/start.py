@@ -50,6 +50,10 @@ def init_distributed(
     verbose: bool = True,
     timeout: timedelta = DEFAULT_TIMEOUT,
     init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
 ) -> None:
     """Start the default process group, unless there is one.
 
@@ -64,13 +68,21 @@ def init_distributed(
         verbose: Print on rank 0 what was found.
         timeout: Of collectives.
         init_method: A URL for torch, such as "tcp://host:port" or "file:///path"; None: by the variables.
+        dist_init_required: False: start none; there must be one.
+        config: Accepted without effect: what DeepSpeed reads of it is its log of messages.
+        rank: This process, in place of what a launcher says.
+        world_size: Number of ranks, likewise; both or neither.
 
     Raises:
-        ValueError: If the launcher's variables do not tell enough; names the missing one.
+        ValueError: If the launcher's variables do not tell enough (names the missing one), or `rank` and `world_size`
+            do not fit each other.
     """
     if dist.is_initialized():
         return
-    place = discover(os.environ, auto_mpi_discovery)
+    if dist_init_required is False:
+        require_group("dist_init_required=False")
+        return
+    place = _told(rank, world_size) or discover(os.environ, auto_mpi_discovery)
     rank = 0 if place is None else place.rank
     backend = _backend(dist_backend, loud=rank == 0)
     if place is None:
@@ -87,6 +99,15 @@ def init_distributed(
     dist.init_process_group(
         backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
     )
+
+
+def _told(rank: int, world_size: int) -> Place | None:
+    if rank < 0 and world_size < 0:
+        return None
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank} and world_size {world_size}; give both, rank from 0 to world_size - 1")
+    local = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+    return Place(rank, world_size, local, _address(os.environ, None), "the script")
 
 
 def require_group(why: str) -> None:

@@ -106,12 +106,13 @@ def name_layers(layers: Iterable[Any]) -> list[NamedLayer]:
         ValueError: If there is none.
     """
     given: Any = layers
-    if isinstance(given, nn.Module) and not isinstance(given, nn.Sequential):
+    if isinstance(given, nn.Module) and not isinstance(given, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
-            f"PipelineModule takes layers in their order: a list, or an nn.Sequential, not a {type(given).__name__}; "
+            f"PipelineModule takes layers in their order: a list, an nn.Sequential or an nn.ModuleList, not a "
+            f"{type(given).__name__}; "
             "zero_strategy.pipeline.recipes.pipeline_layers(model, blocks=...) makes one of a model"
         )
-    if isinstance(given, nn.Sequential):
+    if isinstance(given, nn.Module):
         named = [NamedLayer(i, name, module) for i, (name, module) in enumerate(given._modules.items())]
     else:
         named = [NamedLayer(i, _name(i, layer), layer) for i, layer in enumerate(given)]

@@ -99,7 +99,7 @@ class PipelineModule(WholeBatches, nn.Module):
 
     def __init__(
         self,
-        layers: Iterable[Any] | nn.Sequential,
+        layers: Iterable[Any] | nn.Sequential | nn.ModuleList,
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
         loss_fn: Callable[..., Any] | None = None,

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -243,6 +243,7 @@ class Saver:
         update_latest: bool,
         asynchronous: bool,
         weights_dtype: torch.dtype | None,
+        frozen: Literal["store", "reference"] | None = None,
     ) -> PendingSave:
         """See `ZeroEngine.save`."""
         engine, settings = self._engine, self._engine.config.config.checkpoint
@@ -256,9 +257,9 @@ class Saver:
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
         whole = catalog_of(engine)
-        frozen = whole.frozen if settings.frozen == "reference" else frozenset[str]()
+        referenced = whole.frozen if (frozen or settings.frozen) == "reference" else frozenset[str]()
         agreed = self._agreement.reach(
-            saved, states, directory, frozen=frozen, busy=self.busy(), places=self._places
+            saved, states, directory, frozen=referenced, busy=self.busy(), places=self._places
         )
         if settings.while_saving == "refuse":
             self.wait()  # it is over on all ranks
@@ -266,13 +267,13 @@ class Saver:
         board = self._next_board()
         pending = PendingSave(os.fspath(directory))
         try:
-            order = [item for item in state_dict_entries(engine.module) if item[0] not in frozen]
+            order = [item for item in state_dict_entries(engine.module) if item[0] not in referenced]
             fixed: Fixed | None = None
             pieces = partial(pieces_of, engine, order, states, agreed.tables, weights_dtype)
             if asynchronous and engine.offloaded.files is not None:
                 fixed = self._room_in_files(engine.offloaded.files, pieces)
                 asynchronous = fixed is not None
-            plan = self._plan(whole.without(frozen), agreed.tables, weights_dtype)
+            plan = self._plan(whole.without(referenced), agreed.tables, weights_dtype)
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
             job = self._job(directory, plan, whole, agreed, board, groups, dict(user), dict(counters), update_latest)
             job.extra_files = {**extra_files, **extra_state_file(engine)}

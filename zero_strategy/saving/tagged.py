@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -38,6 +38,7 @@ def save_checkpoint(
     *,
     lr_scheduler: Any = None,
     asynchronous: bool = False,
+    frozen: Literal["store", "reference"] | None = None,
 ) -> PendingSave:
     """Write the checkpoint `save_dir/tag`; all ranks call it.
 
@@ -49,6 +50,7 @@ def save_checkpoint(
         save_latest: Let `latest` in the folder name this checkpoint.
         lr_scheduler: Its `state_dict()` is saved too.
         asynchronous: See `ZeroEngine.save`.
+        frozen: See `ZeroEngine.save`.
 
     Raises:
         ValueError: If the tag is no name of a folder.
@@ -63,6 +65,7 @@ def save_checkpoint(
         extra_files={CLIENT_FILE: content},
         update_latest=save_latest,
         asynchronous=asynchronous,
+        frozen=frozen,
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -454,10 +454,12 @@ class ScriptEngine:
         tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the checkpoint `save_dir/tag` (default tag: `global_step{n}`); all ranks call it.
 
-        The scheduler's state and the counters go with it; see `ZeroEngine.save_checkpoint`.
+        The scheduler's state and the counters go with it; see `ZeroEngine.save_checkpoint`. Frozen parameters that are
+        excluded are named with a digest, and must be in the model that loads it (`checkpoint.frozen: reference`).
 
         Returns:
             True, when it is there.
@@ -465,7 +467,10 @@ class ScriptEngine:
         counters = {name: getattr(self, name) for name in _COUNTERS}
         state = {**(client_state or {}), COUNTERS_KEY: counters}
         tag = f"global_step{self.global_steps}" if tag is None else tag
-        self.zero.save_checkpoint(save_dir, tag, state, save_latest, lr_scheduler=self.lr_scheduler).wait()
+        frozen: Literal["reference"] | None = "reference" if exclude_frozen_parameters else None
+        self.zero.save_checkpoint(
+            save_dir, tag, state, save_latest, lr_scheduler=self.lr_scheduler, frozen=frozen
+        ).wait()
         return True
 
     def load_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,9 +49,10 @@ def initialize(
             `local_rank`; each may be missing.
         model: The module; it stays the same object and is moved to this rank's device. A `PipelineModule` is trained by
             a `ScriptPipelineEngine`.
-        optimizer: An optimizer over the module's parameters, or a callable that makes one of `model_parameters`. None:
-            the config's `optimizer`; without one there the engine only evaluates.
-        model_parameters: Parameters or param groups to be optimized; None: all trainable ones.
+        optimizer: An optimizer over the module's parameters, or a callable that makes one of `model_parameters`; wins
+            over the config's, with a warning. None: the config's; without one there the engine only evaluates.
+        model_parameters: Parameters or param groups to be optimized; None: all trainable ones. Those that an optimizer
+            object does not have stay as they are, with a warning.
         training_data: A dataset with a length. None: no loader is made.
         lr_scheduler: An object with `step()` and state dicts, or a callable that makes one of the optimizer. None: the
             config's `scheduler`; without one there, none.
@@ -89,10 +91,12 @@ def initialize(
     if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
         _move(model, device)
     zero = _zero_engine(model, settings, device)
-    used = _optimizer(settings, model, optimizer, model_parameters)
+    parameters = None if model_parameters is None else list(model_parameters)
+    used = _optimizer(settings, model, optimizer, parameters)
     guard = None if used is None else OptimizerGuard(used)
     if used is not None:
         zero.attach(used)
+        zero.untrained = _left_out(used, parameters)
     options: dict[str, Any] = {
         "optimizer": used,
         "guard": guard,
@@ -212,8 +216,9 @@ def _check_mpu(mpu: Any, ways: int) -> None:
 
 def _check_sources(settings: ScriptSettings, optimizer: Any, lr_scheduler: Any) -> None:
     if optimizer is not None and settings.optimizer is not None:
-        raise ValueError(
-            f"initialize(optimizer=...) and the config's optimizer {settings.optimizer.type!r} are both given; drop one"
+        warnings.warn(
+            f"initialize(optimizer=...) wins; the config's optimizer {settings.optimizer.type!r} has no effect",
+            stacklevel=3,
         )
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ValueError(
@@ -225,17 +230,17 @@ def _check_sources(settings: ScriptSettings, optimizer: Any, lr_scheduler: Any) 
 
 
 def _optimizer(
-    settings: ScriptSettings, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+    settings: ScriptSettings, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None
 ) -> Optimizer | None:
     if isinstance(optimizer, Optimizer):
-        _check_same(optimizer, model_parameters)
+        _check_held(optimizer, model_parameters)
         return optimizer
     if optimizer is None and settings.optimizer is None:
         return None
     parameters = (
         [parameter for parameter in model.parameters() if parameter.requires_grad]
         if model_parameters is None
-        else list(model_parameters)
+        else model_parameters
     )
     if not parameters and isinstance(model, PipelineModule):
         parameters = [{"params": []}]  # functions alone on this rank, or weights that others own
@@ -252,19 +257,37 @@ def _optimizer(
     return made
 
 
-def _check_same(optimizer: Optimizer, model_parameters: Iterable[Any] | None) -> None:
-    if model_parameters is None:
-        return
-    asked: set[int] = set()
-    for entry in model_parameters:
+def _parameters_of(model_parameters: list[Any] | None) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for entry in model_parameters or ():
         group = entry["params"] if isinstance(entry, dict) else entry
-        asked.update(id(parameter) for parameter in ([group] if isinstance(group, torch.Tensor) else group))
+        for parameter in [group] if isinstance(group, torch.Tensor) else group:
+            found[id(parameter)] = parameter
+    return found
+
+
+def _check_held(optimizer: Optimizer, model_parameters: list[Any] | None) -> None:
+    asked = _parameters_of(model_parameters)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if asked and asked != held:  # an exhausted generator, which made the optimizer, says nothing
+    if asked and not held <= asked.keys():  # an exhausted generator, which made the optimizer, says nothing
         raise ValueError(
-            f"model_parameters has {len(asked)} parameters and the optimizer {len(held)} other ones: two sources for "
-            "what is trained; drop model_parameters"
+            f"model_parameters has {len(asked)} parameters and the optimizer {len(held - asked.keys())} other ones: "
+            "two sources for what is trained; drop model_parameters"
         )
+
+
+def _left_out(optimizer: Optimizer, model_parameters: list[Any] | None) -> frozenset[int]:
+    """Ids of trainable parameters of `model_parameters` that the optimizer leaves as they are; says how many."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    asked = _parameters_of(model_parameters)
+    left = frozenset(key for key, parameter in asked.items() if parameter.requires_grad and key not in held)
+    if left:
+        warnings.warn(
+            f"{len(left)} trainable parameter(s) of model_parameters are in no group of the {type(optimizer).__name__} "
+            "and stay as they are; freeze them with requires_grad_(False) to save their gradients",
+            stacklevel=3,
+        )
+    return left
 
 
 def _scheduler(settings: ScriptSettings, optimizer: Optimizer | None, lr_scheduler: Any) -> Any:

@@ -156,6 +156,9 @@ class Translation:
             path = self.value(f"{_ZERO}{section}.nvme_path", None)
             if device == "nvme" and path is not None:
                 paths.setdefault(path, self.from_key(f"{_ZERO}{section}.nvme_path"))
+        if "offload.parameters" in made and "offload.optimizer" not in made:
+            origin = f"needed by {made['offload.parameters'].origin}"
+            made["offload.optimizer"] = Setting("cpu", origin)  # parameters off the device are updated on the host
         ratio, key = self.value(f"{_ZERO}offload_optimizer.ratio", 1.0), f"{_ZERO}offload_optimizer.ratio"
         if ratio != 1.0 and "offload.optimizer" in made:
             if not 0.0 <= ratio <= 1.0:
