@@ -35,3 +35,18 @@ def test_one_rank_of_each_stage_writes(caplog: pytest.LogCaptureFixture) -> None
                 log_on_each_pipeline_stage(LOGGER, logging.INFO, "rank %d", rank, tp_group=tp, dp_cp_group=dp)
         log_on_each_pipeline_stage(LOGGER, logging.INFO, "alone")
     assert [record.getMessage() for record in caplog.records] == ["rank 0", "rank 4", "alone"]
+
+
+def test_a_level_that_nobody_wants_costs_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """What is logged may be expensive to make, and a group need not be one that this process may ask."""
+
+    class Unasked:
+        def rank(self) -> int:
+            raise AssertionError("the level is asked first")
+
+    with caplog.at_level(logging.WARNING, logger=LOGGER.name):
+        log_single_rank(LOGGER, logging.INFO, "unwanted")
+        log_on_each_pipeline_stage(LOGGER, logging.INFO, "unwanted", tp_group=Unasked())  # type: ignore[arg-type]
+    assert caplog.records == []
+    with pytest.raises(TypeError, match="level must be an integer"):
+        log_single_rank(LOGGER, "INFO", "no level")

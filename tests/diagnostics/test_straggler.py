@@ -51,6 +51,31 @@ def test_watts_and_absent_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GpuFigures.now() == GpuFigures(temp=61, power=246, util=None, clock=1410)
 
 
+def test_options_of_configure() -> None:
+    """`amp`: the timed part stands for all of an iteration; `prefill`: events in advance, where there are events."""
+    found = {}
+    for amp in (1.0, 4.0):
+        detector = StragglerDetector()
+        detector.configure(1, 0, amp=amp, prefill=3, enabled=True)
+        for _ in range(5):  # more sections than events were made for
+            with detector:
+                time.sleep(0.002)
+        assert detector.report(total_flops=6e12, log_interval=5) and detector.last is not None
+        each, (rate,) = detector.last.max_elapsed.value, detector.last.aflops or ()
+        assert each is not None and rate.value == pytest.approx(6.0 / 5 / (amp * each / 1e3), rel=1e-6)
+        found[amp] = rate.value * each
+        detector.close()
+    assert found[1.0] == pytest.approx(4 * found[4.0])
+    for name, value in (("prefill", -1), ("amp", 0.0)):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            StragglerDetector().configure(1, 0, **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_figure_has_the_documented_fields() -> None:
+    figure = ValueWithRank(2.5, 3, "ms")
+    assert (figure._value, figure._rank, figure._unit) == figure() == (figure.value, figure.rank, figure.unit)
+
+
 def test_sections_of_one_process() -> None:
     detector = StragglerDetector()
     assert not detector.configured and not detector.enabled

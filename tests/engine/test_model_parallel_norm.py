@@ -169,6 +169,12 @@ def test_marks_of_model_parallelism_are_read() -> None:
     assert is_expert_parameter(marked(allreduce=False))
     with pytest.raises(ValueError, match=r"shape \[2, 3\] is marked as tensor-parallel, but has no partition_dim"):
         get_mcore_tensor_parallel_partition_dim(marked(_mcore_tp=True))
+    for mode, dim in (("column", 0), ("row", 1)):
+        parameter = marked(_tensor_parallel_mode=mode)
+        assert is_mcore_tensor_model_parallel(parameter) and get_mcore_tensor_parallel_partition_dim(parameter) == dim
+    said = marked(_tensor_parallel_mode="row", partition_dim=0)
+    assert get_mcore_tensor_parallel_partition_dim(said) == 0, "what is said outright wins"
+    assert get_mcore_tensor_parallel_partition_dim(marked(_tensor_parallel_mode="replicated")) is None
 
 
 def test_old_and_new_units_tell_the_tensor_parallel_rank() -> None:

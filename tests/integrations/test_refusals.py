@@ -228,6 +228,8 @@ def test_a_strategy_of_another_namespace_names_the_right_one() -> None:
         Fabric(accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"fabric\.ZeroStrategy\(stage=1\), for Fabric; .* zero_strategy"):
         Trainer(accelerator="cpu", devices=1, strategy=FabricStrategy(stage=1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"fabric\.clip_gradients"):
+        FabricStrategy(gradient_clipping=1.0)  # type: ignore[arg-type]
 
 
 def test_a_strategy_explains_itself_before_it_has_a_trainer() -> None:

@@ -126,6 +126,8 @@ def test_division_leaves_nothing_over() -> None:
             divide(*numbers)
         with pytest.raises(ValueError):
             ensure_divisibility(*numbers)
+        with pytest.raises(AssertionError):  # as in Megatron
+            divide(*numbers)
 
 
 def test_what_is_there_is_joined() -> None:

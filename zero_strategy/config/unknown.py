@@ -13,8 +13,8 @@ _ACCUMULATION = (
     "Accelerator(gradient_accumulation_steps=...)"
 )
 _CLIPPING = (
-    "gradient clipping is owned by the training loop; set Trainer(gradient_clip_val=...) or call "
-    "accelerator.clip_grad_norm_(...)"
+    "gradient clipping is owned by the training loop; set Trainer(gradient_clip_val=...), or call "
+    "fabric.clip_gradients(...) or accelerator.clip_grad_norm_(...)"
 )
 _BATCH = (
     "the batch size is owned by the data loader; set DataLoader(batch_size=...), the micro-batch of one "

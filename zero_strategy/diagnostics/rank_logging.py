@@ -21,7 +21,7 @@ def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs:
         rank: The global rank that writes.
         kwargs: Of `Logger.log`.
     """
-    if not _distributed() or world_rank() == rank:
+    if _listens(logger, args) and (not _distributed() or world_rank() == rank):
         logger.log(*args, **kwargs)
 
 
@@ -41,8 +41,13 @@ def log_on_each_pipeline_stage(
         dp_cp_group: Data- and context-parallel ranks of this one; None: none but itself.
         kwargs: Of `Logger.log`.
     """
-    if get_pg_rank(tp_group) == 0 and get_pg_rank(dp_cp_group) == 0:
+    if _listens(logger, args) and get_pg_rank(tp_group) == 0 and get_pg_rank(dp_cp_group) == 0:
         logger.log(*args, **kwargs)
+
+
+def _listens(logger: logging.Logger, arguments: tuple[Any, ...]) -> bool:
+    """Whether the level is wanted; asked first, as it costs least. What is no level the logger refuses itself."""
+    return not arguments or not isinstance(arguments[0], int) or logger.isEnabledFor(arguments[0])
 
 
 def _distributed() -> bool:

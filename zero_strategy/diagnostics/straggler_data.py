@@ -34,6 +34,21 @@ class ValueWithRank:
     rank: int | None
     unit: str = ""
 
+    @property
+    def _value(self) -> float | None:
+        """Megatron's name of `value`."""
+        return self.value
+
+    @property
+    def _rank(self) -> int | None:
+        """Megatron's name of `rank`."""
+        return self.rank
+
+    @property
+    def _unit(self) -> str:
+        """Megatron's name of `unit`."""
+        return self.unit
+
     def __lt__(self, other: ValueWithRank) -> bool:
         """Whether the value is smaller; one that is not known is neither smaller nor greater."""
         return self.value is not None and other.value is not None and self.value < other.value

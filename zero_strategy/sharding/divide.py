@@ -6,21 +6,25 @@ import torch
 from torch import Tensor
 
 
+class NotDivisibleError(ValueError, AssertionError):
+    """There is a remainder. It is an AssertionError as well, which Megatron raises and scripts of its catch."""
+
+
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Check that `denominator` divides `numerator`.
 
     Raises:
-        ValueError: If it does not, or is 0.
+        NotDivisibleError: If it does not, or is 0; a ValueError and an AssertionError.
     """
     if denominator == 0 or numerator % denominator:
-        raise ValueError(f"{numerator} is not divisible by {denominator}")
+        raise NotDivisibleError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
     """`numerator // denominator`, of which nothing is left over.
 
     Raises:
-        ValueError: See `ensure_divisibility`.
+        NotDivisibleError: See `ensure_divisibility`.
     """
     ensure_divisibility(numerator, denominator)
     return numerator // denominator

@@ -2,6 +2,7 @@
 
     tensor_model_parallel, _mcore_tp, model_parallel     it is divided among the ranks of a model-parallel group
     partition_dim, _tp_partition_dim                     along this dimension
+    _tensor_parallel_mode = "column" or "row"            both: it is divided, along dimension 0 or 1
     _tp_duplicated                                       every rank of such a group has all of it
     allreduce = False                                    it belongs to an expert, of which other ranks have others
 
@@ -15,11 +16,13 @@ from typing import Any
 from torch import Tensor
 
 _DIVIDED = ("tensor_model_parallel", "_mcore_tp")
+_MODE = "_tensor_parallel_mode"
+_DIM_OF_MODE = {"column": 0, "row": 1}
 
 
 def is_mcore_tensor_model_parallel(param: Tensor) -> bool:
     """Whether Megatron has divided this parameter among tensor-parallel ranks."""
-    return any(bool(getattr(param, mark, False)) for mark in _DIVIDED)
+    return any(bool(getattr(param, mark, False)) for mark in _DIVIDED) or getattr(param, _MODE, None) in _DIM_OF_MODE
 
 
 def is_mcore_tensor_parallel_duplicated(param: Tensor) -> bool:
@@ -38,6 +41,9 @@ def get_mcore_tensor_parallel_partition_dim(param: Tensor) -> int | None:
     for mark in ("_tp_partition_dim", "partition_dim"):
         if hasattr(param, mark):
             return int(getattr(param, mark))
+    mode = getattr(param, _MODE, None)
+    if mode in _DIM_OF_MODE:
+        return _DIM_OF_MODE[mode]
     raise ValueError(
         f"a parameter of shape {list(param.shape)} is marked as tensor-parallel, but has no partition_dim; layers that "
         "divide their weights set it beside tensor_model_parallel"

@@ -100,7 +100,7 @@ def test_a_state_has_groups_of_its_own() -> None:
         assert state.make_sharded_tensor_for_checkpoint(part, "w").replica_id == (0, 1, 1)
         assert other.make_tp_sharded_tensor_for_checkpoint(part, "w").global_shape == (3, 4)
         lines = list[tuple[object, ...]]()
-        logger = SimpleNamespace(log=lambda *args: lines.append(args))
+        logger = SimpleNamespace(log=lambda *args: lines.append(args), isEnabledFor=lambda level: True)
         state.log_on_each_pipeline_stage(logger, 20, "not the first of its stage")  # type: ignore[arg-type]
         other.log_on_each_pipeline_stage(logger, 20, "knows of no groups")  # type: ignore[arg-type]
         assert lines == [(20, "knows of no groups")]
