@@ -41,6 +41,14 @@ def test_every_public_name_is_there() -> None:
         zero_strategy.ZeroStrateg  # noqa: B018
 
 
+@pytest.mark.parametrize(("name", "needed"), [("ZeroAccelerator", "accelerate"), ("ZeroTrainer", "transformers")])
+def test_what_is_not_installed_is_named(name: str, needed: str) -> None:
+    script = f"import sys; sys.modules[{needed!r}] = None; import zero_strategy; zero_strategy.{name}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    said = f"ModuleNotFoundError: zero_strategy.{name} needs {needed}: pip install {needed}"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said, done.stderr
+
+
 CHECKED = """
 import zero_strategy
 from zero_strategy import FusedAdamW, ZeroAccelerator, ZeroConfig, ZeroEngine, ZeroStrategy, initialize

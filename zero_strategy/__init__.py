@@ -108,7 +108,13 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in _MODULE_OF:
-            return getattr(import_module(_MODULE_OF[name]), name)
+            try:
+                return getattr(import_module(_MODULE_OF[name]), name)
+            except ModuleNotFoundError as error:
+                if error.name not in ("accelerate", "transformers"):
+                    raise
+                needed = f"zero_strategy.{name} needs {error.name}: pip install {error.name}"
+                raise ModuleNotFoundError(needed, name=error.name) from error
         if name in ("ZeroStrategy", "PipelineStrategy"):  # of the Lightning that is in use
             from zero_strategy.integrations import namespaces
 

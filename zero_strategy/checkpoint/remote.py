@@ -62,7 +62,7 @@ class RemoteFolder(Storage):
             fs, root = url_to_fs(self.url)
         except ImportError as error:
             raise ImportError(
-                f"{url}: {error}; URLs need fsspec (pip install 'zero-strategy[remote]') and what it needs for the "
+                f"{url}: {error}; URLs need fsspec (pip install fsspec) and what it needs for the "
                 "scheme, such as s3fs for s3:// and gcsfs for gs://"
             ) from error
         except ValueError as error:

@@ -402,7 +402,13 @@ class DiagnosticsConfig(Section):
 
 @dataclass
 class ZeroConfig(Section):
-    """The whole config."""
+    """All settings, each with a default. `load_config` reads them from files and mappings as well.
+
+    Example:
+        config = ZeroConfig(stage=2, activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
+        config = load_config({"stage": 2, "activation_checkpointing": "full"})  # the same
+        print(config.explain())
+    """
 
     stage: int = field(default=3, metadata=one_of(0, 1, 2, 3))
     """ZeRO stage. 0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."""

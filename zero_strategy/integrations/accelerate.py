@@ -41,6 +41,15 @@ __all__ = ["ZeroAccelerator"]
 class ZeroAccelerator(SavingAccelerator):
     """Accelerate's `Accelerator` with ZeRO sharding.
 
+    Example:
+        accelerator = ZeroAccelerator(zero_config={"stage": 3}, gradient_accumulation_steps=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
     Args:
         zero_config: Anything `load_config` takes; default: the file that `ZERO_STRATEGY_CONFIG` names, else stage 3.
         **keywords: Everything that `Accelerator` takes, but other ways of sharding.

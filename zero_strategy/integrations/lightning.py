@@ -35,7 +35,18 @@ class ParameterNorms(NormLogging, Callback):
 
 
 class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
-    """Shards optimizer state, gradients and parameters over the ranks."""
+    """Shards optimizer state, gradients and parameters over the ranks.
+
+    Stage 1 divides optimizer state, 2 gradients as well, 3 parameters as well. Settings are keywords, keys of a mapping
+    or of a YAML file; `explain()` shows each with its origin. What is trained is what DDP trains.
+
+    Example:
+        from lightning.pytorch import Trainer
+        from zero_strategy import ZeroStrategy
+
+        trainer = Trainer(devices=8, precision="bf16-true", strategy=ZeroStrategy(stage=3, offload="cpu"))
+        trainer.fit(module, loader)
+    """
 
     precision_class = ZeroPrecision
     batch_end_class = SaveOnSignal
@@ -43,4 +54,11 @@ class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
 
 
 class PipelineStrategy(TrainerPipeline, ZeroStrategy):
-    """Divides the layers of a LightningModule's `configure_pipeline()` among ranks; shards what copies share."""
+    """Divides the layers of a LightningModule's `configure_pipeline()` among ranks; shards what copies share.
+
+    Example:
+        from lightning.pytorch import Trainer
+        from zero_strategy import PipelineStrategy
+
+        trainer = Trainer(devices=4, strategy=PipelineStrategy(stages=2, micro_batches=8))  # two copies of two stages
+    """

@@ -1,7 +1,8 @@
-"""Compiling the native libraries, by `torch.utils.cpp_extension`.
+"""Compiling the native libraries: those of the CPU by `torch.utils.cpp_extension`, those of CUDA by nvcc.
 
-Where that refuses (CUDA sources beside a torch without CUDA), nvcc is called directly: the kernels include nothing of
-torch but its stable ABI. The library of file I/O includes nothing of torch at all, and is one call of the compiler.
+`cpp_extension` refuses CUDA sources beside a torch without CUDA, so nvcc is always called directly: the kernels include
+nothing of torch but its stable ABI. The library of file I/O includes nothing of torch at all, and is one call of the
+compiler.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def picture(timeline: Timeline, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ValueError(f"--output {path} needs matplotlib: pip install zero-strategy[plan]") from error
+        raise ValueError(f"--output {path} needs matplotlib: pip install matplotlib") from error
     scale, unit = scale_of(timeline)
     figure: Any = Figure(figsize=(14, 1.9 + 0.55 * timeline.ranks), dpi=120)
     FigureCanvasAgg(figure)

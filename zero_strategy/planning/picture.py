@@ -35,7 +35,7 @@ def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ValueError("--png needs matplotlib: pip install zero-strategy[plan]") from error
+        raise ValueError("--png needs matplotlib: pip install matplotlib") from error
     ledgers = _by_stage(plan)
     tiers = [tier for tier in TIERS if any(ledger.tier_bytes(tier) for ledger in ledgers.values())]
     figure: Any = Figure(figsize=(2.5 + 4.5 * len(tiers), 6.2), dpi=150)

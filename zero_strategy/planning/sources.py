@@ -102,7 +102,7 @@ def _hugging_face(path: Path, units: UnitsConfig) -> ModelShape:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(f"{file} needs transformers: pip install zero-strategy[transformers]") from error
+        raise ValueError(f"{file} needs transformers: pip install transformers accelerate") from error
     options = {key: value for key, value in values.items() if key != "model_type"}
     try:
         config = transformers.AutoConfig.for_model(values["model_type"], **options)
