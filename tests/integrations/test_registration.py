@@ -137,3 +137,22 @@ def test_cli_refuses_wrong_types(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli("--trainer.strategy=zero_strategy.ZeroStrategy", "--trainer.strategy.stage=three")
     assert "stage" in capsys.readouterr().err
+
+
+def test_short_forms_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of LightningCLI, whose parser decides by the annotations."""
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    words = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false", "--trainer.barebones=true"]
+    words += ["--trainer.strategy=zero_strategy.ZeroStrategy", "--trainer.strategy.stage=2"]
+    for given, mode in (("full", "full"), ("true", "full"), ("false", "none"), ('{"mode": "budget"}', "budget")):
+        own = [f"--trainer.strategy.activation_checkpointing={given}", "--trainer.strategy.offload=cpu"]
+        found = LightningCLI(BoringModel, args=[*words, *own], run=False, save_config_callback=None)
+        config = found.trainer.strategy.config
+        assert (config.activation_checkpointing.mode, config.offload.optimizer) == (mode, "cpu"), given
+    own = ['--trainer.strategy.offload={"optimizer": "nvme", "nvme_path": "/local"}']
+    found = LightningCLI(BoringModel, args=[*words, *own], run=False, save_config_callback=None)
+    assert found.trainer.strategy.config.offload.nvme_path == ["/local"]

@@ -90,7 +90,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         release_after_backward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
         offload: OffloadConfig | dict[str, Any] | str | None = None,
-        activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | str | bool | None = None,
+        activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | bool | str | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         guard: GuardConfig | dict[str, Any] | str | None = None,
