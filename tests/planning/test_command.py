@@ -209,6 +209,9 @@ def mapping():
     model, optimizer, batches, loss = factory()
     return {"model": model, "optimizer": optimizer, "batches": batches, "loss": loss}
 
+def layers():
+    return [nn.Linear(8, 8), nn.Linear(8, 1)], lambda m: None, [], lambda outputs, labels: None
+
 def broken():
     raise KeyError("no column 'label'")
 """
@@ -236,6 +239,8 @@ def test_what_goes_wrong_in_a_file_names_its_line(capsys: pytest.CaptureFixture[
     status, _, err = run(capsys, f"{file}:broken")
     assert status == 2 and f"({file}, line {line}, in broken)" in err and "no column 'label'" in err
     assert "Traceback" not in err
+    status, _, err = run(capsys, f"{file}:layers")
+    assert status == 2 and "returned the layers of a pipeline; a plan is of a whole model" in err
     (tmp_path / "unreadable.py").write_text("import torch\nimport no_such_package\n")
     status, _, err = run(capsys, f"{tmp_path / 'unreadable.py'}:build")
     assert status == 2 and "No module named 'no_such_package'" in err and "line 2)" in err

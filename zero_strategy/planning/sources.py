@@ -52,6 +52,11 @@ def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
     if isinstance(factory, nn.Module):
         return factory
     made = _without_memory(lambda: model_of(factory(**arguments)), name)
+    if isinstance(made, (tuple, list)) and len(made) == 4 and isinstance(made[0], (tuple, list)):
+        raise ValueError(
+            f"model {name!r} returned the layers of a pipeline; a plan is of a whole model: give a factory that "
+            "returns it"
+        )
     if not isinstance(made, nn.Module):
         raise ValueError(
             f"model {name!r} returned {named(made)}, not a torch module, nor what zero-strategy verify takes, such as "
