@@ -57,6 +57,8 @@ from zero_strategy.sharding.outside import check_outside_uses
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from zero_strategy.diagnostics.monitor import Monitor
+
 _OF_EACH_HOST = frozenset(
     {
         "checkpoint.bytes_per_second", "diagnostics.run_dir", "offload.nvme_path", "offload.probe_seconds",
@@ -94,6 +96,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         scaler: The loss scaler, for fp16 only.
         offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
+        monitor: Writes what a DeepSpeed JSON asks to be written (tensorboard, ...); None: nothing.
         steps: Counts optimizer steps; what is agreed at them.
         untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
@@ -190,6 +193,11 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             from zero_strategy.diagnostics.recorder import record  # it looks at engines from above
 
             record(self)
+        self.monitor: Monitor | None = None
+        if zero.deepspeed is not None and zero.deepspeed.observers:
+            from zero_strategy.diagnostics import monitor
+
+            self.monitor = monitor.Monitor(self, zero.deepspeed)
 
     @property
     def stage(self) -> int:
@@ -355,7 +363,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             RuntimeError: Naming the parameters and the way out.
         """
         check_outside_uses(loss, self.model)
-        if self.observed.observer is not None:
+        if self.observed.hears_marks:
             self.observed.mark("loss", loss.detach() / weight)
 
     # ---- whole tensors ----
@@ -486,6 +494,8 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             if self.desync is None:
                 self.saver.finish()
         finally:
+            if self.monitor is not None:
+                self.monitor.close()
             self.mesh.close()
             self.offloaded.close()
 

@@ -73,12 +73,19 @@ class Observed:
 
     Attributes:
         observer: Who listens; None: nobody.
+        listeners: Called with each mark and its value, besides.
     """
 
-    __slots__ = ("observer",)
+    __slots__ = ("listeners", "observer")
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
+        self.listeners: list[Callable[[Mark, Any], None]] = []
+
+    @property
+    def hears_marks(self) -> bool:
+        """Whether somebody is told of marks."""
+        return self.observer is not None or bool(self.listeners)
 
     def span(self, kind: Span, name: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
         """See `Observer.span`."""
@@ -92,6 +99,8 @@ class Observed:
         """See `Observer.mark`."""
         if self.observer is not None:
             self.observer.mark(mark, value)
+        for listener in self.listeners:
+            listener(mark, value)
 
     def transfer(self, kind: Transfer, nbytes: int) -> Callable[[], None] | None:
         """See `Observer.transfer`; None if nobody listens."""

@@ -66,10 +66,16 @@ class DeepSpeedSettings:
     """The section `activation_checkpointing`, by its keys; what is null is left out."""
     pipeline: Mapping[str, Any]
     """The section `pipeline`, likewise."""
+    observers: Mapping[str, Mapping[str, Any]]
+    """The sections tensorboard, wandb, csv_monitor, comms_logger and flops_profiler that are on, with defaults."""
     found: tuple[KeyReport, ...]
     """What became of every key, in the order of the file."""
     owned: Mapping[str, Setting]
     """What the file sets (not ``"auto"``) and a framework may own, by DeepSpeed's key; ``precision`` for fp16, bf16."""
+
+    def reports_origin(self, section: str) -> str:
+        """Where a section stands, in brackets, for messages."""
+        return from_origin(f"{self.origin}: {section}")
 
     def rejected(self) -> list[KeyReport]:
         """The keys that ask for what is not here."""
@@ -118,6 +124,7 @@ def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer
         owned=made.owned(),
         activations=made.activations(),
         pipeline=made.pipeline(),
+        observers=made.observers(),
         found=tuple(made.reports.values()),
     )
 

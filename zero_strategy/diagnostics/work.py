@@ -100,7 +100,7 @@ class FlopMeter:
         if inputs is None or self._compiled or key in self._counted or len(self._counted) >= MOST_SHAPES:
             yield
             return
-        with _Operations() as operations:
+        with Operations() as operations:
             yield
         self._counted[key], self._amounts[key] = operations.total, _size(inputs)
 
@@ -126,14 +126,19 @@ def _size(inputs: Any) -> int:
     return max(tokens or samples or 1, 1)
 
 
-class _Operations(TorchDispatchMode):
-    """Adds up the operations of products and attention, by torch's formulas, with those of their backwards."""
+class Operations(TorchDispatchMode):
+    """Adds up the operations of products and attention, by torch's formulas.
+
+    Attributes:
+        forward: Of forwards.
+        total: With those of the backwards that belong to them.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = self.forward = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,6 +152,7 @@ class _Operations(TorchDispatchMode):
             operations = int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
         else:
             return result
+        self.forward += operations
         self.total += round(operations * (1 + _backward_share(str(func), args)))
         return result
 

@@ -93,6 +93,7 @@ class ScriptEngine:
         self._applied = False
         self._guard, self._scheduled = guard, SchedulerGuard()
         self._plain = PlainBackward(self.gradient_accumulation_steps(), scaled=zero.scaler is not None)
+        self._tell_monitor()
         if self._runs_module:
             zero.model.reducer.divisor = self._plain.divisor
 
@@ -336,6 +337,11 @@ class ScriptEngine:
     def _take_batch(self, train: int, micro: int, steps: int) -> None:
         self.settings = replace(self.settings, batch=BatchSettings(train, micro, steps))
         self._plain.micro_batches = steps
+        self._tell_monitor()
+
+    def _tell_monitor(self) -> None:
+        if self.zero.monitor is not None:
+            self.zero.monitor.samples_per_step = self.settings.batch.train_batch_size
 
     # ---- getters ----
 

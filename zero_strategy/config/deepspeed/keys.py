@@ -76,6 +76,11 @@ def switched(
     return Group({"enabled": switch, **(keys or {})}, switch="enabled", note=why, open=open)
 
 
+def carried_out(what: str, keys: Mapping[str, Key | Group]) -> Group:
+    """A group with the switch ``enabled`` that is carried out when turned on; by default it is off."""
+    return Group({"enabled": translated(BOOL, False, what), **keys}, switch="enabled")
+
+
 def plain_keys(names: str, why: str) -> dict[str, Key | Group]:
     """Keys of any type, separated by blanks, that have an effect only through the group's switch."""
     return {name: unneeded(ANY, None, why) for name in names.split()}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from .keys import (
     BOOL,
     INT,
+    LIST,
     MAPPING,
     NUMBER,
     TEXT,
     Group,
     Key,
+    carried_out,
     plain_keys,
     refused,
     switched,
@@ -33,7 +35,6 @@ _SEQUENCE = "sequence parallelism is not supported; keep sequences whole on each
 _COMPILE = "compilation is the caller's; use torch.compile on the model"
 _PRINTS = "it only prints; training is the same"
 _LOGGER = "logging is the framework's; use Trainer(logger=...) or Accelerator(log_with=...)"
-_PROFILE = "profiling is the framework's; use torch.profiler, or Trainer(profiler=...)"
 _STORED = "checkpoints have one format here, which is written by all ranks at once"
 
 _PARALLEL: dict[str, Key | Group] = {
@@ -131,6 +132,10 @@ _CHECKPOINTS: dict[str, Key | Group] = {
 }
 
 _MONITOR = "this logger is off"
+_WRITTEN = "loss, learning rate and loss scale of each step, written on rank 0"
+_TEXT_OF = translated(TEXT, None, "the same")
+_JOB = translated(TEXT, "DeepSpeedJobName", "a folder of output_path")
+_PROJECT = translated(TEXT, "deepspeed", "the same")
 _LOGGING: dict[str, Key | Group] = {
     "steps_per_print": unneeded(NUMBER, None, _PRINTS),
     "dump_state": unneeded(BOOL, False, _PRINTS),
@@ -140,22 +145,34 @@ _LOGGING: dict[str, Key | Group] = {
     "timers": Group(
         {"throughput": Group({"enabled": unneeded(BOOL, True, _PRINTS), "synchronized": unneeded(BOOL, True, _PRINTS)})}
     ),
-    "tensorboard": switched(_LOGGER, plain_keys("output_path job_name", _MONITOR)),
-    "wandb": switched(_LOGGER, plain_keys("group team project", _MONITOR)),
-    "csv_monitor": switched(_LOGGER, plain_keys("output_path job_name", _MONITOR)),
+    "tensorboard": carried_out(_WRITTEN, {"output_path": _TEXT_OF, "job_name": _JOB}),
+    "wandb": carried_out(_WRITTEN, {"group": _TEXT_OF, "team": _TEXT_OF, "project": _PROJECT}),
+    "csv_monitor": carried_out(_WRITTEN, {"output_path": _TEXT_OF, "job_name": _JOB}),
     "comet": switched(
         _LOGGER,
         plain_keys(
             "samples_log_interval project workspace api_key experiment_name experiment_key online mode", _MONITOR
         ),
     ),
-    "comms_logger": switched(
-        "what was sent is counted always; read engine.counters",
-        plain_keys("verbose prof_all debug prof_ops", "the logger is off"),
+    "comms_logger": carried_out(
+        "a log of engine.counters",
+        {
+            "verbose": translated(BOOL, False, "a line for each step"),
+            "prof_all": translated(BOOL, True, "all kinds of messages"),
+            "prof_ops": translated(LIST, [], "kinds of messages, without prof_all"),
+            "debug": unneeded(BOOL, False, "messages bear no names of functions"),
+        },
     ),
-    "flops_profiler": switched(
-        _PROFILE,
-        plain_keys("recompute_fwd_factor profile_step module_depth top_modules detailed output_file", "it is off"),
+    "flops_profiler": carried_out(
+        "a profile of the forward on rank 0",
+        {
+            "recompute_fwd_factor": translated(NUMBER, 0.0, "forwards that are computed again in backward"),
+            "profile_step": translated(INT, 1, "the step, counted from 0"),
+            "module_depth": translated(INT, -1, "of the modules that are listed; -1 is the deepest"),
+            "top_modules": translated(INT, 1, "modules that are listed at each depth"),
+            "detailed": translated(BOOL, True, "a line for each module"),
+            "output_file": translated(TEXT, None, "a file in place of standard output"),
+        },
     ),
 }
 
@@ -195,6 +212,9 @@ _TOOLS: dict[str, Key | Group] = {
     ),
     "deepspeed_defaults": translated(TEXT, DEFAULTS_VERSION, "this reader's defaults"),
 }
+
+OBSERVERS = ("tensorboard", "wandb", "csv_monitor", "comms_logger", "flops_profiler")
+"""Sections that are carried out by `zero_strategy.diagnostics`."""
 
 ROOT = Group(
     {"zero_optimization": ZERO, **TRAINING, **PRECISION, **_PARALLEL, **_CHECKPOINTS, **_LOGGING, **_TOOLS},

@@ -12,9 +12,9 @@ from ..rules import ACCEPTS, Accepts, check_value, from_origin
 from ..schema import ZeroConfig
 from ..section import Section, Setting, is_section, typed_fields
 from .classify import AUTO, KeyReport
-from .keys import REJECTED, TRANSLATED
+from .keys import REJECTED, TRANSLATED, Group, Key
 from .named import Named, Refusal, read_optimizer, read_scheduler, short_name
-from .runtime_keys import DEFAULTS_VERSION
+from .runtime_keys import DEFAULTS_VERSION, OBSERVERS, ROOT
 from .training_keys import MAX_IN_CPU
 
 DEFAULT_ORIGIN = f"default of DeepSpeed {DEFAULTS_VERSION}"
@@ -268,6 +268,17 @@ class Translation:
     def pipeline(self) -> dict[str, Any]:
         """Options of pipelines, by their keys in the section."""
         return self._section("pipeline.")
+
+    def observers(self) -> dict[str, dict[str, Any]]:
+        """Sections of what observes a run that are on, by name: their keys, defaults included."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in OBSERVERS:
+            group = ROOT.keys[name]
+            assert isinstance(group, Group)
+            if self.value(f"{name}.enabled", False):
+                defaults = {key: entry.default for key, entry in group.keys.items() if isinstance(entry, Key)}
+                found[name] = {key: self.value(f"{name}.{key}", default) for key, default in defaults.items()}
+        return found
 
     def _section(self, prefix: str) -> dict[str, Any]:
         found = {key: report.value for key, report in self.reports.items() if key.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: `init_distributed`, and everything else by torch.distributed's names."""
+"""`deepspeed.comm`: `init_distributed`, `log_summary`, and everything else by torch.distributed's names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zero_strategy.diagnostics.message_log import log_summary
 from zero_strategy.distributed.start import discover, init_distributed
 
-__all__ = ["get_local_rank", "init_distributed"]
+__all__ = ["get_local_rank", "init_distributed", "log_summary"]
 
 
 def get_local_rank() -> int:
