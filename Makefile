@@ -4,12 +4,14 @@
 # make test           ruff, mypy and the test suite
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
+# make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
 # make lint           ruff and mypy
 # make clean          removes the environment, caches and outputs
 
 PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= $(VENV)-bench
+CONFORMANCE_VENV ?= $(VENV)-conformance
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
@@ -18,7 +20,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test torture bench lint clean install
+.PHONY: train train-pipeline train-compare test torture bench conformance lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -62,6 +64,16 @@ bench: export DS_ACCELERATOR = cpu
 bench: $(BENCH_VENV)/.installed
 	PATH="$(abspath $(BENCH_VENV))/bin:$$PATH" $(BENCH_VENV)/bin/python -m benchmarks $(ARGS)
 
+# Likewise: TRL brings libraries that change what others do.
+$(CONFORMANCE_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(CONFORMANCE_VENV)/bin/python || $(PYTHON) -m venv $(CONFORMANCE_VENV)
+	$(CONFORMANCE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[conformance]'
+	touch $@
+
+conformance: export OMP_NUM_THREADS = 1
+conformance: $(CONFORMANCE_VENV)/.installed
+	$(CONFORMANCE_VENV)/bin/python -m tests.conformance --output docs/conformance.md $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
+	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -113,7 +113,8 @@ def batches_as_they_are(loaders: Sequence[Any], even_batches: bool | None) -> It
     samplers = [loader.batch_sampler for loader in loaders if not isinstance(loader, DataLoaderDispatcher)]
     samplers = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
     if len(samplers) < len(loaders):
-        warnings.warn("even_batches is for loaders of map-style datasets that are not dispatched", stacklevel=4)
+        problem = "overriding even_batches is only supported for map-style datasets that are not dispatched"
+        warnings.warn(problem, stacklevel=4)
     before = [sampler.even_batches for sampler in samplers]
     for sampler in samplers:
         sampler.even_batches = even_batches
