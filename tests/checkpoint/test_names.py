@@ -14,11 +14,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoint.kinds import content, make
 from tests.checkpoint.saving import save
 from zero_strategy.checkpoint.interop import deepspeed_universal
 from zero_strategy.checkpoint.manifest import seal
 from zero_strategy.checkpoint.names import check_file_name, folders_above, is_inner_path
 from zero_strategy.checkpoint.open_any import open_any
+from zero_strategy.checkpoint.verify import verify
 from zero_strategy.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*were never updated")
@@ -168,3 +170,33 @@ def test_an_existing_folder_of_another_name_is_that_of_an_equal_name(
     with pytest.raises(ValueError, match="parameter 'w' and another one have names that are one to this file system"):
         deepspeed_universal.write(state, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
+
+
+def places_in(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something is in nested dictionaries and lists: keys from the outermost on."""
+    keys: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in [(*above, key), *places_in(value[key], (*above, key))]]
+
+
+@pytest.mark.parametrize("kind", ["native", "pieces"])
+def test_a_manifest_with_anything_anywhere_is_read_or_refused(tmp_path: Path, kind: str) -> None:
+    """Each entry in turn is left out, renamed, or of another type, under a right checksum."""
+    place = make(kind, tmp_path)
+    text = (place / "manifest.json").read_text()
+    for number, where in enumerate(places_in(json.loads(text))):
+        for change in ("drop", "rename", None, "x", -1, [], {"zz": 1})[number % 2 :: 2]:  # half of them, in turn
+            changed = inside = json.loads(text)
+            for key in where[:-1]:
+                inside = inside[key]
+            if change == "drop" or (change == "rename" and isinstance(inside, list)):
+                del inside[where[-1]]
+            elif change == "rename":
+                inside["ghost"] = inside.pop(where[-1])
+            else:
+                inside[where[-1]] = change
+            (place / "manifest.json").write_bytes(seal(json.dumps(changed).encode()))
+            for look in (content, verify):
+                try:
+                    look(place)
+                except ValueError as error:
+                    assert str(place) in str(error), (where, change, error)

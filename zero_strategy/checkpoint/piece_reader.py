@@ -70,6 +70,10 @@ class PieceReader(StateReader):
         self.aliases = dict(manifest.aliases)
         self._storage, self._manifest, self._verify = storage, manifest, verify
         self._pieces: PieceTable = manifest.pieces
+        for name, record in manifest.weights.items():
+            layout = self._pieces.layouts.get(record.file)
+            if layout is None or name not in layout.specs:
+                raise ValueError(f"{directory}: the manifest names weight {name!r} in {record.file}, which has no such")
         specs = {name: self._pieces.layouts[record.file].specs[name] for name, record in manifest.weights.items()}
         self._weights = MappingProxyType(specs)
         self._supplied: dict[tuple[str, str, int], torch.Tensor] = {}

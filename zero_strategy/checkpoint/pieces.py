@@ -134,6 +134,9 @@ def slices_from_json(value: Mapping[str, Any]) -> dict[str, dict[str, list[Slice
     """
     if not all(isinstance(tensors, dict) for tensors in value.values()):
         raise ValueError("pieces.slices does not map files to tensors")
+    for path, tensors in value.items():
+        if odd := [name for name, entries in tensors.items() if not isinstance(entries, list)]:
+            raise ValueError(f"pieces.slices has no list of slices for tensor {odd[0]!r} of {path}")
     return {
         path: {name: [_slice(path, name, entry) for entry in entries] for name, entries in tensors.items()}
         for path, tensors in value.items()

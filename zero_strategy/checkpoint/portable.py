@@ -207,6 +207,18 @@ def portable_plan(state: PortableState, max_file_bytes: int = DEFAULT_MAX_FILE_B
     )
 
 
+def _own_values(value: Any, source: str) -> dict[str, Any]:
+    """What a conversion has noted among the user's values.
+
+    Raises:
+        ValueError: If it is something else; names the checkpoint.
+    """
+    dtypes = value.get("scalar_dtypes", []) if isinstance(value, dict) else None
+    if not isinstance(dtypes, list) or not all(isinstance(each, dict) for each in dtypes):
+        raise ValueError(f"{source}: user.{OWN_KEY} is {str(value)[:80]}, not what a conversion notes there")
+    return dict(value)
+
+
 def portable_of(reader: StateReader) -> PortableState:
     """The state of an open checkpoint of ours, or of plain weights; tensors are read when they are asked for.
 
@@ -220,7 +232,7 @@ def portable_of(reader: StateReader) -> PortableState:
     if not reader.has_manifest:
         return state
     manifest = reader.manifest
-    own = dict(manifest.user.get(OWN_KEY, {}))
+    own = _own_values(manifest.user.get(OWN_KEY, {}), str(reader.directory))
     dtypes = dict(enumerate(own.pop("scalar_dtypes", [])))
     state.loss_scaler = own.pop("loss_scaler", None)
     for name in sorted(manifest.optimizers, key=lambda name: (len(name), name)):
