@@ -2,8 +2,10 @@
 
     results = run_local_ranks("package.module:function", (1, 2), ranks=2)
 
-Calls and results pass through a store that lives in this process, so ranks may print what they like; what they print
-goes to stderr. Whatever ends this process ends them: they are killed when a call returns or raises (Ctrl-C included),
+The call lies in a private temporary directory beside the file through which ranks find each other, and a result comes
+through a pipe that its rank inherits: nothing that another user can write to is unpickled, and only the connections of
+the process group itself listen, on the loopback. Ranks may print what they like; it goes to
+stderr. Whatever ends this process ends them: they are killed when a call returns or raises (Ctrl-C included),
 and each watches its parent.
 """
 
@@ -12,21 +14,27 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from importlib import import_module
-from typing import Any, cast
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore
 
+_CALL, _STORE = "call", "store"
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _POLL = 0.05
 _GRACE = 2.0
 """Seconds in which other ranks may tell of a failure that is the cause of the first one heard of."""
@@ -59,26 +67,31 @@ def run_local_ranks(
     Raises:
         LocalRankError: If a rank raised, died or did not end in time.
     """
-    # The address of this host, not its name: a name may lead to an interface that is down.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = pickle.dumps((function, arguments))
     threads = max(1, torch.get_num_threads() // ranks)
-    _set(store, "call", pickle.dumps((list(sys.path), threads, call)))
+    folder = Path(tempfile.mkdtemp(prefix="zero_strategy-ranks-"))  # which nobody else may look into
     processes: list[subprocess.Popen[bytes]] = []
+    results: list[Connection] = []
     try:
+        (folder / _CALL).write_bytes(pickle.dumps((list(sys.path), threads, call)))
         for rank in range(ranks):
-            command = [sys.executable, "-m", __name__, str(store.port), str(rank), str(ranks), backend]
-            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=_environment()))
-        return _collect(store, processes, timeout)
+            receiving, sending = Pipe(duplex=False)
+            results.append(receiving)
+            with sending:
+                number = sending.fileno()
+                command = [sys.executable, "-m", __name__, str(folder), str(number), str(rank), str(ranks), backend]
+                processes.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=_environment(), pass_fds=[number])
+                )
+        return _collect(results, processes, timeout)
     finally:
         for process in processes:
             process.kill()
         for process in processes:
             process.wait()
-
-
-def _set(store: TCPStore, key: str, value: bytes) -> None:
-    cast(Any, store).set(key, value)  # the stub knows text only
+        for receiving in results:
+            receiving.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _environment() -> dict[str, str]:
@@ -87,12 +100,13 @@ def _environment() -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    if sys.platform.startswith("linux"):
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Also where the user has chosen another for trainings on several hosts: none of these ranks is on one.
+    if interface := _LOOPBACK.get(sys.platform):
+        env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = interface
     return env
 
 
-def _collect(store: TCPStore, processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[Any]:
+def _collect(pipes: Sequence[Connection], processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout
@@ -100,9 +114,9 @@ def _collect(store: TCPStore, processes: Sequence[subprocess.Popen[bytes]], time
         for rank, process in enumerate(processes):
             if rank in results or rank in failures:
                 continue
-            status = process.poll()  # asked first: what it left in the store is then complete
-            if store.check([f"result{rank}"]):
-                good, value = pickle.loads(store.get(f"result{rank}"))
+            status = process.poll()  # asked first: what it left in the pipe is then complete
+            if (answer := _received(pipes[rank])) is not None:
+                good, value = pickle.loads(answer)
                 (results if good else failures)[rank] = value
             elif status is not None:
                 failures[rank] = f"ended with {_how(status)}, without a word"
@@ -113,8 +127,14 @@ def _collect(store: TCPStore, processes: Sequence[subprocess.Popen[bytes]], time
         raise LocalRankError(failures)
     if missing := [rank for rank in range(len(processes)) if rank not in results]:
         raise LocalRankError({rank: f"was not done within {timeout:g} seconds" for rank in missing})
-    _set(store, "finished", b"")
     return [results[rank] for rank in range(len(processes))]
+
+
+def _received(pipe: Connection) -> bytes | None:
+    try:
+        return pipe.recv_bytes() if pipe.poll() else None
+    except EOFError:  # it has ended
+        return None
 
 
 def _how(status: int) -> str:
@@ -128,40 +148,41 @@ def _how(status: int) -> str:
 # ------------------------------------------------------------------------------------------------ the rank's side
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.2)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _main(port: int, rank: int, ranks: int, backend: str) -> None:
+def _main(folder: Path, number: int, rank: int, ranks: int, backend: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it as well, and decides what ends
-    _end_with_parent()
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    path, threads, call = pickle.loads(store.get("call"))
+    _end_with_parent(folder)
+    os.set_inheritable(number, False)
+    result = Connection(number, readable=False)
+    path, threads, call = pickle.loads((folder / _CALL).read_bytes())
     sys.path[:] = path
     torch.set_num_threads(threads)
     try:
         name, arguments = pickle.loads(call)
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=ranks)
+        store = FileStore(str(folder / _STORE), ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         module, _, attribute = name.partition(":")
         value = getattr(import_module(module), attribute)(*arguments)
         answer = pickle.dumps((True, value))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
-    _set(store, f"result{rank}", answer)
-    # Not before all are done: who closes its connections early takes from others what is still under way.
-    with contextlib.suppress(Exception):
-        store.wait(["finished"], timedelta(days=1))
-    os._exit(0)
+    result.send_bytes(answer)
+    # Until the parent ends it: who closes its connections early takes from others what is still under way.
+    threading.Event().wait()
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
