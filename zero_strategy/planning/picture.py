@@ -19,6 +19,7 @@ _COLORS = (
     "#777777", "#bbbbbb", "#332288",
 )  # fmt: skip
 _TOO_LARGE, _INK, _PALE = "#c01830", "#222222", "#777777"
+_LINE: dict[str, Any] = {"color": _TOO_LARGE, "linestyle": "--", "linewidth": 1.2}
 
 
 def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
@@ -33,6 +34,7 @@ def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ValueError("--png needs matplotlib: pip install matplotlib") from error
@@ -49,6 +51,8 @@ def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
     used = [category for category in CATEGORIES if largest[category] > _VISIBLE * tallest]
     keys = [Patch(facecolor=colors[category], label=category) for category in used]
     keys.append(Patch(facecolor="#cccccc", hatch="////", edgecolor="white", linewidth=0.0, label="inside a step only"))
+    if any(panel.lines for panel in panels):
+        keys.append(Line2D([], [], label="available", **_LINE))
     figure.legend(handles=keys, loc="lower center", ncols=min(len(keys), 2 + 2 * len(tiers)), fontsize=9, frameon=False)
     world = plan.resolved.world_size
     settings = f"{world} rank{'s' * (world > 1)}, {plan.ranks_per_host} per host, {plan.optimizer.name}"
@@ -89,11 +93,7 @@ def _bars(
     panel.set_ylabel(unit)
     top = tallest / size
     if there is not None and there <= _NEAR * tallest:
-        panel.axhline(there / size, color=_TOO_LARGE, linestyle="--", linewidth=1.2)
-        panel.annotate(
-            "available", (len(ledgers) - 0.45, there / size), (0, 3), textcoords="offset points", ha="right",
-            va="bottom", fontsize=9, color=_TOO_LARGE, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-        )  # fmt: skip
+        panel.axhline(there / size, **_LINE)
         top = max(top, there / size)
     alone = 0.6 if len(ledgers) == 1 else 0.0
     panel.set(ylim=(0, 1.16 * top), xlim=(-0.6 - alone, len(ledgers) - 0.4 + alone))
