@@ -270,6 +270,47 @@ def logged_ranks() -> list[str]:
     return lines
 
 
+# ---- profiles, experts ----
+
+
+def test_the_profile_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from zero_strategy.integrations.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    operations, parameters = 2 * 5 * (8 * 16 + 16 * 4), 8 * 16 + 16 + 16 * 4 + 4
+    assert get_model_profile(model, (5, 8), as_string=False) == (operations, operations // 2, parameters)
+    assert "  2: Linear  68 (32.1 %)" in capsys.readouterr().out
+    shown = get_model_profile(model, args=[torch.ones(5, 8)], print_profile=False)
+    assert shown == ("1.92 KFLOPS", "960 MACs", "212") and not capsys.readouterr().out
+    profiler = FlopsProfiler(model)
+    for step in range(3):
+        if step == 1:
+            profiler.start_profile()
+        model(torch.ones(5, 8)).sum().backward()
+        if step == 1:
+            profiler.stop_profile()
+            assert profiler.get_total_flops() == operations and profiler.get_total_duration() > 0
+            profiler.print_model_profile(output_file=str(tmp_path / "profile.txt"), detailed=False)
+            profiler.end_profile()
+    assert "operations of the forward" in (tmp_path / "profile.txt").read_text()
+    assert not model[0]._forward_hooks and not profiler.get_total_flops()
+    with pytest.raises(ValueError, match="ignore_modules"):
+        get_model_profile(model, (5, 8), ignore_modules=[nn.ReLU])
+    with pytest.raises(ValueError, match="needs inputs"):
+        get_model_profile(model)
+
+
+def test_models_without_experts_in_parallel() -> None:
+    from zero_strategy.integrations.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    group = {"params": list(nn.Linear(2, 2).parameters()), "name": "parameters"}
+    assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    assert not deepspeed.moe.utils.is_moe_param(group["params"][0])
+    with pytest.raises(ImportError, match="experts in parallel are not done"):
+        _ = deepspeed.moe.layer.MoE
+    assert deepspeed.__version__ == "0.19.8"
+
+
 # ---- optimizers ----
 
 

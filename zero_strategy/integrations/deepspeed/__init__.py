@@ -32,6 +32,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
+from zero_strategy.config.deepspeed.runtime_keys import DEFAULTS_VERSION as __version__
 from zero_strategy.integrations.deepspeed.names import named
 from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
@@ -66,11 +67,11 @@ _NAMES = MappingProxyType(
 )
 
 _ROOMS = (
-    "accelerator", "checkpoint", "checkpointing", "comm", "config", "moe", "ops", "pipe", "runtime", "sequence",
-    "utils", "zero",
+    "accelerator", "checkpoint", "checkpointing", "comm", "config", "moe", "ops", "pipe", "profiling", "runtime",
+    "sequence", "utils", "zero",
 )  # fmt: skip
 
-__all__ = list(_NAMES)
+__all__ = [*_NAMES, "__version__"]
 
 _here, _elsewhere = on_demand(__name__, _ROOMS, _NAMES), named(__name__)
 

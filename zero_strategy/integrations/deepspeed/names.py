@@ -18,6 +18,7 @@ _LOCAL = f"{_OPTIM}.local_state"
 _LEAF = "zero_strategy.sharding.leaf_modules"
 _CONFIG = f"{_HERE}.runtime.zero.config"
 _GROUPS = f"{_HERE}.utils.groups"
+_PROFILER = f"{_HERE}.profiling.flops_profiler.profiler"
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,17 @@ TABLE: Mapping[str, Mapping[str, str | Refused]] = MappingProxyType(
         "moe": _all("MoE", _EXPERTS),
         "moe.layer": _all("MoE", _EXPERTS),
         "moe.utils": _all(
-            "is_moe_param split_params_into_different_moe_groups_for_optimizer has_moe_layers", _EXPERTS
+            "is_moe_param split_params_into_different_moe_groups_for_optimizer has_moe_layers", f"{_HERE}.moe.utils"
         ),
+        "profiling.flops_profiler": _all("FlopsProfiler get_model_profile", _PROFILER),
+        "profiling.flops_profiler.profiler": _all("FlopsProfiler get_model_profile", _PROFILER),
+        "runtime.fp16.loss_scaler": _all("DynamicLossScaler LossScaler", Refused(
+            "a checkpoint holds no object of a class of DeepSpeed's, so that none has to be allowed; drop the line. "
+            "engine.loss_scale is the scale"
+        )),
+        "utils.timer": _all("SynchronizedWallClockTimer ThroughputTimer", Refused(
+            "diagnostics.run_dir records where the time of each step goes; zero-strategy report shows it"
+        )),
         "sequence": _all("DistributedAttention", _SEQUENCES),
         "sequence.layer": _all("DistributedAttention", _SEQUENCES),
     }

@@ -1,5 +1,14 @@
-"""`deepspeed.moe`: not here, see `names.py`."""
+"""`deepspeed.moe`: not here but for what asks nothing of experts or sequences, see `names.py`."""
+
+from typing import Any
 
 from zero_strategy.integrations.deepspeed.names import named
+from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
-__getattr__ = named(__name__)
+_ROOMS = ("layer", "utils")
+
+_room, _name = on_demand(__name__, _ROOMS), named(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    return _room(name) if name in _ROOMS else _name(name)

@@ -8,6 +8,7 @@ _ROOMS = (
     "config_utils",
     "dataloader",
     "engine",
+    "fp16",
     "lr_schedules",
     "model_checkpointing",
     "pipe",

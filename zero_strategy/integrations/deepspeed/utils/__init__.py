@@ -28,7 +28,7 @@ __all__ = [
     "z3_leaf_module",  # a module's name as well, which this one shall hide
 ]
 
-_ROOMS = ("groups", "init_on_device", "logging", "nvtx", "tensor_fragment", "zero_to_fp32")
+_ROOMS = ("groups", "init_on_device", "logging", "nvtx", "tensor_fragment", "timer", "zero_to_fp32")
 
 _room, _name = on_demand(__name__, _ROOMS), named(__name__)
 
