@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
+from zero_strategy.optim.nonfinite_steps import NonfiniteSteps
 from zero_strategy.optim.norm import GradientStats
 from zero_strategy.saving import Saver
 from zero_strategy.saving.contents import state_dict_entries
@@ -100,6 +102,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         steps: Counts optimizer steps; what is agreed at them.
         untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
+        nonfinite: Decides about steps whose gradients are not finite.
 
     Raises:
         ValueError: If the mesh does not fit the world, the module cannot be sharded (names the parameter), or ranks
@@ -179,6 +182,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         self.optimizers: list[ShardedOptimizer] = self.model.optimizers
         self._consistency = OptimizerConsistency(self.optimizers, self.model.reducer, self.mesh.control)
         self.gradient_watchers: list[Callable[[GradientStats], None]] = []
+        self.nonfinite = NonfiniteSteps(zero.nonfinite_gradients, self.model)
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.saver = Saver(self)
         self.steps = StepWatch(self.model.reducer, self.saver)
@@ -254,6 +258,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             except (TypeError, ValueError):
                 check.remove()
                 raise
+            sharded.declines = partial(self._declines, sharded)
             self.optimizers.append(sharded)
             self._checks.append(optimizer.register_step_post_hook(self._after_step))  # after groups are back
             self._checks.append(check)
@@ -310,6 +315,13 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
+
+    def _declines(self, sharded: ShardedOptimizer) -> bool:
+        """Whether its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
+        if self.scaler is not None or not self.nonfinite.skips(sharded, self.steps.taken + self.steps.skipped):
+            return False
+        self.steps.skip()
+        return True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self.optimizers[-1].optimizer:

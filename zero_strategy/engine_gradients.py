@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.ops.arguments import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
+from zero_strategy.optim.nonfinite_steps import IGNORE
 from zero_strategy.optim.norm import GradientStats, global_norm
 from zero_strategy.optim.own_gradients import OwnGradients
 from zero_strategy.sharding import ShardedModel
@@ -122,6 +123,11 @@ class EngineGradients:
         factors = [factor for _, found, _ in parts for factor in found]
         seen: list[tuple[Tensor, Tensor]] = []
         norm = global_norm(shards, norm_type, self.model.norm_groups, factors, lambda *stats: seen.append(stats))
+        if self._engine.nonfinite.choice != IGNORE and self.optimizers and self.scaler is None:
+            chosen = self.optimizers if optimizer is None else [self._engine.sharded(optimizer)]
+            each = seen[0][1].split([len(names) for _, _, names in parts])
+            looked_at = [(one, (names, counts)) for one, (_, _, names), counts in zip(chosen, parts, each, strict=True)]
+            self._engine.nonfinite.note(looked_at, only, finite=norm.finite)
         for watch in list(self.gradient_watchers):
             watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
         return norm

@@ -443,6 +443,10 @@ class ZeroConfig(Section):
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling."""
 
+    nonfinite_gradients: str = field(default="ignore", metadata=one_of("ignore", "skip", "raise"))
+    """A step whose gradients are not all finite, where no loss scale decides: taken (``ignore``), not taken on any
+    rank (``skip``), or an error on all of them (``raise``). Costs a pass over the gradients where no norm is taken."""
+
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Where state is kept that the device has no room for."""
 

@@ -125,6 +125,7 @@ class ShardingAccelerator(PipelineAccelerator):
             self._together,
             lambda: self._log_step(optimizer),
             lambda: self._measure_norms(prepared),
+            lambda: self._engine_of_optimizer(optimizer).sharded(optimizer).skipped,
         )
         self._optimizers.append(prepared)
         return prepared

@@ -25,6 +25,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
         together: Makes what is around a call that ranks without a batch follow, from its name, this and its arguments.
         stepped: Called after every step.
         stepping: Called before a step without a closure.
+        skipped: Says whether the last step was not taken, since gradients were not finite.
     """
 
     def __init__(
@@ -36,16 +37,19 @@ class ZeroOptimizer(AcceleratedOptimizer):
         together: Callable[..., AbstractContextManager[None]],
         stepped: Callable[[], None],
         stepping: Callable[[], None],
+        skipped: Callable[[], bool],
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._whole_state, self._load_whole = whole_state, load_whole
         self._agreed, self._together, self._stepped, self._stepping = scaler, together, stepped, stepping
+        self._skipped = skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step where gradients are synchronised; in fp16 all ranks skip it, or none (`step_was_skipped`).
+        """Step where gradients are synchronised; all ranks skip it, or none (`step_was_skipped`).
 
         Raises:
-            FloatingPointError: If fp16 gradients overflow at the smallest loss scale.
+            FloatingPointError: If fp16 gradients overflow at the smallest loss scale, or gradients are not finite and
+                `nonfinite_gradients` is `raise`.
         """
         if self.gradient_state.sync_gradients:
             if closure is None:
@@ -58,9 +62,10 @@ class ZeroOptimizer(AcceleratedOptimizer):
         """Step, whether gradients are synchronised or not."""
         if self._agreed is None:
             self.optimizer.step(closure)
+            self._is_overflow = self._skipped()
             return
         self._agreed.step(self.optimizer, closure)
-        self._is_overflow = not self._agreed.last_step_finite
+        self._is_overflow = self._skipped()
         self._agreed.update()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

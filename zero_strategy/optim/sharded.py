@@ -8,7 +8,7 @@ flat fp32 views into the master buffers, with flat views of the reduced gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,8 @@ class ShardedOptimizer:
         optimizer: The user's object.
         gradients: Of its parameters.
         skip_next: Leave parameters and state alone in the next `step()` (agreed by all ranks).
+        skipped: Whether the last `step()` did.
+        declines: Asked when a step's gradients are reduced, on all ranks: whether it is not to be taken.
 
     Raises:
         TypeError: If the optimizer is not elementwise.
@@ -67,7 +69,8 @@ class ShardedOptimizer:
             for device in _devices(model):
                 ops.ensure(device)
         self.optimizer, self.model = optimizer, model
-        self.skip_next = self._fused = False
+        self.skip_next = self.skipped = self._fused = False
+        self.declines: Callable[[], bool] = lambda: False
         self._pieces: dict[int, tuple[nn.Parameter, Piece, Tensor]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
         self._nothing: dict[torch.dtype, Tensor] = {}
@@ -203,6 +206,7 @@ class ShardedOptimizer:
         self.restore()  # an earlier step may have raised before its end
         self.model.reducer.settle()
         self._check_groups()
+        self.skip_next = self.declines() or self.skip_next
         rule = self._rule(optimizer, self.model)
         if self._offloaded is not None:
             self._offloaded.prepare(rule)
@@ -226,8 +230,8 @@ class ShardedOptimizer:
         buckets = self._stepped
         self._updates.clear()  # they hold the gradients
         self._swap_back()
-        if self.skip_next:
-            self.skip_next = False
+        self.skipped, self.skip_next = self.skip_next, False
+        if self.skipped:
             return
         for work in [bucket.publish(copied=self._fused) for bucket in buckets]:
             work.wait()

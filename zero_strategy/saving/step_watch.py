@@ -30,7 +30,7 @@ class StepWatch:
 
     Attributes:
         taken: Optimizer steps taken, those before a resumed checkpoint included.
-        skipped: Steps skipped because gradients were not finite (fp16).
+        skipped: Steps skipped because gradients were not finite (fp16, or `nonfinite_gradients: skip`).
         signalled: Whether this rank wants all to save at the next step boundary; set by a signal handler.
         terminating: Whether this rank wants all to save and end there; likewise.
         at_boundary: Called on all ranks after the step before which some rank was signalled.
@@ -81,6 +81,10 @@ class StepWatch:
         self._reducer.agreed_flags = 0
         if flags & _SAVE_FAILED:
             self._saver.wait()
+
+    def skip(self) -> None:
+        """The step that goes on is not taken."""
+        self._skips = True
 
     def after(self) -> None:
         """After the last optimizer's step; with a closure gradients were reduced since `before`."""

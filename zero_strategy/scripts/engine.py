@@ -63,7 +63,7 @@ class ScriptEngine:
         micro_steps: Calls of `step`.
         global_steps: Calls of `step` at a boundary, skipped ones included.
         global_samples: Samples of those steps, over all ranks; 0 where the config says no batch size.
-        skipped_steps: Steps that were not taken since fp16 gradients had overflowed.
+        skipped_steps: Steps that were not taken since gradients were not finite (fp16, `nonfinite_gradients: skip`).
     """
 
     _runs_module = True
@@ -233,7 +233,8 @@ class ScriptEngine:
 
         Raises:
             RuntimeError: If there is no optimizer, inside of `no_sync()`, or if the script steps the scheduler, too.
-            FloatingPointError: If fp16 gradients overflow at the smallest loss scale.
+            FloatingPointError: If fp16 gradients overflow at the smallest loss scale, or gradients are not finite and
+                `nonfinite_gradients` is `raise`.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
@@ -257,6 +258,7 @@ class ScriptEngine:
             self._norm = self.zero.grad_norm(optimizer=optimizer).value
         with nullcontext() if self._guard is None else self._guard.stepping():
             optimizer.step()
+        finite = not self.zero.sharded(optimizer).skipped
         self.zero_grad()
         if self.zero.scaler is not None:
             self.zero.scaler.update(finite=finite)

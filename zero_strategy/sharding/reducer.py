@@ -67,6 +67,8 @@ class GradientReducer:
         self.announce: Callable[[str, Any], None] | None = None
         """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
         self.agreed_flags = 0
+        self.reductions = 0
+        """How many have ended, on all ranks alike."""
         self.watchers: list[ReductionWatcher] = []
         self.before_backward: list[Callable[[], None]] = []
         """Called when a backward begins that will reduce gradients."""
@@ -420,6 +422,7 @@ class GradientReducer:
                 bucket.admit_late()
                 self._start(number)
         self.agreed_flags |= agreed.flags
+        self.reductions += 1
         self._next, self._unreduced = 0, False
         self._left.clear()
         for bucket in self._in_flight:

@@ -180,7 +180,7 @@ _BF16 = Group(
     {
         "enabled": translated(BOOL, False, "precision of the computation", "bf16", auto=True),
         "immediate_grad_update": unneeded(BOOL, False, "gradients are accumulated in fp32 as soon as they arrive"),
-        "check_grad_overflow": unneeded(BOOL, True, "bf16 has fp32's range; the norm shows what is not finite"),
+        "check_grad_overflow": translated(BOOL, True, "nonfinite_gradients", "true is skip"),
         "bf16_master_weights_and_grads": translated(BOOL, False, "precision.master_weights, precision.gradient_dtype"),
         "bf16_optimizer_states": translated(
             BOOL, False, "precision.master_weights", "optimizer state has the dtype of the weights that it updates"

@@ -91,6 +91,9 @@ class Translation:
         made.update(self._state_dtypes())
         made.update(self._loss_scale())
         made.update(self._offload())
+        if self.value("bf16.enabled", self.is_auto("bf16.enabled")):
+            key = "bf16.check_grad_overflow"
+            made["nonfinite_gradients"] = Setting("skip" if self.value(key, True) else "ignore", self.from_key(key))
         # Checked here, where the JSON's key is still known.
         rules = dict(_rules(ZeroConfig))
         for key, setting in made.items():
