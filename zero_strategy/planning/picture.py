@@ -49,7 +49,7 @@ def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
     tallest = max(ledger.tier_bytes(tier) for ledger in ledgers.values() for tier in tiers)
     largest = {c: max(ledger.only(category=c).total.taken for ledger in ledgers.values()) for c in CATEGORIES}
     used = [category for category in CATEGORIES if largest[category] > _VISIBLE * tallest]
-    keys = [Patch(facecolor=colors[category], label=category) for category in used]
+    keys: list[Any] = [Patch(facecolor=colors[category], label=category) for category in used]
     keys.append(Patch(facecolor="#cccccc", hatch="////", edgecolor="white", linewidth=0.0, label="inside a step only"))
     if any(panel.lines for panel in panels):
         keys.append(Line2D([], [], label="available", **_LINE))
