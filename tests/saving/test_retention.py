@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from tests.saving.test_background import digests, make, train
 from zero_strategy.checkpoint.leftovers import OWNER_NAME, leave_mark, mark_name, remove_leftovers
 from zero_strategy.checkpoint.writer import RECEIPTS_NAME
 from zero_strategy.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(folder: Path) -> list[str]:
@@ -46,11 +50,12 @@ def test_settings_that_do_not_go_together() -> None:
         zero_strategy.ZeroStrategy(checkpoint={"keep_last": 2})
 
 
-def leftover(folder: Path, name: str, pid: int, host: str = "", started: str = "0") -> Path:
+def leftover(folder: Path, name: str, pid: int, host: str = "", started: str = "0", **more: str | None) -> Path:
     path = folder / f".{name}.abc.tmp"
     (path / RECEIPTS_NAME).mkdir(parents=True)
-    owner = {"host": host or socket.gethostname(), "pid": pid, "started": started}
-    (path / RECEIPTS_NAME / OWNER_NAME).write_text(json.dumps(owner))
+    leave_mark(mark := path / RECEIPTS_NAME / OWNER_NAME)
+    owner = json.loads(mark.read_text()) | {"host": host or socket.gethostname(), "pid": pid, "started": started}
+    mark.write_text(json.dumps({key: value for key, value in (owner | more).items() if value is not None}))
     return path
 
 
@@ -65,6 +70,55 @@ def test_the_mark_of_a_process_killed_while_ranks_asked_what_they_share_goes(tmp
     assert (tmp_path / mark_name("abc", 1)).exists()
     remove_leftovers(tmp_path, RECEIPTS_NAME)
     assert sorted(tmp_path.iterdir()) == sorted([mine, empty])
+
+
+@pytest.mark.parametrize("tag", ["a", "another"])
+@pytest.mark.parametrize(
+    ("owner", "reason"),
+    [
+        ({"boot": "another"}, "in another boot"),
+        ({"pid_namespace": "pid:[1]"}, "in another container"),
+        ({"boot": None, "pid_namespace": None}, "does not say in which boot"),  # of an earlier version
+        ({"pid_namespace": ""}, "does not say in which boot"),
+    ],
+)
+def test_in_doubt_nothing_goes_and_a_warning_says_why(
+    tmp_path: Path, owner: dict[str, str | None], reason: str, tag: str
+) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    kept = leftover(tmp_path, tag, int(dead.stdout), **owner)
+    _, engine, _ = make(0)
+    with pytest.warns(UserWarning, match=f"{re.escape(str(kept))} may be .*{reason}.* It is kept; remove it when"):
+        engine.save(tmp_path / "a")
+    assert kept.exists() and digests(tmp_path / "a")
+
+
+@pytest.mark.parametrize("tag", ["slow", "quick"])
+def test_a_job_in_another_container_leaves_a_running_save_alone(tmp_path: Path, tag: str) -> None:
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", *(["--map-root-user"] if os.geteuid() else [])]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("PID namespaces cannot be made here")
+    code = (
+        "from pathlib import Path; from tests.saving.test_background import make;"
+        f"_, engine, _ = make(0); engine.save(Path({str(tmp_path)!r}) / {tag!r})"
+    )
+    from zero_strategy.checkpoint import CheckpointWriter
+
+    write = CheckpointWriter.write_all
+    found: list[subprocess.CompletedProcess[str]] = []
+
+    def wait_for_another_job(writer: CheckpointWriter, *args: object, **kwargs: object) -> None:
+        found.append(subprocess.run([*unshare, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True))
+        write(writer, *args, **kwargs)  # type: ignore[arg-type]
+
+    _, engine, _ = make(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write_all", wait_for_another_job)
+        engine.save(tmp_path / "slow")
+    (other,) = found
+    assert other.returncode == 0, other.stderr
+    assert "in another container" in other.stderr
+    assert digests(tmp_path / "slow") and digests(tmp_path / tag)
 
 
 def test_only_what_dead_processes_of_this_host_left_goes(tmp_path: Path) -> None:

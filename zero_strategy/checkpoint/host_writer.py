@@ -26,7 +26,7 @@ import torch
 
 from zero_strategy.checkpoint.disk import DiskWriter, create_file
 from zero_strategy.checkpoint.layout import FileLayout
-from zero_strategy.checkpoint.leftovers import remove_leftovers, sign
+from zero_strategy.checkpoint.leftovers import remove_leftovers, remove_leftovers_of, sign
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.piece_writer import Board, PieceWriter, Sink
 from zero_strategy.checkpoint.pieces import rank_path, small_path
@@ -73,9 +73,8 @@ class HostPieceWriter(PieceWriter):
         self._plan = plan
         if self._first:
             check_replaceable(self.directory)
-            for stale in all_beside(self.directory, "tmp"):
-                if stale != self.temporary and not (stale / MANIFEST_NAME).exists():
-                    remove(stale)
+            sealed = [path for path in all_beside(self.directory, "tmp") if (path / MANIFEST_NAME).exists()]
+            remove_leftovers_of(self.directory, RECEIPTS_NAME, keep={self.temporary, *sealed})
             remove_leftovers(self.directory.parent, RECEIPTS_NAME)
             (self.temporary / RECEIPTS_NAME).mkdir(parents=True, exist_ok=True)
             sign(self.temporary / RECEIPTS_NAME)
@@ -222,5 +221,3 @@ def _unpacked(message: bytes) -> tuple[bytes, dict[str, bytes], bool]:
     content = json.loads(message)
     small = {path: base64.b64decode(text) for path, text in content["small"].items()}
     return content["manifest"].encode(), small, content["latest"]
-
-

@@ -23,7 +23,7 @@ from zero_strategy.checkpoint.coverage import Coverage
 from zero_strategy.checkpoint.disk import DiskWriter, create_file
 from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.layout import FileLayout
-from zero_strategy.checkpoint.leftovers import remove_leftovers, sign
+from zero_strategy.checkpoint.leftovers import remove_leftovers, remove_leftovers_of, sign
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.replace import (
@@ -104,8 +104,7 @@ class CheckpointWriter(SaveWriter):
             return
         check_replaceable(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
-        for stale in all_beside(self.directory, "tmp"):
-            remove(stale)
+        remove_leftovers_of(self.directory, RECEIPTS_NAME)
         remove_leftovers(self.directory.parent, RECEIPTS_NAME)
         check_free_space(self.directory.parent, plan.total_bytes)
         (self.temporary / RECEIPTS_NAME).mkdir(parents=True)
