@@ -32,7 +32,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from zero_strategy.config.deepspeed.runtime_keys import DEFAULTS_VERSION as __version__
+from zero_strategy.config.deepspeed.runtime_keys import DEFAULTS_VERSION
 from zero_strategy.integrations.deepspeed.names import named
 from zero_strategy.integrations.deepspeed.on_demand import on_demand
 
@@ -71,7 +71,10 @@ _ROOMS = (
     "sequence", "utils", "zero",
 )  # fmt: skip
 
-__all__ = [*_NAMES, "__version__"]
+__all__ = list(_NAMES)
+
+__version__ = DEFAULTS_VERSION
+"""The version of DeepSpeed whose names and defaults these are."""
 
 _here, _elsewhere = on_demand(__name__, _ROOMS, _NAMES), named(__name__)
 
