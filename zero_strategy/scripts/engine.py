@@ -11,34 +11,27 @@ weights, with the mean gradient over the micro-batches and the ranks.
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from zero_strategy.checkpoint.replace import beside, remove, sync
 from zero_strategy.config.batch import MICRO, TRAIN, BatchSettings
-from zero_strategy.distributed.together import together
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.joined import JoinedBatches
 from zero_strategy.scripts.data import distributed_loader
+from zero_strategy.scripts.engine_checkpoints import ScriptCheckpoints
 from zero_strategy.scripts.ownership import OptimizerGuard, SchedulerGuard
 from zero_strategy.scripts.plain_backward import PlainBackward
 from zero_strategy.scripts.settings import ScriptSettings
 
-COUNTERS_KEY = "zero_strategy.script"
-"""Where the engine's counters are in a checkpoint's client state."""
 
-
-class ScriptEngine:
+class ScriptEngine(ScriptCheckpoints):
     """A module in training; calling it runs the module.
 
     What is not found here is looked up in the module (`engine.config`, a method of one's own).
@@ -399,6 +392,34 @@ class ScriptEngine:
         """Whether the module is in bf16."""
         return self.settings.compute_dtype == torch.bfloat16
 
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale grows and falls."""
+        scaler = self.zero.scaler
+        return scaler is not None and scaler.config.initial != scaler.config.minimum
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state is off the device."""
+        return self.zero.config.config.offload.optimizer != "none"
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """`train_batch_size()`, `train_micro_batch_size_per_gpu()` and `gradient_accumulation_steps()`."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    @property
+    def cur_scale(self) -> float:
+        """Another name of `loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks among which samples are divided."""
+        return self.zero.mesh.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks among which each layer is divided."""
+        return self.zero.mesh.tensor.size
+
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by: 1 unless in fp16."""
@@ -453,126 +474,6 @@ class ScriptEngine:
         are repeated, too.
         """
         return self.zero.join_batches(loader)
-
-    # ---- checkpoints ----
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the checkpoint `save_dir/tag` (default tag: `global_step{n}`); all ranks call it.
-
-        The scheduler's state and the counters go with it; see `ZeroEngine.save_checkpoint`. Frozen parameters that are
-        excluded are named with a digest, and must be in the model that loads it (`checkpoint.frozen: reference`).
-
-        Returns:
-            True, when it is there.
-        """
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        state = {**(client_state or {}), COUNTERS_KEY: counters}
-        tag = f"global_step{self.global_steps}" if tag is None else tag
-        frozen: Literal["reference"] | None = "reference" if exclude_frozen_parameters else None
-        self.zero.save_checkpoint(
-            save_dir, tag, state, save_latest, lr_scheduler=self.lr_scheduler, frozen=frozen
-        ).wait()
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load `load_dir/tag`, or what `latest` names; all ranks call it; see `ZeroEngine.load_checkpoint`.
-
-        Returns:
-            (path, client state); (None, {}) with a warning where there is none.
-        """
-        path, state = self.zero.load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            lr_scheduler=self.lr_scheduler,
-        )
-        counters = state.pop(COUNTERS_KEY, None)
-        self._scheduled.forget()
-        if path is not None and load_optimizer_states:
-            self._take_counters(counters)
-        return path, state
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the module's whole state dict, in the dtype that it computes in, as a file of torch; all ranks call it.
-
-        Args:
-            save_dir: A folder, which is made where it does not exist.
-            save_filename: Of the file.
-            exclude_frozen_parameters: Leave out parameters that are not trained.
-
-        Returns:
-            True, when it is there.
-
-        Raises:
-            OSError: If rank 0 cannot write it; on all ranks.
-        """
-        state = self.zero.full_state_dict()
-        dtype = self.settings.compute_dtype
-        frozen = self._frozen() if exclude_frozen_parameters else set()
-        kept = {
-            name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            for name, value in state.items()
-            if name not in frozen
-        }
-        team, place = self.zero.mesh.team, Path(save_dir, save_filename)
-        together(team.control, lambda: _write_torch_file(kept, place) if team.rank == 0 else None)
-        return True
-
-    save_fp16_model = save_16bit_model
-
-    def _frozen(self) -> set[str]:
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if not parameter.requires_grad}
-
-    def _take_counters(self, counters: Mapping[str, int] | None) -> None:
-        if counters is None:  # of DeepSpeed, or of a `ZeroEngine` in a loop
-            steps = self.zero.steps
-            counters = {
-                "global_steps": steps.taken,
-                "skipped_steps": steps.skipped,
-                "global_samples": steps.taken * (self.settings.batch.train_batch_size or 0),
-                "micro_steps": steps.taken * self.gradient_accumulation_steps(),
-            }
-        for name in _COUNTERS:
-            setattr(self, name, int(counters[name]))
-        # A checkpoint holds no partial gradients, and the number of micro-batches per step may be another one now.
-        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
-
-
-_COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
-
-
-def _write_torch_file(tensors: Mapping[str, Tensor], place: Path) -> None:
-    """The file appears whole or not at all."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = beside(place, uuid.uuid4().hex[:12], "tmp")
-    try:
-        torch.save(dict(tensors), temporary)
-        sync(temporary)
-        os.replace(temporary, place)
-    finally:
-        remove(temporary)
 
 
 def _known(size: int | None) -> int:

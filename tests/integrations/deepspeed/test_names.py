@@ -359,7 +359,8 @@ def test_batch_sizes_may_change() -> None:
     with pytest.raises(ValueError, match="no multiple of train_micro_batch_size_per_gpu 2 x 1"):
         engine.set_train_batch_size(7)
     engine.set_train_micro_batch_size(3)
-    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (12, 4)
+    assert engine.get_batch_info() == (12, 3, 4) and (engine.dp_world_size, engine.mp_world_size) == (1, 1)
+    assert engine.cur_scale == 1.0 and not engine.dynamic_loss_scale() and not engine.zero_cpu_offload()
 
 
 def of_the_engine(folder: str) -> None:
