@@ -84,7 +84,7 @@ class Observed:
 
     @property
     def hears_marks(self) -> bool:
-        """Whether somebody is told of marks."""
+        """True if somebody is told of marks."""
         return self.observer is not None or bool(self.listeners)
 
     def span(self, kind: Span, name: str = "", nbytes: int = 0) -> AbstractContextManager[None]:

@@ -74,7 +74,7 @@ class DeepSpeedSettings:
     """What the file sets (not ``"auto"``) and a framework may own, by DeepSpeed's key; ``precision`` for fp16, bf16."""
 
     def reports_origin(self, section: str) -> str:
-        """Where a section stands, in brackets, for messages."""
+        """The place of a section, in brackets, for messages."""
         return from_origin(f"{self.origin}: {section}")
 
     def rejected(self) -> list[KeyReport]:

@@ -1,4 +1,4 @@
-"""What an engine's ranks send, step by step and summed up, from its counters: `comms_logger` of a DeepSpeed JSON."""
+"""Messages of an engine, step by step and summed up, from its counters: `comms_logger` of a DeepSpeed JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forwards of a module take, part by part: parameters, operations and time."""
+"""Parameters, operations and time of a module's forwards, part by part."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class ModuleProfile:
 
     @property
     def running(self) -> bool:
-        """Whether it measures."""
+        """True while it measures."""
         return self._mode is not None
 
     @property
     def whole(self) -> Spent:
-        """What the module itself has spent."""
+        """Operations and time of the module itself."""
         return self.spent.get(self.module, Spent())
 
     def start(self, *, in_forward: bool = False) -> None:

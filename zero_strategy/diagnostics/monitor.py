@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON asks to be written: tensorboard, wandb, csv_monitor, comms_logger, flops_profiler.
+"""Observers that a DeepSpeed JSON asks for: tensorboard, wandb, csv_monitor, comms_logger, flops_profiler.
 
     Train/Samples/train_loss    mean over the step's micro-batches of rank 0
     Train/Samples/lr            of the first param group, as the step used it

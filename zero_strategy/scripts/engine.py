@@ -60,7 +60,7 @@ class ScriptEngine(ScriptCheckpoints):
     """
 
     _runs_module = True
-    """Whether scripts call the module, and may go backward themselves."""
+    """True if scripts call the module, and may go backward themselves."""
 
     def __init__(
         self,
@@ -393,12 +393,12 @@ class ScriptEngine(ScriptCheckpoints):
         return self.settings.compute_dtype == torch.bfloat16
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale grows and falls."""
+        """True if the loss scale grows and falls."""
         scaler = self.zero.scaler
         return scaler is not None and scaler.config.initial != scaler.config.minimum
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer's state is off the device."""
+        """True if the optimizer's state is off the device."""
         return self.zero.config.config.offload.optimizer != "none"
 
     def get_batch_info(self) -> tuple[int, int, int]:

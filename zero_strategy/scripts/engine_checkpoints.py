@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zero_strategy.scripts.engine import ScriptEngine
 
 COUNTERS_KEY = "zero_strategy.script"
-"""Where the engine's counters are in a checkpoint's client state."""
+"""The key of the engine's counters in a checkpoint's client state."""
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 

@@ -68,7 +68,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked."""
+    """True if a module is marked."""
     return bool(model.__dict__.get(_MARK, False))
 
 

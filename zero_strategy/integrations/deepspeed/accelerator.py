@@ -16,7 +16,7 @@ from zero_strategy.integrations.deepspeed.names import named
 
 
 class Accelerator:
-    """What scripts ask about a device, and do with it; index None is the current one.
+    """A device, with what scripts ask about it and do with it; index None is the current one.
 
     On the CPU there is one device: choosing it does nothing, and memory is that of this process.
 
@@ -63,11 +63,11 @@ class Accelerator:
         self._module.synchronize(device_index)
 
     def is_available(self) -> bool:
-        """Whether there is such a device."""
+        """True if there is such a device."""
         return torch.cuda.is_available() if self._cuda else True
 
     def is_synchronized_device(self) -> bool:
-        """Whether calls return when they are done: on the CPU."""
+        """True if calls return when they are done: on the CPU."""
         return not self._cuda
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
@@ -77,7 +77,7 @@ class Accelerator:
         return "nccl" if self._cuda else "gloo"
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on such a device."""
+        """True if a tensor is on such a device."""
         return tensor.device.type == self._type
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
@@ -85,7 +85,7 @@ class Accelerator:
         return tensor.pin_memory() if self._cuda else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it is there already."""
+        """True if it is there already."""
         return tensor.is_pinned()
 
     # ---- random numbers ----
@@ -214,15 +214,15 @@ class Accelerator:
     # ---- dtypes ----
 
     def is_bf16_supported(self) -> bool:
-        """Whether the device computes in bf16."""
+        """True if the device computes in bf16."""
         return torch.cuda.is_bf16_supported() if self._cuda else True
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16: GPUs from compute capability 7.0 on; on the CPU slowly."""
+        """True if it computes in fp16: GPUs from compute capability 7.0 on; on the CPU slowly."""
         return torch.cuda.get_device_capability()[0] >= 7 if self._cuda else True
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton compiles for it."""
+        """True if Triton compiles for it."""
         return self._cuda and torch.cuda.get_device_capability()[0] >= 7
 
     def supported_dtypes(self) -> list[torch.dtype]:

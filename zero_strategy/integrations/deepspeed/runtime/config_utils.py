@@ -1,6 +1,6 @@
 """`deepspeed.runtime.config_utils`."""
 
 DeepSpeedConfigError = ValueError
-"""What is raised here where a config is wrong."""
+"""The error of a config that is wrong."""
 
 __all__ = ["DeepSpeedConfigError"]
