@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,13 +88,14 @@ def test_who_is_gone(tmp_path: Path) -> None:
     gone = [
         stale_file(tmp_path, pid=child.pid),
         stale_file(tmp_path, start=me.start + 1),  # the number has been given out again
-        stale_file(tmp_path, boot="0123456789abcdef"),
+        stale_file(tmp_path, boot="0123456789abcdef"),  # of another boot, or an earlier version: nobody holds its lock
+        stale_file(tmp_path, boot=f"{me.boot}1"),  # of another container
+        stale_file(tmp_path, boot="unknown", pid=child.pid),
     ]
     stays = [
         stale_file(tmp_path),
         stale_file(tmp_path, host="elsewhere", pid=child.pid),
         stale_file(tmp_path, host="elsewhere", boot="0123456789abcdef"),
-        stale_file(tmp_path, boot="unknown", pid=child.pid),
     ]
     names = ("data.state", "zero-strategy.state", "zero-strategy.a.b.c.state", "zero-strategy.vm.x.1.1.a.rank0.0.bin")
     for name in names:
@@ -114,13 +117,42 @@ def test_a_process_that_has_ended_but_is_still_listed_is_gone() -> None:
         os.waitpid(child, 0)
 
 
-def test_a_lock_counts_where_process_numbers_do_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("boot", [None, "0123456789abcdef", "unknown"])
+def test_a_lock_counts_where_process_numbers_do_not(tmp_path: Path, boot: str | None) -> None:
     # As of a process in another container of the same name, whose numbers mean nothing here.
-    path = stale_file(tmp_path, start=1)
+    path = stale_file(tmp_path, start=1) if boot is None else stale_file(tmp_path, boot=boot)
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert remove_stale(tmp_path) == []
     assert remove_stale(tmp_path) == [path]
+
+
+def test_without_locks_files_of_other_containers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)  # as on some network file systems
+    me = this_process()
+    again = stale_file(tmp_path, start=me.start + 1)
+    stays = [stale_file(tmp_path, boot=boot) for boot in ("0123456789abcdef", f"{me.boot}1", "unknown")]
+    assert remove_stale(tmp_path) == [again]
+    assert sorted(tmp_path.iterdir()) == sorted(stays)
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="makes a PID namespace")
+def test_a_container_leaves_a_running_jobs_file_alone(tmp_path: Path) -> None:
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", *(["--map-root-user"] if os.geteuid() else [])]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("PID namespaces cannot be made here")
+    code = "import fcntl, sys; from pathlib import Path; from zero_strategy.memory import remove_stale; "
+    code += "sys.argv[2] == 'no locks' and setattr(fcntl, 'flock', lambda *_: open('/')); "
+    code += "print(len(remove_stale(Path(sys.argv[1]))))"
+    with StateFile(tmp_path, {"r": 10}, keep_name=True) as state:
+        for locks in ("locks", "no locks"):
+            command = [*unshare, sys.executable, "-c", code, str(tmp_path), locks]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert done.stdout == "0\n", done.stderr
+        assert state.paths[0].exists()
 
 
 @pytest.mark.parametrize("keep_name", [False, True])

@@ -4,9 +4,10 @@
 
 Most files have lost their names before anything is in them (`part_file.py`), so there is little to find: what a process
 left that was killed in that moment, and what lies on file systems where an open file must keep its name. A file is
-stale if this host has been started anew since, or if the process is gone from it: no such number, or one that was
-started at another time. Besides, nobody may hold the lock that a living owner has on its file, which also counts where
-process numbers do not: in containers that share a directory and a host's name. Files of other hosts are left alone.
+stale if its process is gone: in this boot and PID namespace no process has the number, or one that was started at
+another time. Nobody may hold the lock, besides, that a living owner has on its file. Process numbers of another boot or
+namespace (a container that shares a directory and a host's name) say nothing: there the lock alone decides, and where
+the file system has no locks the file stays. Files of other hosts are left alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Owner:
 
     Attributes:
         host: Name of the host.
-        boot: Which run of the host's kernel, or "unknown".
+        boot: Which run of the host's kernel, and which PID namespace in it, or "unknown".
         pid: Number of the process.
         start: When it was started, in ticks since the boot; 0 if unknown.
     """
@@ -45,22 +46,28 @@ class Owner:
     start: int
 
     def gone(self) -> bool:
-        """Whether the process has ended for certain; False for processes of other hosts."""
+        """Whether the process has ended for certain; False for those of other hosts, boots and PID namespaces."""
         here = this_process()
-        if self.host != here.host or _UNKNOWN in (self.boot, here.boot):
+        if self.host != here.host or self.boot != here.boot or here.boot == _UNKNOWN:
             return False
-        if self.boot != here.boot:
-            return True
         started = _started(self.pid)
         return started is None or (started != self.start and 0 not in (started, self.start))
+
+    def unseen(self) -> bool:
+        """Whether it ran on a host of this name, but in another boot or PID namespace, or in one that is not known."""
+        here = this_process()
+        return self.host == here.host and (self.boot != here.boot or here.boot == _UNKNOWN)
 
 
 def this_process() -> Owner:
     """The one that asks."""
+    boot = ""
     try:
-        boot = _BOOT_ID.read_text().strip().replace("-", "")[:16]
+        if os.readlink("/proc/self") == str(os.getpid()):  # else /proc shows the processes of another namespace
+            namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+            boot = f"{_BOOT_ID.read_text().strip().replace('-', '')[:16]}-{namespace}"
     except OSError:
-        boot = ""
+        pass
     return Owner(_plain(socket.gethostname()) or _UNKNOWN, boot or _UNKNOWN, os.getpid(), _started(os.getpid()) or 0)
 
 
@@ -88,7 +95,10 @@ def remove_stale(directory: Path) -> list[Path]:
     removed = []
     for path in sorted(directory.glob("zero-strategy.*.state")):
         owner = owner_of(path.name)
-        if owner is None or not owner.gone() or _locked(path):
+        if owner is None or not (owner.gone() or owner.unseen()):
+            continue
+        locked = _locked(path)
+        if locked or (locked is None and not owner.gone()):
             continue
         with contextlib.suppress(OSError):  # another process has removed it, or it is another user's
             path.unlink()
@@ -96,12 +106,15 @@ def remove_stale(directory: Path) -> list[Path]:
     return removed
 
 
-def _locked(path: Path) -> bool:
-    """Whether somebody holds the lock, and not for a moment only: a ring of a killed process ends a little after it."""
+def _locked(path: Path) -> bool | None:
+    """Whether somebody holds the lock, and not for a moment only: a ring of a killed process ends a little after it.
+
+    None if that cannot be asked.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks for writing only what is open for it
     except OSError:
-        return False
+        return None
     end = time.monotonic() + _LOCK_SECONDS
     try:
         while True:
@@ -110,7 +123,7 @@ def _locked(path: Path) -> bool:
                 return False
             except OSError as error:
                 if error.errno != errno.EWOULDBLOCK:
-                    return False
+                    return None
             if time.monotonic() > end:
                 return True
             time.sleep(0.01)
