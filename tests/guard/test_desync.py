@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from zero_strategy.distributed.processes import ProcessCard, condition, own_card
 from zero_strategy.distributed.sites import site_of, site_of_error
 from zero_strategy.distributed.tracks import subject
 
+ROOT = Path(__file__).resolve().parents[2]
 ALL = (0, 1, 2, 3)
 GATHER: Begun = ("all_gather", "layers.3", 64, "float32")
 REDUCE: Begun = ("reduce_scatter", "layers.7", 64, "float32")
@@ -125,6 +127,17 @@ def test_processes() -> None:
         child.kill()
         child.wait()
     assert condition(card) == "gone"
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="makes a PID namespace")
+def test_processes_of_a_namespace_that_proc_does_not_show() -> None:
+    """As in containers that keep the host's /proc: numbers there are of other processes, or of none."""
+    unshare = ["unshare", "--pid", "--fork", *(["--map-root-user"] if os.geteuid() else [])]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("PID namespaces cannot be made here")
+    code = "from zero_strategy.distributed.processes import condition, own_card; print(condition(own_card()))"
+    done = subprocess.run([*unshare, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "unknown\n", done.stderr
 
 
 def test_processes_that_cannot_be_looked_at() -> None:

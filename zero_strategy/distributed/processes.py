@@ -32,6 +32,8 @@ class ProcessCard(NamedTuple):
 def host() -> str:
     """This boot of this machine, and this PID namespace, without which a process number says nothing."""
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc shows the processes of another namespace
+            return ""
         return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
