@@ -220,10 +220,15 @@ def test_sites() -> None:
 
 def test_config(tmp_path: Path) -> None:
     file = tmp_path / "zero.yaml"
-    for text, mode in (("guard: off", "off"), ("guard: strict", "strict"), ("guard: {mode: off}", "off")):
+    for text, mode in (
+        ("guard: off", "off"),
+        ("guard: on", "default"),
+        ("guard: strict", "strict"),
+        ("guard: {mode: off}", "off"),
+    ):
         file.write_text(text)
         assert load_config(file).guard.mode == mode
     assert load_config(guard="off").origin_of("guard.mode") == "user: keyword"
-    for wrong, kind in (("maybe", ValueError), (True, TypeError), (3, TypeError), ({"mode": True}, TypeError)):
+    for wrong, kind in (("maybe", ValueError), (3, TypeError), (1.0, TypeError), ({"mode": 1}, TypeError)):
         with pytest.raises(kind, match="guard"):
             load_config(guard=wrong)
