@@ -295,7 +295,7 @@ def _nccl() -> Finding:
     try:
         run_local_ranks(f"{__package__}.doctor_train:all_reduce", (), ranks, timeout=60.0, backend="nccl")
     except LocalRankError as error:
-        advice = "run with NCCL_DEBUG=INFO; look at NCCL_SOCKET_IFNAME and, in a container, --ipc=host"
+        advice = "run with NCCL_DEBUG=INFO; in a container, --ipc=host; these ranks use the loopback alone"
         return Finding("NCCL", "fail", str(error).splitlines()[-1], advice, str(error).splitlines())
     return Finding("NCCL", "ok", f"{'.'.join(map(str, torch.cuda.nccl.version()))}, {ranks} rank(s) met")
 
@@ -309,7 +309,7 @@ def _smoke(timeout: float) -> Finding:
         config = load_config(stage=3, units={"min_numel": 0})
         report = verify_on_new_ranks(f"{__package__}.doctor_train:factory", config, {"steps": 2}, 2, timeout)
     except (LocalRankError, OSError) as error:
-        advice = "two processes of this host cannot train together: the lines above, GLOO_SOCKET_IFNAME=lo, a firewall"
+        advice = "two processes of this host do not meet on its loopback: see above, `ip link show lo`, a firewall"
         return Finding(name, "fail", (str(error).splitlines() or [""])[-1], advice, str(error).splitlines())
     seconds = time.monotonic() - begun
     if not report.passed:
