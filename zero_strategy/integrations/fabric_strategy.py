@@ -94,6 +94,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         precision: PrecisionConfig | dict[str, Any] | None = None,
         gradient_reduction: str | None = None,
         uneven_batches: str | None = None,
+        nonfinite_gradients: str | None = None,
         prefetch: int | None = None,
         release_after_forward: bool | None = None,
         release_after_backward: bool | None = None,
@@ -128,6 +129,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             precision: Dtypes of master weights and gradients. (That of the computation is Fabric's `precision`.)
             gradient_reduction: `per_step` or `per_micro_batch`.
             uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
+            nonfinite_gradients: What a step does whose gradients are not finite: `ignore`, `skip` or `raise`.
             prefetch: Units that are gathered ahead under stage 3.
             release_after_forward: Free gathered parameters between forward and backward under stage 3.
             release_after_backward: Free them after backward under stage 3 (else after the optimizer's step).
@@ -162,6 +164,7 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             precision=precision,
             gradient_reduction=gradient_reduction,
             uneven_batches=uneven_batches,
+            nonfinite_gradients=nonfinite_gradients,
             prefetch=prefetch,
             release_after_forward=release_after_forward,
             release_after_backward=release_after_backward,
