@@ -134,7 +134,7 @@ def compare(make: Callable[[], nn.Module], stage: int) -> list[str]:
         wrong += [f"{name}: {type(parameter)}"] if isinstance(parameter, ShardedParameter) is whole else []
     engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
     wrong += [name for name, p in model.named_parameters(remove_duplicate=False) if objects[name] != id(p)]
-    wrong += [name for name, p in model.named_parameters() if type(p) is not nn.Parameter]
+    wrong += [name for name, p in model.named_parameters() if isinstance(p, ShardedParameter)]
     state, expected = engine.full_state_dict(), plain.state_dict()
     wrong += [f"{name} is missing" for name in expected.keys() - state.keys()]
     wrong += [f"{name} differs" for name, value in expected.items() if not torch.equal(state[name], value)]

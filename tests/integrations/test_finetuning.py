@@ -93,7 +93,8 @@ def stopped_and_resumed(tmp: str, stage: int, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "SGD"), (0, "Adam"), (1, "SGD"), (1, "Adam"), (2, "SGD"), (2, "Adam"), (3, "Adam")]
+    ("stage", "kind"),
+    [(0, "SGD"), (0, "Adam"), (1, "SGD"), (1, "Adam"), (2, "SGD"), (2, "Adam"), (3, "SGD"), (3, "Adam")],
 )
 def test_a_run_goes_on_after_unfreezing(ranks: Launcher, tmp_path: Path, stage: int, kind: str) -> None:
     """Bit by bit as the run that never stopped, from before, between and after the epochs of unfreezing."""

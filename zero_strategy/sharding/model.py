@@ -60,6 +60,7 @@ class ShardedModel:
         norm_groups: Groups over which gradients are spread; a model-parallel face adds its own.
         aliases: Further names of tied parameters: {alias: first name}.
         device: Where the module computes.
+        told_of_reads: It was warned of a use of a released parameter.
         steps_early: State has second places, so that steps may be carried out while backward goes on.
     """
 
@@ -86,6 +87,7 @@ class ShardedModel:
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config)
         self.steps_early = optimizer_store is not None and config.offload.early_step == "on"
+        self.told_of_reads = False
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
         self._constructions = constructions_of(module.parameters())

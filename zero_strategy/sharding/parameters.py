@@ -26,6 +26,7 @@ from zero_strategy.sharding.edits import EditWatch
 from zero_strategy.sharding.grouping import LOW_PRECISION
 from zero_strategy.sharding.layout import BucketLayout, Piece, build_layout, cuts
 from zero_strategy.sharding.placement import Placement
+from zero_strategy.sharding.released import release_class, unshard_class
 
 
 class ParameterBucket:
@@ -345,6 +346,8 @@ class ParameterBucket:
             with _plain_mode():
                 for tensor, poison in zip(self.tensors, self._poison_views, strict=True):
                     tensor.data = poison
+                for parameter in self.parameters:
+                    release_class(parameter)
                 if not self.placement.in_place:
                     self._empty_flat()
             self.gathered = False
@@ -514,6 +517,8 @@ class ParameterBucket:
         return self.master.numel() * self.master.element_size() if self.has_master else 0
 
     def _point_at_flat(self) -> None:
+        for parameter in self.parameters:
+            unshard_class(parameter)
         for tensor, view in zip(self.tensors, self._views, strict=True):
             tensor.data = view
 

@@ -43,7 +43,7 @@ METADATA = frozenset(
 )  # fmt: skip
 """Functions whose answer does not depend on a parameter's values, nor on where they are."""
 
-_STRIDES = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
+STRIDES = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 
 _OVERWRITING = frozenset(
     {
@@ -78,7 +78,7 @@ class ShardedParameter(nn.Parameter):
         if func in METADATA or (func is Tensor.type and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _STRIDES and isinstance(args[0], cls):
+        if func in STRIDES and isinstance(args[0], cls):
             return func(args[0].slice.without_values(), *args[1:], **kwargs)
         if func == _SET_DATA and args[0] is args[1]:  # `module._apply` of a function that has left it alone
             return None

@@ -1,0 +1,145 @@
+"""Reads of released parameters (stage 3): an error where values leave the process, a warning elsewhere, by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.engine.nets import loss_of, net
+from tests.engine.twins import Setting, ShardedTwin
+from tests.launcher import Launcher
+from zero_strategy import sharding
+
+NAME = "blocks.1.up.weight"
+
+
+def released() -> tuple[ShardedTwin, nn.Module, nn.Parameter]:
+    twin, model = ShardedTwin(Setting(3, "per_micro_batch")), net()
+    twin.shard(model)
+    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
+    return twin, model, model.get_parameter(NAME)
+
+
+def gathered_into(tensor: Tensor) -> None:
+    dist.all_gather([torch.empty(tensor.shape) for _ in range(dist.get_world_size())], tensor)
+
+
+LEAVING: dict[str, Callable[[nn.Parameter], Any]] = {
+    "numpy": lambda p: p.detach().numpy(),
+    "asarray": lambda p: np.asarray(p.data),
+    "cpu": lambda p: p.cpu(),
+    "data.cpu": lambda p: p.data.cpu(),
+    "to cpu": lambda p: p.data.to("cpu"),
+    "tolist": lambda p: p.tolist(),
+    "item": lambda p: p.data.flatten().item(),
+    "float": lambda p: float(p.data.reshape(-1)),
+    "save": lambda p: torch.save({"w": p}, io.BytesIO()),
+    "save data": lambda p: torch.save(p.data.clone(), io.BytesIO()),
+    "pickle": lambda p: pickle.dumps(p.detach()),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "assignment": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "broadcast": lambda p: dist.broadcast(p, 0),
+    "broadcast data": lambda p: dist.broadcast(p.data, 0),
+    "broadcast a copy": lambda p: dist.broadcast(p.data.to(torch.bfloat16).contiguous(), 0),
+    "all_reduce": lambda p: dist.all_reduce(p.detach()),
+    "reduce": lambda p: dist.reduce(p.data, 0),
+    "all_gather": lambda p: gathered_into(p.data),
+    "send": lambda p: dist.send(p.data, 1 - dist.get_rank()),
+    "isend": lambda p: dist.isend(p.data, 1 - dist.get_rank()),
+    "object": lambda p: dist.broadcast_object_list([p.data], 0) if dist.get_rank() == 0 else pickle.dumps(p),
+}
+
+
+def reads() -> dict[str, str]:
+    _, _, p = released()
+    found = {}
+    for name, read in LEAVING.items():
+        try:
+            read(p)
+            found[name] = "no error"
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_values_that_leave_the_process_are_an_error(ranks: Launcher) -> None:
+    for found in ranks(2)(reads):
+        wrong = {name: text for name, text in found.items() if f"{NAME!r} is released" not in text}
+        assert not wrong
+        assert "GatheredParameters" in found["cpu"] and "cpu()" in found["cpu"]
+
+
+def uses() -> dict[str, Any]:
+    """What is computed with released values is NaN, with one warning; metadata is what it is, without any."""
+    twin, model, p = released()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet = [p.shape, p.dtype, p.device, p.numel(), p.requires_grad, p.grad is None, p.is_leaf, p.dim(), len(p)]
+        quiet += [p.data.shape, p.detach().dtype, torch.is_complex(p), p.size(0), hash(p) == id(p), p in {p}]
+        same = [torch.equal(p, p), p.equal(p), isinstance(p, nn.Parameter), f"{p!r}".startswith(f"{NAME!r} of shape")]
+        same += [any(p is other for other in model.parameters()), type(p.data + 0) is Tensor]
+        silent = [str(each.message) for each in caught[:-1]]
+        values = [p.norm(), p.data.square().mean(), p.detach().abs().max(), torch.stack([p.data, p.data]).sum()]
+        texts = [str(each.message) for each in caught]
+    with sharding.GatheredParameters(model.parameters()):
+        whole = type(p) is nn.Parameter and type(p.data) is Tensor and bool(p.isfinite().all())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            loss_of(model(twin.data(0, 2, 6))).backward()
+            twin.step()
+            twin.zero_grad()
+    return {
+        "quiet": len(quiet), "same": same, "silent": silent, "nan": [bool(value.isnan()) for value in values],
+        "texts": texts, "whole": whole, "type": type(p).__name__,
+    }  # fmt: skip
+
+
+def test_other_uses_are_warned_of_once(ranks: Launcher) -> None:
+    for found in ranks(2)(uses):
+        assert all(found["same"]) and all(found["nan"]) and found["whole"]
+        assert not found["silent"]
+        (text,) = found["texts"]
+        assert text.startswith(f"parameter {NAME!r} is released (stage 3)") and "said once" in text
+        assert found["type"] == "ReleasedParameter"
+
+
+def calls_in_a_step() -> int:
+    """Calls of `__torch_function__` in a training step."""
+    from zero_strategy.sharding.released import ReleasedParameter
+
+    twin, model, _ = released()
+
+    def step() -> None:
+        loss_of(model(twin.data(0, 2, 6))).backward()
+        twin.step()
+        twin.zero_grad()
+
+    step()
+    step()
+    calls: list[Any] = []
+    original = ReleasedParameter.__dict__.get("__torch_function__"), ReleasedParameter.__torch_function__
+
+    def counted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        calls.append(func)
+        return original[1](func, types, args, kwargs)
+
+    ReleasedParameter.__torch_function__ = classmethod(counted)  # type: ignore[method-assign,assignment]
+    try:
+        step()
+    finally:
+        del ReleasedParameter.__torch_function__
+    return len(calls)
+
+
+def test_a_step_asks_released_parameters_for_nothing(ranks: Launcher) -> None:
+    assert ranks(2)(calls_in_a_step) == [0, 0]

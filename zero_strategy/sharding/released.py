@@ -1,0 +1,210 @@
+"""Released parameters (stage 3) that somebody reads: their values are not there, and what is read is NaN.
+
+A parameter's class is `ReleasedParameter` while it is released, as torch swaps that of `UninitializedParameter`.
+Metadata is answered as ever. Where values leave the process (collectives, pickles, numpy, Python numbers, the host) an
+error names the parameter; any other use computes with NaN, as plain torch would, and is warned of once per run.
+`p.data`, `p.detach()` and copies of a released parameter remember whose values they lack.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zero_strategy.sharding.registry import sharded_model_of
+from zero_strategy.sharding.sharded_parameter import METADATA, STRIDES
+
+_PLACES = frozenset({Tensor.data_ptr, Tensor.untyped_storage, *STRIDES})
+"""Asked for of any tensor, such as to find ties."""
+_OF_VALUES = {
+    Tensor.numpy: "numpy()", Tensor.__array__: "numpy", Tensor.cpu: "cpu()", Tensor.tolist: "tolist()",
+    Tensor.item: "item()", Tensor.__float__: "float()", Tensor.__int__: "int()", Tensor.__bool__: "bool()",
+    Tensor.__index__: "an index", Tensor.__complex__: "complex()", Tensor.__reduce_ex__: "pickling",
+    Tensor.__format__: "format()", Tensor.__dlpack__: "dlpack",
+}  # fmt: skip
+"""Calls by which values leave the process, in words."""
+_COPIES = frozenset(
+    {
+        Tensor.clone, Tensor.contiguous, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to,
+        Tensor.type, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.t, Tensor.transpose, Tensor.permute,
+        Tensor.squeeze, Tensor.unsqueeze, Tensor.view_as, Tensor.cuda, Tensor.pin_memory, Tensor.detach,
+        Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
+        torch.clone, torch.detach, torch.reshape, torch.flatten, torch.t, torch.transpose, torch.permute,
+    }
+)  # fmt: skip
+"""Functions whose result has a parameter's values, in another form."""
+_COLLECTIVES = "torch.distributed."
+
+
+class _Released:
+    """What released parameters and copies of them have in common."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the function on what is there: NaN.
+
+        Raises:
+            RuntimeError: If values would leave the process; names the parameter.
+        """
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA or func in _PLACES:
+                if func is Tensor.is_complex and _in_collective(sys._getframe(1)):
+                    raise RuntimeError(_message(args[0], "sending it"))
+                return func(*args, **kwargs)
+            if func is torch.equal or func is Tensor.equal:
+                if args[0] is args[1]:
+                    return True
+            elif func == _SET_DATA:
+                raise RuntimeError(_message(args[0], "`p.data = ...`"))
+            elif (call := _leaves(func, args, kwargs)) is not None:
+                raise RuntimeError(_message(_first(args, kwargs), call))
+            elif func in _COPIES:
+                return _copy(func(*args, **kwargs), args[0])
+            elif func not in _SILENT and not _writes(func):
+                _warn(_first(args, kwargs), func)
+            return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:
+        mine: Any = self
+        return f"{name_of(mine)!r} of shape {tuple(mine.shape)}, {mine.dtype}, released (stage 3)"
+
+
+class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]
+    """Never constructed: an `nn.Parameter` is one while it is released."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(_message(self, "deepcopy"))
+
+
+class ReleasedValues(_Released, Tensor):  # type: ignore[misc]
+    """A copy or a view of what a released parameter has for values.
+
+    Attributes:
+        parameter: The parameter.
+    """
+
+    parameter: nn.Parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(_message(self, "deepcopy"))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SILENT: frozenset[Callable[..., Any]] = frozenset({Tensor.register_hook, Tensor.expand_as, Tensor.retain_grad})
+"""Graphs are looked through before their backward: see `outside`."""
+
+
+def _quick(name: str) -> property:
+    """An attribute that is asked for of every parameter in every step: not by way of `__torch_function__`."""
+    plain = getattr(Tensor, name)
+
+    def get(self: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return plain.__get__(self)
+
+    def put(self: Tensor, value: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain.__set__(self, value)
+
+    def remove(self: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain.__delete__(self)
+
+    return property(get, put, remove)
+
+
+for _name in ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "_version"):
+    setattr(ReleasedParameter, _name, _quick(_name))
+
+
+def release_class(parameter: nn.Parameter) -> None:
+    """The parameter's values are gone."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = ReleasedParameter
+
+
+def unshard_class(parameter: nn.Parameter) -> None:
+    """The parameter's values are there, or about to be."""
+    if type(parameter) is ReleasedParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def name_of(tensor: Tensor) -> str:
+    """The parameter's name in the module; "" where no engine is left that knows it."""
+    parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
+    model = sharded_model_of(parameter)
+    place = None if model is None else model.place(parameter)
+    return "" if place is None else place[0].names[place[1]]
+
+
+def _first(args: Any, kwargs: Any) -> Tensor:
+    return cast(Tensor, next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Released)))
+
+
+def _copy(values: Any, source: Any) -> Any:
+    """Let a copy of what `source` has know whose values it lacks."""
+    if type(values) not in (Tensor, nn.Parameter) or not isinstance(source, _Released):
+        return values
+    copy = values.as_subclass(ReleasedValues)
+    copy.parameter = source.parameter if isinstance(source, ReleasedValues) else cast(nn.Parameter, source)
+    return copy
+
+
+def _leaves(func: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    """The call in words, if values leave the process by it."""
+    if (call := _OF_VALUES.get(func)) is not None:
+        return call
+    if func is Tensor.to and any(_is_cpu(leaf) for leaf in [*args[1:], *kwargs.values()]):
+        return "to('cpu')"
+    op = str(getattr(func, "_qualified_op_name", ""))  # of functional collectives
+    sends = "c10d" in op or str(getattr(func, "__module__", "")).startswith(_COLLECTIVES)
+    return f"{getattr(func, '__name__', op)}()" if sends else None
+
+
+def _is_cpu(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cpu") or value == "cpu"
+
+
+def _in_collective(frame: FrameType | None) -> bool:
+    """Whether torch.distributed asks: its functions look whether a tensor is complex before they send it."""
+    for _ in range(3):  # modes are between
+        if frame is None:
+            return False
+        if str(frame.f_globals.get("__name__", "")).startswith(_COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether it changes its tensor: what is written to a released parameter is told at its next gather."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delete__")
+
+
+def _warn(tensor: Tensor, func: Callable[..., Any]) -> None:
+    parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
+    model = sharded_model_of(parameter)
+    if model is None or model.told_of_reads:
+        return
+    model.told_of_reads = True
+    call = getattr(func, "__name__", str(func))
+    warnings.warn(f"{_message(tensor, call)} This is said once.", UserWarning, stacklevel=3)
+
+
+def _message(tensor: Tensor, call: str) -> str:
+    return (
+        f"parameter {name_of(tensor)!r} is released (stage 3): its values are spread over the ranks, and {call} would "
+        "give NaN. Read it inside `with zero_strategy.sharding.GatheredParameters(parameters):` on all ranks, take "
+        "engine.full_state_dict(), or use stage 2, where parameters are whole."
+    )
