@@ -182,7 +182,7 @@ def test_copies_are_refused_while_released_and_independent_otherwise(ranks: Laun
             if not key.endswith("released"):
                 assert value is True, key
             elif stage == 3:
-                assert "parameter 'scale' is released" in value or "parameter 'blocks.0.up.weight' is released" in value, key
+                assert "'scale' is released" in value or "'blocks.0.up.weight' is released" in value, key
             else:
                 assert value == "no error", key
 
