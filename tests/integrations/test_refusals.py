@@ -77,6 +77,8 @@ def plugins() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with raises(ValueError, "MixedPrecision", "loss_scale"):
         trainer("zero3", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    disabled = torch.amp.GradScaler("cpu", enabled=False)  # as torch makes one for CUDA where there is none
+    assert trainer("zero3", plugins=[MixedPrecision("16-mixed", "cpu", disabled)]).precision == "16-mixed"
     with raises(ValueError, "devices=4", "world size (2)"):
         trainer("zero3", devices=4).fit(Module(), loader())
 

@@ -80,6 +80,7 @@ def test_one_cycle_moves_momentum_the_other_way() -> None:
         optimizer_of(), 0.1, 0.5, cycle_first_step_size=4, cycle_second_step_size=6,
         cycle_min_mom=0.7, cycle_max_mom=0.9, decay_mom_rate=0.25, decay_step_size=2,
     )  # fmt: skip
+    assert schedule.get_mom() == [(0.9, 0.99)]  # and so does DeepSpeed say, whose optimizer has the least by then
     found = []
     for _ in range(STEPS):
         found.append(schedule.optimizer.param_groups[0]["betas"])

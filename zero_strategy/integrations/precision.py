@@ -162,7 +162,7 @@ def precision_of(plugin: Any, owner: str) -> str:
             f"with one of {', '.join(map(repr, PLANS))}, or a subclass of this strategy's ZeroPrecision."
         )
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None:
+    if scaler is not None and scaler.is_enabled():  # torch disables one for CUDA where there is none
         given = (scaler._init_scale, scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval)
         if given != (65536.0, 2.0, 0.5, 2000):
             raise ValueError(

@@ -198,8 +198,6 @@ class OneCycle(BatchSchedule):
         """The betas, one pair per group; None where momentum is not cycled."""
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < 0:  # so does DeepSpeed, although the cycle begins with the greatest
-            return [(low, 0.99) for low in self.min_moms]
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [(high - (high - low) * height, 0.99) for low, high in zip(self.min_moms, self.max_moms)]
@@ -207,8 +205,11 @@ class OneCycle(BatchSchedule):
 
     def _apply(self) -> None:
         super()._apply()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or []):
-            group["betas"] = betas
+        betas = self.get_mom() or []
+        if betas and self.last_batch_iteration < 0:  # so does DeepSpeed, although the cycle begins with the greatest
+            betas = [(low, 0.99) for low in self.min_moms]
+        for group, pair in zip(self.optimizer.param_groups, betas):
+            group["betas"] = pair
 
     def _height(self) -> float:
         """0 at the ends of the cycle, 1 at its peak."""
