@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -367,3 +370,41 @@ def test_the_summary_is_whole_and_explain_names_what_the_trainer_owns(ranks: Lau
         "derived: 2 ranks x 4 x 4",
     ):
         assert row in text
+
+
+def copies_of_a_trainer(stage: int) -> dict[str, Any]:
+    """`torch.save`, pickle and deepcopy of a Trainer after a fit, and a fit by the copy."""
+    run, module = trainer(zero(stage), max_epochs=1), Module()
+    run.fit(module, loader())
+    found: dict[str, Any] = {}
+    buffer = io.BytesIO()
+    if stage == 3:
+        for make in (lambda: torch.save(run, buffer), lambda: pickle.dumps(run), lambda: copy.deepcopy(run)):
+            with pytest.raises(RuntimeError, match="full_state_dict"):
+                make()
+        return found
+    torch.save(run, buffer)
+    buffer.seek(0)
+    copies = {
+        "save": torch.load(buffer, weights_only=False),
+        "pickle": pickle.loads(pickle.dumps(run)),
+        "deepcopy": copy.deepcopy(run),
+    }
+    expected = trainer(zero(stage), max_epochs=1)
+    twin = Module()
+    twin.load_state_dict(weights(module))
+    expected.fit(twin, loader())
+    for name, copied in copies.items():
+        own = copied.lightning_module
+        found[f"{name} state"] = error(weights(own), weights(module))
+        assert copied.global_step == run.global_step and copied.strategy.engine is None
+        copied.fit_loop.max_epochs = 2
+        copied.fit(own, loader())
+        found[name] = error(weights(own), weights(twin))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_copies_of_a_trainer(ranks: Launcher, stage: int) -> None:
+    for found in ranks(2)(copies_of_a_trainer, stage):
+        assert len(found) == (0 if stage == 3 else 6) and max(found.values(), default=0.0) < CLOSE, found

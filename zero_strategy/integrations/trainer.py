@@ -197,6 +197,11 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         self._failed = False
         self._drained = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of a Trainer, by pickle or deepcopy, has of this: the next fit makes engine and optimizers anew."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "engine": None, "_optimizers": [], "lr_scheduler_configs": [], "_signal_watch": None}
+
     # ---- plugins and settings ----
 
     @property

@@ -30,6 +30,10 @@ class TrainerPrecision(ShardedPrecision, _Base):
         self.loss_weight = 1.0
         self._finite: bool | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a Trainer get an engine of their own."""
+        return {**vars(self), "engine": None, "_finite": None}
+
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Scale the loss, then call the user's hooks; then weigh it."""
         if self.scaler is not None:
