@@ -246,12 +246,13 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
 
         Raises:
             TypeError: If one is not elementwise (stages 1 to 3).
-            ValueError: If one holds a foreign parameter, or two hold the same one.
+            ValueError: If one holds a foreign parameter, or two hold the same one and their state is offloaded.
         """
         for optimizer in optimizers:
             if any(sharded.optimizer is optimizer for sharded in self.optimizers):
                 continue
-            check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer], self.model.names())
+            if self.model.optimizer_store is not None:
+                check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer], self.model.names())
             check = optimizer.register_step_pre_hook(self._check_before_step)  # before groups are exchanged
             try:
                 sharded = ShardedOptimizer(optimizer, self.model)
@@ -290,13 +291,14 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         raise ValueError(f"{type(optimizer).__name__} is not attached to this engine; call engine.attach(optimizer)")
 
     def check_optimizers(self) -> None:
-        """Raise if a trainable parameter is in no optimizer, or a parameter in two.
+        """Raise if a trainable parameter is in no optimizer, or one in two whose state is offloaded.
 
         Raises:
             ValueError: Naming the parameters and the way out.
         """
         attached = [sharded.optimizer for sharded in self.optimizers]
-        check_twice(attached, self.model.names())
+        if self.model.optimizer_store is not None:
+            check_twice(attached, self.model.names())
         names = ((name, parameter) for name, parameter in self.model.names() if id(parameter) not in self.untrained)
         check_all_held(attached, names)
         self._checked = self._group_sizes()

@@ -198,7 +198,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         self._drained = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of a Trainer, by pickle or deepcopy, has of this: the next fit makes engine and optimizers anew."""
+        """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "engine": None, "_optimizers": [], "lr_scheduler_configs": [], "_signal_watch": None}
 

@@ -1,4 +1,4 @@
-"""Which optimizer holds which parameter: each trainable one is in exactly one."""
+"""Which optimizer holds which parameter: each trainable one is in one at least, in tiers in one alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def check_twice(optimizers: Sequence[Optimizer], named: Named) -> None:
-    """Raise if a parameter is in two optimizers.
+    """Raise if a parameter is in two optimizers, whose states would be of one name in a tier.
 
     Raises:
         ValueError: Naming the parameters and the optimizers.
@@ -24,7 +24,8 @@ def check_twice(optimizers: Sequence[Optimizer], named: Named) -> None:
     if twice:
         names = next(" and ".join(names) for names in holders.values() if len(names) > 1)
         raise ValueError(
-            f"parameter(s) {twice[:5]} are in two optimizers ({names}); give each parameter to one of them"
+            f"parameter(s) {twice[:5]} are in two optimizers ({names}), and offloaded state is of one: give each "
+            "parameter to one of them, or leave offload.optimizer at 'none'"
         )
 
 

@@ -38,6 +38,8 @@ METADATA = frozenset(
         Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_inference, Tensor.get_device,
         Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.__len__,
         torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.get_device,
+        torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+        Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
         torch.is_same_size, torch.result_type, torch._has_compatible_shallow_copy_type,
     }
 )  # fmt: skip
