@@ -64,6 +64,26 @@ class Manual(Module):
                 scheduler.step()  # type: ignore[union-attr, call-arg]
 
 
+class Alternating(Module):
+    """SGD and Adam over the same parameters, in turn; Adam also over its gradient once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        chosen: Any = self.optimizers()[batch_idx % 2]  # type: ignore[index]
+        with chosen.toggle_model():
+            self.manual_backward(self.loss(batch))
+            chosen.step()
+        if batch_idx % 4 == 3:
+            self.optimizers()[0].step()  # type: ignore[index, union-attr]
+        chosen.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9), torch.optim.Adam(self.parameters(), lr=0.01)]
+
+
 class Gan(pl.LightningModule):
     """Two optimizers in turn; the second forward of a batch must see what the first step did."""
 
@@ -159,6 +179,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "configure_gradient_clipping": (ClipsItself, {}),
     "manual_optimization": (Manual, {}),
     "two_optimizers": (Gan, {}),
+    "two_optimizers_of_one_parameter": (Alternating, {}),
     "configure_model": (Configured, {}),
     "configure_model_under_init": (ConfiguredInSlices, {}),
     "gradient_hooks": (SeveralSteps, {}),
@@ -408,3 +429,22 @@ def copies_of_a_trainer(stage: int) -> dict[str, Any]:
 def test_copies_of_a_trainer(ranks: Launcher, stage: int) -> None:
     for found in ranks(2)(copies_of_a_trainer, stage):
         assert len(found) == (0 if stage == 3 else 6) and max(found.values(), default=0.0) < CLOSE, found
+
+
+def by_ddp_afterwards(stage: int) -> str:
+    module = Module()
+    trainer(zero(stage), max_epochs=1).fit(module, loader())
+    with pytest.raises(RuntimeError, match=r"build it anew and load engine\.full_state_dict\(\) into it") as caught:
+        trainer("ddp", max_epochs=1).fit(module, loader())
+    run = trainer(zero(stage), max_epochs=1)
+    run.fit(module, loader())
+    other = Module()
+    other.load_state_dict(run.strategy.engine.full_state_dict())  # type: ignore[attr-defined]
+    trainer("ddp", max_epochs=1).fit(other, loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_another_strategy_for_the_same_module_is_told(ranks: Launcher, stage: int) -> None:
+    for text in ranks(2)(by_ddp_afterwards, stage):
+        assert "sharding for life" in text

@@ -11,6 +11,8 @@ from torch import nn
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.sharding.gatherer import InertHook
+from zero_strategy.sharding.released import ANOTHER_STRATEGY
 
 _SLOT = "_zero_strategy_engine"
 
@@ -84,6 +86,29 @@ def engine_for(
             "keeps its sharding for life: use the same settings, or build the module anew and load a checkpoint."
         )
     return engine
+
+
+class OtherStrategy:
+    """A forward pre-hook of a LightningModule that an engine shards: another strategy is told before it trains it."""
+
+    def __call__(self, module: Any, args: Any) -> None:
+        """Raise where a strategy without an engine wraps the module.
+
+        Raises:
+            RuntimeError: Naming both, and the way out.
+        """
+        strategy = None if module._trainer is None else module._trainer.strategy
+        if strategy is not None and not hasattr(strategy, "engine") and strategy.model is not module:
+            raise RuntimeError(
+                f"{type(module).__name__} is sharded by ZeroStrategy, so {type(strategy).__name__} cannot train it. "
+                f"{ANOTHER_STRATEGY}"
+            )
+
+    def __deepcopy__(self, memo: Any) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        return InertHook, ()
 
 
 def _tell_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -41,7 +41,7 @@ from zero_strategy.config import (
 )
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.callbacks import refuse_averaging
-from zero_strategy.integrations.engines import engine_for, engine_of
+from zero_strategy.integrations.engines import OtherStrategy, engine_for, engine_of
 from zero_strategy.integrations.facts import trainer_facts
 from zero_strategy.integrations.failure import FailureAgreement, end_children_at_exit
 from zero_strategy.integrations.namespaces import MODULES
@@ -284,6 +284,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         self.accelerator.setup(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == "fit"
         if engine_of(module) is None:
+            module.register_forward_pre_hook(OtherStrategy())
             # Later calls would replace modules that are sharded.
             if fitting and self._layer_sync:
                 self._layer_sync.apply(module)

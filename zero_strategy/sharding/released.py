@@ -41,6 +41,10 @@ _COPIES = frozenset(
 )  # fmt: skip
 """Functions whose result has a parameter's values, in another form."""
 _COLLECTIVES = "torch.distributed."
+ANOTHER_STRATEGY = (
+    "To train the module by another strategy, build it anew and load engine.full_state_dict() into it: a module keeps "
+    "its sharding for life."
+)
 
 
 class _Released:
@@ -69,6 +73,8 @@ class _Released:
             elif (call := _leaves(func, args, kwargs)) is not None:
                 raise RuntimeError(_message(_first(args, kwargs), call))
             elif func in _COPIES:
+                if func is Tensor.detach and _in_collective(sys._getframe(1)):  # DistributedDataParallel, FSDP
+                    raise RuntimeError(f"{_message(args[0], 'wrapping its module')} {ANOTHER_STRATEGY}")
                 return _copy(func(*args, **kwargs), args[0])
             elif func not in _SILENT and not _writes(func):
                 _warn(_first(args, kwargs), func)
