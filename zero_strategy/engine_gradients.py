@@ -123,7 +123,8 @@ class EngineGradients:
         factors = [factor for _, found, _ in parts for factor in found]
         seen: list[tuple[Tensor, Tensor]] = []
         norm = global_norm(shards, norm_type, self.model.norm_groups, factors, lambda *stats: seen.append(stats))
-        if self._engine.nonfinite.choice != IGNORE and self.optimizers and self.scaler is None:
+        told = self._engine.nonfinite.choice != IGNORE and self.optimizers and self.scaler is None
+        if told and not (optimizer is None and self._shared()):
             chosen = self.optimizers if optimizer is None else [self._engine.sharded(optimizer)]
             each = seen[0][1].split([len(names) for _, _, names in parts])
             looked_at = [(one, (names, counts)) for one, (_, _, names), counts in zip(chosen, parts, each, strict=True)]
@@ -133,11 +134,21 @@ class EngineGradients:
         return norm
 
     def _chosen(self, optimizer: Optimizer | None) -> list[OwnGradients]:
-        """Those of an optimizer, or of each; of the whole module where none is attached."""
+        """Those of an optimizer, or of each; of the whole module where none is attached; each gradient once."""
         if optimizer is None and not self.optimizers:
             return [OwnGradients(self.model, lambda: (parameter for _, parameter in self.model.names()))]
+        if optimizer is None and self._shared():
+            held = {id(p): p for sharded in self.optimizers for p in sharded.parameters()}
+            return [OwnGradients(self.model, lambda: iter(held.values()))]
         chosen = self.optimizers if optimizer is None else [self._engine.sharded(optimizer)]
         return [sharded.gradients for sharded in chosen]
+
+    def _shared(self) -> bool:
+        """Whether a parameter is in two optimizers."""
+        if len(self.optimizers) < 2:
+            return False
+        held = [id(parameter) for sharded in self.optimizers for parameter in sharded.parameters()]
+        return len(set(held)) < len(held)
 
     # ---- fp16 ----
 

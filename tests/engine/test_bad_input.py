@@ -112,8 +112,6 @@ def parameters_of_optimizers(stage: int) -> dict[str, str]:
     first = torch.optim.SGD([model.head.weight, model.scale], lr=0.1)
     engine.attach(first)
     engine.attach(first)  # again: nothing happens
-    second = torch.optim.Adam([model.stem.weight, model.head.weight])
-    found["twice"] = message_of(lambda: engine.attach(second))
     loss_of(model(torch.ones(2, 6))).backward()
     found["none"] = message_of(first.step)
     rest = [p for name, p in model.named_parameters() if name not in ("head.weight", "scale")]
@@ -140,10 +138,9 @@ def test_foreign_missing_and_doubled_parameters(ranks: Launcher, stage: int) -> 
     for found in ranks(2)(parameters_of_optimizers, stage):
         assert "not a parameter of the sharded module" in found["foreign"] and "SGD" in found["foreign"]
         assert "param group 1" in found["mixed"] and "parameter 1 " in found["mixed"]
-        assert "head.weight" in found["twice"] and "two optimizers" in found["twice"]
         assert "in no optimizer" in found["none"] and "stem.weight" in found["none"]
         assert found["goes on"] == "no errorno error" and found["again"] == "no error"
-        assert "head.weight" in found["twice later"] and "two optimizers" in found["twice later"]
+        assert found["twice later"] == "no error"  # see test_two_optimizers
         assert "not a parameter of the sharded module" in found["foreign later"]
         assert "not attached" in found["unattached"] and "engine.attach" in found["unattached"]
 

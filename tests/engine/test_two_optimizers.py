@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import DEFAULTS, KEPT, Twin, play
+from tests.engine.twins import DEFAULTS, KEPT, ShardedTwin, Twin, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -47,6 +47,48 @@ def alternate(twin: Twin) -> None:
 def test_bit_equal_to_plain_torch_at_every_stage(ranks: Launcher) -> None:
     for wrong in ranks(2)(play, alternate, [*DEFAULTS, KEPT]):
         assert not wrong
+
+
+def clip_all(twin: Twin) -> None:
+    """A norm of all gradients counts each once, and scales each once."""
+    model: Any = twin.shard(net())
+    twin.attach(*optimizers(model))
+    for step in range(4):
+        loss = loss_of(model(twin.data(step, 2, 6)))
+        twin.backward(loss)
+        if isinstance(twin, ShardedTwin):
+            twin.note(twin.own.grad_norm().value)
+            twin.own.clip_grad_norm_(0.05)
+        else:
+            twin.settle()
+            twin.note(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        twin.step()
+        twin.zero_grad()
+
+
+def test_gradients_are_clipped_once(ranks: Launcher) -> None:
+    for wrong in ranks(2)(play, clip_all, DEFAULTS, tolerance=1e-6):
+        assert not wrong
+
+
+def skipped(stage: int) -> bool:
+    """An infinite gradient of a parameter that both hold: neither steps."""
+    model: Any = net()
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}, nonfinite_gradients="skip"))
+    made = optimizers(model)
+    engine.attach(*made)
+    before = engine.full_state_dict()
+    (loss_of(model(torch.ones(2, 6))) * float("inf")).backward()
+    engine.clip_grad_norm_(1.0)
+    for optimizer in made:
+        optimizer.step()
+    after = engine.full_state_dict()
+    return all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_both_skip_what_is_not_finite(ranks: Launcher, stage: int) -> None:
+    assert all(ranks(2)(skipped, stage))
 
 
 def masters(stage: int) -> list[bool]:

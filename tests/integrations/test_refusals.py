@@ -46,9 +46,6 @@ class Optimizing(Module):
             return torch.optim.Adam(copy.deepcopy(own))
         if self.kind == "missing":
             return torch.optim.Adam(own[:-1])
-        if self.kind == "twice":
-            self.automatic_optimization = False
-            return torch.optim.Adam(own), torch.optim.SGD(own[-1:], 0.1)
         return torch.optim.LBFGS(own)
 
 
@@ -56,7 +53,6 @@ def optimizers() -> None:
     for kind, exception, parts in (
         ("foreign", ValueError, ["Adam", "not a parameter of the sharded module"]),
         ("missing", ValueError, ["net.out.bias", "no optimizer", "requires_grad_"]),
-        ("twice", ValueError, ["net.out.bias", "two optimizers"]),
         ("whole", TypeError, ["LBFGS", "stage 0"]),
     ):
         with raises(exception, *parts):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -89,6 +91,8 @@ class ShardingAccelerator(PipelineAccelerator):
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         engine.scaler = None if self.scaler is None else self.scaler.rule
         self._engines[id(model)] = engine
+        if not isinstance(model, PipelineModule) and not hasattr(model, "no_sync"):
+            object.__setattr__(model, "no_sync", NoSync(engine))
         if self._norm_settings is not None:
             self._norm_logs[id(engine)] = NormLog(engine, self._norm_settings)
         self._for_training[id(model)] = not evaluation_mode
@@ -291,3 +295,35 @@ def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, regions:
 
 def _repeats(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+
+
+class NoSync:
+    """`model.no_sync()` of a prepared model, as `DistributedDataParallel` has it; a copy of the model syncs nothing.
+
+    Args:
+        engine: It is held weakly, as it holds the model.
+    """
+
+    def __init__(self, engine: ZeroEngine | None) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Keep gradients on this rank.
+
+        Raises:
+            RuntimeError: For Accelerate's `LocalSGD`, which averages parameters that differ between ranks.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
+            raise RuntimeError(
+                "LocalSGD lets each rank's parameters go their own way between averages; ranks that share parameters "
+                "or optimizer state have one value of each. Use accelerator.accumulate(model), which sends gradients "
+                "once in so many batches, or prepare the model by a plain Accelerator"
+            )
+        engine = None if self._engine is None else self._engine()
+        return nullcontext() if engine is None else engine.no_sync()
+
+    def __deepcopy__(self, memo: object) -> NoSync:
+        return NoSync(None)
+
+    def __reduce__(self) -> tuple[type[NoSync], tuple[None]]:
+        return NoSync, (None,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from torch import nn
@@ -88,3 +90,36 @@ def test_an_accelerator_with_other_axes_is_not_adopted() -> None:
             ZeroAccelerator.adopt(theirs)
     finally:
         _reset()
+
+
+# ---- what DistributedDataParallel's wrapper has ----
+
+
+def without_sync(stage: int) -> list[Any]:
+    with fresh_state():
+        torch.manual_seed(0)
+        accelerator = make(stage)
+        net = nn.Linear(4, 2)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True)
+        with pytest.raises(RuntimeError, match=r"LocalSGD lets .* accelerator\.accumulate\(model\)"), local:
+            raise AssertionError
+        x = torch.full((1, 4), 1.0 + dist.get_rank())
+        with model.no_sync():
+            accelerator.backward(model(x).sum())
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        state = accelerator.get_state_dict(model)
+        return [state.get("weight"), state.get("bias"), pickle.loads(pickle.dumps(model.no_sync))() is not None]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_sync_of_a_prepared_model(ranks: Launcher, stage: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    for x in (1.0, 1.0, 2.0, 2.0):
+        (plain(torch.full((1, 4), x)).sum() / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    weight, bias, copied = ranks(2)(without_sync, stage)[0]
+    torch.testing.assert_close([weight, bias], [plain.weight.data, plain.bias.data])
+    assert copied
