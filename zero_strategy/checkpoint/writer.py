@@ -221,6 +221,7 @@ class CheckpointWriter(SaveWriter):
             path.write_bytes(content)
         self._seal(sizes, text)
         self._replaced = replace_directory(self.temporary, self.directory, self._aside, keep_old=True)
+        remove(self.directory / RECEIPTS_NAME)
         if update_latest:
             replace_file(self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode())
         if not self._cleans_later:
@@ -289,7 +290,8 @@ class CheckpointWriter(SaveWriter):
             sync(path)
             inner = list(path.relative_to(self.temporary).parents)[:-1]
             directories.update(self.temporary / parent for parent in inner)
-        remove(self.temporary / RECEIPTS_NAME)
+        for receipt in (self.temporary / RECEIPTS_NAME).glob("rank-*.json"):
+            remove(receipt)  # the name of who writes this stays until the directory has its own
         for directory in directories:
             sync(directory)
         write_file(self.temporary / MANIFEST_NAME, manifest)
