@@ -479,6 +479,7 @@ def interrupted(folder: Path, tier: str) -> tuple[list[str], list[str]]:
 def test_a_step_that_fails_half_way(ranks: Launcher, tmp_path: Path) -> None:
     ((said, wrong),) = ranks(1)(interrupted, tmp_path, "gradients in memory")
     assert "injected" in said[0] and "TornRecordError" in said[1] and "half-way" in said[1] and "checkpoint" in said[1]
+    assert "injected" in said[1], "the cause"
     assert wrong == []
 
 
@@ -539,6 +540,7 @@ def test_a_write_that_fails_behind_a_step(ranks: Launcher, tmp_path: Path) -> No
     (((told, torn), wrong),) = ranks(1)(failed_behind, tmp_path)
     assert told.startswith("OSError") and "write of" in told and "Input/output error" in told
     assert torn.startswith("TornRecordError") and "checkpoint" in torn and wrong == []
+    assert "Input/output error" in torn, "the cause"
 
 
 def failing_writes(folder: Path) -> tuple[list[str], list[int]]:

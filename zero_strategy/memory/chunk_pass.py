@@ -174,7 +174,7 @@ class ChunkSlots:
                 self._write(chunk, index % count)
             if wait:
                 self.settle()
-        except BaseException:
+        except BaseException as error:
             # What is being raised matters more. Nothing stays under way: a write that ended later would be taken for
             # one that mends what is torn, and a read would come into memory of the next pass.
             with contextlib.suppress(Exception):
@@ -182,7 +182,7 @@ class ChunkSlots:
             with contextlib.suppress(Exception):
                 self.settle()
             if begun:
-                _mark_torn(chunks)
+                _mark_torn(chunks, error)
             raise
 
     def settle(self) -> None:
@@ -206,8 +206,8 @@ class ChunkSlots:
         chunk, pending = self._writes.pop(slot)
         try:
             wait_all(pending)
-        except BaseException:
-            _mark_torn([chunk])
+        except BaseException as error:
+            _mark_torn([chunk], error)
             raise
 
     def _memory(self, chunk: Chunk, slot: int, key: str) -> Tensor:
@@ -260,6 +260,11 @@ class ChunkSlots:
         return found
 
 
+def cause_of(error: BaseException) -> str:
+    """An error in words, for whoever meets what it left behind before he meets the error: other ranks, a next step."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def _what_to_read(chunk: Chunk) -> dict[str, tuple[OffloadedVector, str, int]]:
     """By key, those apart that a pass leaves unchanged: the vector, the record and the version that it would read."""
     return {
@@ -269,10 +274,10 @@ def _what_to_read(chunk: Chunk) -> dict[str, tuple[OffloadedVector, str, int]]:
     }
 
 
-def _mark_torn(chunks: Sequence[Chunk]) -> None:
+def _mark_torn(chunks: Sequence[Chunk], cause: BaseException) -> None:
     for chunk in chunks:
         if chunk.aside:  # what is there is of no use, and what counts is as it was
             continue
         for key, vector in chunk.vectors.items():
             if key not in chunk.unchanged:
-                vector.mark_torn(chunk.number, "a pass over it stopped half-way")
+                vector.mark_torn(chunk.number, f"a pass over it stopped half-way ({cause_of(cause)})")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
+from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots, cause_of
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.opening import SLOTS
@@ -183,8 +183,8 @@ class StreamedStep:
 
         try:
             self._slots.run(waiting, work, wait=early is not None)
-        except BaseException:
-            _tear([chunk for chunk in chunks if chunk.aside])
+        except BaseException as error:
+            _tear([chunk for chunk in chunks if chunk.aside], error)
             raise
         finally:
             if copies is not None:
@@ -419,12 +419,12 @@ def _fetch(chunk: Work, values: Tensor) -> None:
         update.bucket.owned_values[low:high].copy_(values[low - chunk.start : high - chunk.start])
 
 
-def _tear(chunks: Sequence[Work]) -> None:
+def _tear(chunks: Sequence[Work], cause: BaseException) -> None:
     """Of a step that stopped half-way, those that have taken it already."""
     for chunk in chunks:
         for key, vector in chunk.vectors.items():
             if key not in (GRADIENT, NEXT):
-                vector.mark_torn(chunk.number, "a step stopped half-way")
+                vector.mark_torn(chunk.number, f"a step stopped half-way ({cause_of(cause)})")
 
 
 def _overlap(update: Update, chunk: Work) -> tuple[int, int]:
