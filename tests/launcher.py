@@ -33,6 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -159,9 +160,18 @@ def _clean_state(env: Mapping[str, str], permanent: PermanentObjects) -> Iterato
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
+        _forget_device_meshes()
         torch._dynamo.reset()  # it would keep the run's compiled modules, and so their engines and groups
         gc.collect()
         permanent.restore()
+
+
+def _forget_device_meshes() -> None:
+    """DTensor's caches hold meshes that equal those of the next run, whose groups have gone with this one's."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug: Any = import_module("torch.distributed.tensor.debug")
+        if (clear := getattr(debug, "_clear_sharding_prop_cache", None)) is not None:
+            clear()
 
 
 def _wait_for_all(store: Store, world: int) -> None:
