@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from zero_strategy.distributed.collectives import Communicator
+from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.local_ranks import LocalRankError, run_local_ranks
+from zero_strategy.distributed.sealed import KEY_VARIABLE
 
 HERE = "tests.distributed.test_local_ranks"
 
@@ -175,3 +178,23 @@ def children_of_living(pid: int) -> list[int]:
         return children(pid)
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def exchange(marker: str, keyless: bool) -> list[object]:
+    """Rank 1 sends what runs code where it is unpickled, and does not know the key if it is `keyless`."""
+    sent: object = {"rank": 0, "text": "x" * 100}
+    if dist.get_rank() == 1:
+        sent = Planted(Path(marker))
+        if keyless:
+            os.environ[KEY_VARIABLE] = "guessed"
+    return Communicator(dist.group.WORLD, CommunicationCounters()).gather_objects(sent)
+
+
+def test_objects_are_unpickled_only_if_one_of_the_ranks_has_sent_them(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    with pytest.raises(LocalRankError, match="does not come from it") as info:
+        run_local_ranks(f"{HERE}:exchange", (str(marker), True), 2, timeout=120)
+    assert "rank 1" in info.value.failures[0] and not marker.exists()
+    with pytest.raises(LocalRankError, match="File exists"):  # both unpickle it, as they may: rank 1 has the key
+        run_local_ranks(f"{HERE}:exchange", (str(marker), False), 2, timeout=120)
+    assert marker.exists()

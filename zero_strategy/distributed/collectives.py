@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy.distributed import sealed
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.groups import end_with
@@ -378,11 +379,11 @@ class Communicator:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        assert self.group is not None
         with self._begin_here("gather_objects", of) as watched, transport(), self.observed.span("control"):
             self._compare(watched)
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            device = torch.device("cpu" if self.on_host else "cuda")
+            return sealed.gather_objects(value, self.group, device)
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
         """Send outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""

@@ -3,10 +3,10 @@
     results = run_local_ranks("package.module:function", (1, 2), ranks=2)
 
 The call lies in a private temporary directory beside the file through which ranks find each other, and a result comes
-through a pipe that its rank inherits: nothing that another user can write to is unpickled, and only the connections of
-the process group itself listen, on the loopback. Ranks may print what they like; it goes to
-stderr. Whatever ends this process ends them: they are killed when a call returns or raises (Ctrl-C included),
-and each watches its parent.
+through a pipe that its rank inherits. Only the connections of the process group itself listen, on the loopback; what
+the ranks exchange over them is unpickled only where a key shows that one of them sent it (`sealed`). Ranks may print
+what they like; it goes to stderr. Whatever ends this process ends them: they are killed when a call returns or raises
+(Ctrl-C included), and each watches its parent.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+
+from zero_strategy.distributed.sealed import KEY_VARIABLE, new_key
 
 _CALL, _STORE = "call", "store"
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
@@ -72,6 +74,7 @@ def run_local_ranks(
     folder = Path(tempfile.mkdtemp(prefix="zero_strategy-ranks-"))  # which nobody else may look into
     processes: list[subprocess.Popen[bytes]] = []
     results: list[Connection] = []
+    environment = _environment()
     try:
         (folder / _CALL).write_bytes(pickle.dumps((list(sys.path), threads, call)))
         for rank in range(ranks):
@@ -81,7 +84,7 @@ def run_local_ranks(
                 number = sending.fileno()
                 command = [sys.executable, "-m", __name__, str(folder), str(number), str(rank), str(ranks), backend]
                 processes.append(
-                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=_environment(), pass_fds=[number])
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[number])
                 )
         return _collect(results, processes, timeout)
     finally:
@@ -100,6 +103,7 @@ def _environment() -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
+    env[KEY_VARIABLE] = new_key()
     # Also where the user has chosen another for trainings on several hosts: none of these ranks is on one.
     if interface := _LOOPBACK.get(sys.platform):
         env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = interface
