@@ -362,8 +362,10 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         """What an exception has left unfinished, in words, where this rank's threads are in `phases`; "": nothing."""
         if self.model.reducer.in_backward and "backward" not in phases:
             return "has left a backward with an exception"
-        if any(sharded.torn for sharded in self.optimizers) and "step" not in phases:
-            return "has left an optimizer step with an exception"
+        torn = [sharded for sharded in self.optimizers if sharded.torn]
+        if torn and "step" not in phases:
+            cause = next((f" ({sharded.stopped_by})" for sharded in torn if sharded.stopped_by), "")
+            return f"has left an optimizer step with an exception{cause}"
         return ""
 
     def check_loss(self, loss: Tensor, weight: float = 1.0) -> None:

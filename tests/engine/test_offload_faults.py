@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine.test_offload import last_write_failed, make, outcome, tiers, train, unequal
-from tests.launcher import Launcher
+from tests.engine.test_offload import FullDrive, last_write_failed, make, outcome, tiers, train, unequal
+from tests.launcher import Launcher, RankError
 from zero_strategy.memory.backends import BACKENDS, IO_VARIABLE
 
 QUICK = {"probe_seconds": 0, "staging_bytes": 1 << 16}
@@ -125,3 +125,23 @@ def test_a_path_that_is_no_directory(ranks: Launcher, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (said,) = ranks(1)(no_directory, tmp_path / "file")
     assert str(tmp_path / "file") in said and (tmp_path / "file").read_text() == "mine"
+
+
+def train_on_failing_drives(folder: Path, left: tuple[int, int], steps: int = 8) -> None:
+    """Each rank's drive refuses writes of optimizer state after as many as `left` has for it."""
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["gradients in memory"] | {"early_step": "off"})
+    store = engine.offloaded.optimizer
+    assert store is not None
+    train(engine, optimizer, range(2))
+    store.tier.__class__ = FullDrive
+    vars(store.tier)["left"] = left[dist.get_rank()]
+    train(engine, optimizer, range(2, steps))
+
+
+@pytest.mark.parametrize("left", [(7, 7), (7, 12), (1 << 30, 7)], ids=["both at once", "one later", "one alone"])
+def test_every_rank_says_what_the_drive_said(ranks: Launcher, tmp_path: Path, left: tuple[int, int]) -> None:
+    with pytest.raises(RankError) as info:
+        ranks(2, grace=40.0)(train_on_failing_drives, tmp_path, left)
+    assert set(info.value.failures) == {0, 1}
+    for failure in info.value.failures.values():
+        assert "injected" in failure.text.strip().splitlines()[-1], failure.text

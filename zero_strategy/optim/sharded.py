@@ -51,6 +51,7 @@ class ShardedOptimizer:
         gradients: Of its parameters.
         skip_next: Leave parameters and state alone in the next `step()` (agreed by all ranks).
         skipped: Whether the last `step()` did.
+        stopped_by: The exception, in words, that ended the last update of values half-way.
         declines: Asked when a step's gradients are reduced, on all ranks: whether it is not to be taken.
 
     Raises:
@@ -73,6 +74,7 @@ class ShardedOptimizer:
         self.declines: Callable[[], bool] = lambda: False
         self._pieces: dict[int, tuple[nn.Parameter, Piece, Tensor]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
+        self.stopped_by = ""
         self._nothing: dict[torch.dtype, Tensor] = {}
         self.state: dict[Tensor, Any] = {}
         self.gradients = OwnGradients(model, self.parameters)
@@ -219,11 +221,15 @@ class ShardedOptimizer:
             self._offloaded.skip()
         if rule is not None and not self.skip_next:
             scale = kwargs.get("grad_scale", 1.0)
-            with torch.no_grad():
-                if self._offloaded is not None:
-                    self._offloaded.step(self._updates, scale)
-                else:
-                    rule.update(_segments(self._updates), scale, self._combine)
+            try:
+                with torch.no_grad():
+                    if self._offloaded is not None:
+                        self._offloaded.step(self._updates, scale)
+                    else:
+                        rule.update(_segments(self._updates), scale, self._combine)
+            except Exception as error:
+                self.stopped_by = f"{type(error).__name__}: {error}"
+                raise
         return changed
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -417,6 +423,7 @@ class ShardedOptimizer:
 
     def restore(self) -> None:
         """Put the module's parameters back into the groups after a step that raised."""
+        self.stopped_by = ""
         if self._whole is not None:
             self._swap_back()
 
