@@ -257,12 +257,26 @@ def test_text_that_cannot_be_read(tmp_path: Path, text: str, error: type[Excepti
         ({"optimizer": {"type": "AdamW", "params": {"bettas": 1}}}, "optimizer.params.bettas", "'betas'"),
         ({"checkpoint": {"keep_last": 1}, "fp16": {}}, "checkpoint.keep_last", "has: tag_validation"),
         ({"fp16": {}, "banana": 1}, "banana", "the top level has: zero_optimization"),
+        # Names that are similar to, or the same as, one of a section where they are not meant.
+        ({"fp16": {}, "moe": {"enabled": True}}, "'moe'", "the top level has: zero_optimization"),
+        ({"fp16": {}, "enable": True}, "'enable'", "the top level has: zero_optimization"),
+        ({"fp16": {}, "mode": "offline"}, "'mode'", "the top level has: zero_optimization"),
+        ({"optimizer": {"name": "AdamW"}, "fp16": {}}, "optimizer.name", "'optimizer' has: type, params"),
+        ({"fp16": {}, "offload_optimizer": {}}, "'offload_optimizer'", f"did you mean '{ZERO}.offload_optimizer'?"),
+        ({"fp16": {}, "device": "cpu"}, "'device'", f"{ZERO}.offload_param.device' or '{ZERO}.offload_optimizer.d"),
+        ({"fp16": {}, "overlap_com": True}, "'overlap_com'", f"did you mean '{ZERO}.overlap_comm'?"),
     ],
 )
 def test_unknown_key(config: dict[str, Any], key: str, meant: str) -> None:
     with pytest.raises(ValueError, match="unknown key") as error:
         read_deepspeed(config)
     assert key in str(error.value) and meant in str(error.value).split(";")[1]
+
+
+def test_comet_says_which_loggers_there_are() -> None:
+    ways = r"CometLogger\(\).*log_with=.comet_ml.*tensorboard, wandb or csv_monitor"
+    with pytest.raises(ValueError, match=rf"'comet.enabled: True'.*{ways}"):
+        read_deepspeed({"fp16": {}, "comet": {"enabled": True, "project": "mine"}})
 
 
 @pytest.mark.parametrize(

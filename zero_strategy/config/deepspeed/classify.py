@@ -27,6 +27,10 @@ from .runtime_keys import ROOT
 
 AUTO = "auto"
 
+_SIMILAR, _SIMILAR_OF_MANY, _ALIKE, _LONG = 0.6, 0.68, 0.85, 6
+"""How similar names are that stand for each other in one section, at the top level, which has the most keys, and in
+different sections, where they have so many letters: short names are similar to most."""
+
 
 class KeyReport(NamedTuple):
     """One key of a file, and what becomes of it."""
@@ -181,22 +185,36 @@ def _expected(key: Key) -> str:
 
 
 def _unknown(group: Group, shown: str, name: str, origin: str) -> str:
-    where = f"unknown key '{shown}{name}'{from_origin(origin)}"
-    everywhere = {path.rpartition(".")[2]: path for path in _paths(ROOT, "")}
-    near = difflib.get_close_matches(name, [*group.keys, *group.spellings], n=1)
-    if near:
-        return f"{where} in DeepSpeed's JSON; did you mean '{shown}{near[0]}'?"
-    if name in everywhere:
-        return f"{where} in DeepSpeed's JSON; did you mean '{everywhere[name]}'?"
-    near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
-    if near:
-        return f"{where} in DeepSpeed's JSON; did you mean '{everywhere[near[0]]}'?"
+    where = f"unknown key '{shown}{name}'{from_origin(origin)} in DeepSpeed's JSON"
+    meant = _meant(group, shown, name)
+    if meant:
+        return f"{where}; did you mean {' or '.join(map(repr, meant))}?"
     place = f"'{shown[:-1]}'" if shown else "the top level"
-    return f"{where} in DeepSpeed's JSON; {place} has: {', '.join(group.keys)}"
+    return f"{where}; {place} has: {', '.join(group.keys)}"
 
 
-def _paths(group: Group, prefix: str) -> Iterator[str]:
+def _meant(group: Group, shown: str, name: str) -> list[str]:
+    """Keys that an unknown one may be: of a similar name here, of this name in other sections, or of a similar one."""
+    elsewhere: dict[str, list[str]] = {}
+    for path in _useful(ROOT, ""):
+        elsewhere.setdefault(path.rpartition(".")[2], []).append(path)
+    near = [] if name in elsewhere and not shown else [*group.keys, *group.spellings]  # a section is easily left out
+    near = difflib.get_close_matches(name, near, n=1, cutoff=_SIMILAR if shown else _SIMILAR_OF_MANY)
+    if near:
+        return [shown + near[0]]
+    near = [name] if name in elsewhere else []
+    if len(name) >= _LONG:
+        near = near or difflib.get_close_matches(name, elsewhere, n=1, cutoff=_ALIKE)
+    found = elsewhere[near[0]] if near else []
+    return found if len(found) <= 2 else []  # a name such as "enabled" says nothing of its section
+
+
+def _useful(group: Group, prefix: str) -> Iterator[str]:
+    """Paths of all keys that are not rejected."""
     for name, key in group.keys.items():
-        yield prefix + name
         if isinstance(key, Group):
-            yield from _paths(key, f"{prefix}{name}.")
+            if not key.note:
+                yield prefix + name
+                yield from _useful(key, f"{prefix}{name}.")
+        elif key.verdict != REJECTED:
+            yield prefix + name

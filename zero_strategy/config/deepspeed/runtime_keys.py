@@ -34,7 +34,10 @@ _EXPERTS = "expert parallelism (mixture of experts) is not supported; experts ar
 _SEQUENCE = "sequence parallelism is not supported; keep sequences whole on each rank"
 _COMPILE = "compilation is the caller's; use torch.compile on the model"
 _PRINTS = "it only prints; training is the same"
-_LOGGER = "logging is the framework's; use Trainer(logger=...) or Accelerator(log_with=...)"
+_COMET = (
+    "nothing is sent to Comet; use Trainer(logger=CometLogger()) or Accelerator(log_with=\"comet_ml\"), or in a script "
+    "tensorboard, wandb or csv_monitor, which are carried out"
+)
 _STORED = "checkpoints have one format here, which is written by all ranks at once"
 
 _PARALLEL: dict[str, Key | Group] = {
@@ -149,7 +152,7 @@ _LOGGING: dict[str, Key | Group] = {
     "wandb": carried_out(_WRITTEN, {"group": _TEXT_OF, "team": _TEXT_OF, "project": _PROJECT}),
     "csv_monitor": carried_out(_WRITTEN, {"output_path": _TEXT_OF, "job_name": _JOB}),
     "comet": switched(
-        _LOGGER,
+        _COMET,
         plain_keys(
             "samples_log_interval project workspace api_key experiment_name experiment_key online mode", _MONITOR
         ),
