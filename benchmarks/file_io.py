@@ -129,7 +129,7 @@ class Ours:
         for size in self._vectors:
             self._pass(size, "write", lambda _, held: held[_KEY].random_(0, 256))
 
-    def _pass(self, size: str, what: str, work: Callable[[Chunk, dict[str, torch.Tensor]], object]) -> None:
+    def _pass(self, size: str, what: str, work: Callable[[Chunk[Any], dict[str, torch.Tensor]], object]) -> None:
         vector, key = self._vectors[size], frozenset([_KEY])
         unread, unchanged = key if what == "write" else frozenset[str](), key if what == "read" else frozenset[str]()
         chunks = [

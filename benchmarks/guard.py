@@ -24,6 +24,7 @@ from benchmarks.offload import Training
 from benchmarks.ratios import TURNS, bootstrap, round_ratio
 from tests.launcher import RankPool
 from zero_strategy.config import load_config
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 
 _STEPS = 3
@@ -37,6 +38,7 @@ class Contender(Training):
         super().__init__(options["model"], options["rows"], options["length"])
         self.engine = ZeroEngine(self.model, load_config(stage=options["stage"], **settings))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        install_diagnostics(self.engine)
         self.engine.attach(self.optimizer)
         for _ in range(2):
             self.step()

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zero_strategy.registration import install as _install
+from zero_strategy.version import __version__
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each name is imported when it is asked for
     from zero_strategy import activation as activation
@@ -37,8 +38,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each name i
     from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
     from zero_strategy.pipeline_engine import PipelineEngine
     from zero_strategy.scripts import add_config_arguments, initialize
-
-__version__ = "0.1.0"
 
 __all__ = [
     "__version__",

@@ -27,7 +27,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero_strategy import __version__
 from zero_strategy.checkpoint_commands import add_checkpoint_commands, run_checkpoint_command
 from zero_strategy.config_commands import add_config_commands, run_config_command
 from zero_strategy.diagnostics.command import add_report_commands, run_report_command
@@ -35,6 +34,7 @@ from zero_strategy.diagnostics.doctor_command import add_doctor_command, run_doc
 from zero_strategy.diagnostics.verify_command import add_verify_command, run_verify_command
 from zero_strategy.pipeline.command import add_schedule_commands, run_schedule_command
 from zero_strategy.planning import add_plan_command, run_plan_command
+from zero_strategy.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

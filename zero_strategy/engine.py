@@ -12,27 +12,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy import loading
 from zero_strategy.activation.configure import configure_from, timings
 from zero_strategy.activation.timings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
 from zero_strategy.checkpoint import StateReader
+from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.rendezvous import check_same_values, next_number
 from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
-from zero_strategy.engine_checkpoints import EngineCheckpoints
-from zero_strategy.engine_gradients import EngineGradients
 from zero_strategy.evaluation import SharedEvaluation
 from zero_strategy.guarding import tell_guard
 from zero_strategy.joined import JoinedBatches
@@ -40,15 +40,18 @@ from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.observing import Observed
-from zero_strategy.optim import LossScaler, ShardedOptimizer
+from zero_strategy.ops.arguments import norm_order
+from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
-from zero_strategy.optim.nonfinite_steps import NonfiniteSteps
-from zero_strategy.optim.norm import GradientStats
-from zero_strategy.saving import Saver
+from zero_strategy.optim.nonfinite_steps import IGNORE, NonfiniteSteps
+from zero_strategy.optim.norm import GradientStats, global_norm
+from zero_strategy.optim.own_gradients import OwnGradients
+from zero_strategy.saving import PendingSave, Saver, pretrained, random_state, tagged
 from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.saving.preemption import save_on_signal
 from zero_strategy.saving.step_watch import StepWatch
 from zero_strategy.sharding import ShardedModel
 from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
@@ -59,8 +62,6 @@ from zero_strategy.sharding.outside import check_outside_uses
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from zero_strategy.diagnostics.monitor import Monitor
-
 _OF_EACH_HOST = frozenset(
     {
         "checkpoint.bytes_per_second", "diagnostics.run_dir", "offload.nvme_path", "offload.probe_seconds",
@@ -70,7 +71,7 @@ _OF_EACH_HOST = frozenset(
 """Settings that may differ between ranks: places and speeds of a host, and bounds of time."""
 
 
-class ZeroEngine(EngineCheckpoints, EngineGradients):
+class ZeroEngine:
     """Shards a module in place and trains it like plain torch.
 
     Args:
@@ -98,7 +99,6 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         scaler: The loss scaler, for fp16 only.
         offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
-        monitor: Writes what a DeepSpeed JSON asks to be written (tensorboard, ...); None: nothing.
         steps: Counts optimizer steps; what is agreed at them.
         untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
@@ -189,19 +189,12 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         self.untrained: frozenset[int] = frozenset()
         self._checked: list[int] | None = None
         self._checks: list[Any] = []
-        tell_guard(self)
+        tell_guard(self.mesh.guard, module, self.left_torn)
         if weights is not None:
             self.load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
-        if zero.diagnostics.run_dir:
-            from zero_strategy.diagnostics.recorder import record  # it looks at engines from above
-
-            record(self)
-        self.monitor: Monitor | None = None
-        if zero.deepspeed is not None and zero.deepspeed.observers:
-            from zero_strategy.diagnostics import monitor
-
-            self.monitor = monitor.Monitor(self, zero.deepspeed)
+        self._closing: list[Callable[[], None]] = []
+        self._diagnosed = False
 
     @property
     def stage(self) -> int:
@@ -303,6 +296,18 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         check_all_held(attached, names)
         self._checked = self._group_sizes()
 
+    def _check_observed(self) -> None:
+        """Raise if the settings ask for records that nobody keeps."""
+        zero: ZeroConfig = self.config.config
+        asked = zero.diagnostics.run_dir and f"diagnostics.run_dir is {zero.diagnostics.run_dir!r}"
+        if zero.deepspeed is not None and zero.deepspeed.observers:
+            asked = asked or f"the DeepSpeed JSON has {', '.join(zero.deepspeed.observers)}"
+        if asked and not self._diagnosed:
+            raise RuntimeError(
+                f"{asked}, and nobody observes this engine: call "
+                "zero_strategy.diagnostics.install.install_diagnostics(engine) before its first step"
+            )
+
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
@@ -317,6 +322,7 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
+            self._check_observed()
 
     def _declines(self, sharded: ShardedOptimizer) -> bool:
         """Whether its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
@@ -381,6 +387,309 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         check_outside_uses(loss, self.model)
         if self.observed.hears_marks:
             self.observed.mark("loss", loss.detach() / weight)
+
+    # ---- gradients, between a backward and a step ----
+
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that no backward of this engine gave: this rank's, of which the mean over ranks is taken.
+
+        It counts as one more micro-batch: the sum over ranks is added to that of the micro-batches. All ranks call it,
+        for the same parameters, after the last backward and before the norm or the step.
+
+        Args:
+            parameter: A trainable parameter of the module.
+            gradient: Of its shape.
+
+        Raises:
+            ValueError: If the parameter is not the module's, is frozen, or has another shape.
+        """
+        if self.model.place(parameter) is None or not parameter.requires_grad:
+            raise ValueError("add_gradient takes a trainable parameter of the engine's module")
+        if gradient.shape != parameter.shape:
+            raise ValueError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
+        self.model.reducer.add(parameter, gradient)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        optimizer: Optimizer | None = None,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale gradients so that their norm over all ranks is at most `max_norm`. A collective.
+
+        Args:
+            max_norm: The bound.
+            norm_type: Any positive p, or inf, also as the string "inf".
+            optimizer: Whose gradients; default: those of all attached optimizers together, or of all parameters if
+                none is attached.
+            error_if_nonfinite: Raise, on every rank, instead of multiplying by nan.
+            parameters: Those whose gradients count and are scaled, the same on all ranks; default: all.
+
+        Returns:
+            The norm before clipping, 0-d float32.
+
+        Raises:
+            ValueError: If max_norm is negative.
+            RuntimeError: If the norm is not finite and `error_if_nonfinite`.
+        """
+        if max_norm < 0:
+            raise ValueError(f"max_norm must not be negative, not {max_norm}")
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
+        with self.observed.span("clip"):
+            norm = self._norm(norm_type, optimizer, only)
+            if error_if_nonfinite and not norm.finite:
+                problem = f"the gradient norm of order {norm_type} is {norm.value}"
+                raise RuntimeError(f"{problem}; gradients were not clipped")
+            coefficient = norm.coefficient(max_norm)
+            for gradients in self._chosen(optimizer):
+                gradients.scale(coefficient, only)
+        return torch.tensor(norm.value, dtype=torch.float32)
+
+    def clip_grad_value_(
+        self,
+        clip_value: float,
+        optimizer: Optimizer | None = None,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> None:
+        """Clamp every gradient element, or those of `parameters`, to [-clip_value, clip_value].
+
+        Raises:
+            ValueError: If clip_value is negative.
+        """
+        if clip_value < 0:
+            raise ValueError(f"clip_value must not be negative, not {clip_value}")
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
+        for gradients in self._chosen(optimizer):
+            gradients.clip_values(clip_value, only)
+
+    def grad_norm(self, norm_type: float | str = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
+        """Norm of the mean gradients over all ranks. A collective.
+
+        Args:
+            norm_type: Any positive p, or inf, also as the string "inf".
+            optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
+        """
+        return self._norm(norm_type, optimizer, None)
+
+    def _norm(self, norm_type: float | str, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
+        norm_type = norm_order(norm_type)
+        self.model.reducer.settle()
+        parts = [gradients.shards(norm_type, only) for gradients in self._chosen(optimizer)]
+        shards = [shard for found, _, _ in parts for shard in found]
+        factors = [factor for _, found, _ in parts for factor in found]
+        seen: list[tuple[Tensor, Tensor]] = []
+        norm = global_norm(shards, norm_type, self.model.norm_groups, factors, lambda *stats: seen.append(stats))
+        told = self.nonfinite.choice != IGNORE and self.optimizers and self.scaler is None
+        if told and not (optimizer is None and self._shared()):
+            chosen = self.optimizers if optimizer is None else [self.sharded(optimizer)]
+            each = seen[0][1].split([len(names) for _, _, names in parts])
+            looked_at = [(one, (names, counts)) for one, (_, _, names), counts in zip(chosen, parts, each, strict=True)]
+            self.nonfinite.note(looked_at, only, finite=norm.finite)
+        for watch in list(self.gradient_watchers):
+            watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
+        return norm
+
+    def _chosen(self, optimizer: Optimizer | None) -> list[OwnGradients]:
+        """Those of an optimizer, or of each; of the whole module where none is attached; each gradient once."""
+        if optimizer is None and not self.optimizers:
+            return [OwnGradients(self.model, lambda: (parameter for _, parameter in self.model.names()))]
+        if optimizer is None and self._shared():
+            held = {id(p): p for sharded in self.optimizers for p in sharded.parameters()}
+            return [OwnGradients(self.model, lambda: iter(held.values()))]
+        chosen = self.optimizers if optimizer is None else [self.sharded(optimizer)]
+        return [sharded.gradients for sharded in chosen]
+
+    def _shared(self) -> bool:
+        """Whether a parameter is in two optimizers."""
+        if len(self.optimizers) < 2:
+            return False
+        held = [id(parameter) for sharded in self.optimizers for parameter in sharded.parameters()]
+        return len(set(held)) < len(held)
+
+    # ---- fp16 ----
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on: scaled in fp16, unchanged otherwise."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    def unscale_gradients(self, optimizer: Optimizer, scale: float | None = None) -> bool:
+        """Undo the loss scale in an optimizer's gradients; the next step is skipped if one is not finite.
+
+        A collective: all ranks decide alike. Call once per step, before clipping.
+
+        Args:
+            optimizer: Whose gradients.
+            scale: What the losses were multiplied by; default: the scaler's present scale.
+
+        Returns:
+            Whether the step will be taken.
+        """
+        if self.scaler is None:
+            return True
+        sharded = self.sharded(optimizer)
+        finite = sharded.gradients.norm(float("inf")).finite
+        sharded.gradients.scale(1.0 / (scale or self.scaler.scale))
+        sharded.skip_next = not finite
+        return finite
+
+    # ---- checkpoints: all ranks of the team take part ----
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        user: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+        own_files: Mapping[str, bytes] | None = None,
+        optimizers: bool = True,
+        update_latest: bool = True,
+        asynchronous: bool = False,
+        weights_dtype: torch.dtype | None = None,
+        frozen: Literal["store", "reference"] | None = None,
+    ) -> PendingSave:
+        """Write a checkpoint directory; all ranks call it, each writes its own part in place.
+
+        Args:
+            directory: The checkpoint; replaced atomically if it exists. `latest` beside it names it afterwards.
+            user: JSON-able values for the manifest.
+            extra_files: Further small files, {relative path: bytes}; rank 0's are written.
+            own_files: Small files of this rank alone, under paths that no other rank uses.
+            optimizers: Write optimizer state and master weights too.
+            update_latest: Let `latest` beside the directory name it.
+            asynchronous: Return as soon as this rank's bytes are copied; they are written in the background.
+            weights_dtype: Save floating-point weights in this dtype; only without optimizers.
+            frozen: In place of the config's `checkpoint.frozen`.
+
+        Returns:
+            The save; its `wait()` returns when the checkpoint is there.
+
+        Raises:
+            RendezvousError: If a rank does not call it in time, or with another directory.
+            OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was. Of a save in the
+                background: at the next optimizer step, the next save, `wait()`, or at exit.
+        """
+        with self.mesh.observed.span("save", os.fspath(directory)):
+            return self.saver.save(
+                directory,
+                user=user or {},
+                extra_files=extra_files or {},
+                own_files=own_files or {},
+                counters=self.steps.counters(),
+                optimizers=optimizers,
+                update_latest=update_latest,
+                asynchronous=asynchronous,
+                weights_dtype=weights_dtype,
+                frozen=frozen,
+            )
+
+    def save_pretrained(self, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        """Write weights and config for Hugging Face's `from_pretrained`; see `saving.pretrained.save_pretrained`."""
+        pretrained.save_pretrained(self, directory, dtype=dtype)
+
+    def load(
+        self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True
+    ) -> StateReader:
+        """Load a checkpoint written at any world size and stage; all ranks call it.
+
+        Args:
+            directory: The checkpoint, or the folder with `latest`.
+            strict: Missing and unexpected names are errors.
+            optimizers: Resume: load optimizer state, master weights, counters and the random state too.
+
+        Returns:
+            The reader, for the manifest and extra files.
+
+        Raises:
+            ValueError: Listing every tensor that does not fit.
+        """
+        reader = self.load_weights(directory, strict=strict)
+        if optimizers and self.optimizers and reader.has_manifest:
+            self._load_optimizers(reader)
+            self.steps.load_counters(reader.manifest.counters)
+            self.load_random_state(reader)
+        return reader
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        *,
+        lr_scheduler: Any = None,
+        asynchronous: bool = False,
+        frozen: Literal["store", "reference"] | None = None,
+    ) -> PendingSave:
+        """Write the checkpoint `save_dir/tag`; see `saving.tagged.save_checkpoint`."""
+        return tagged.save_checkpoint(
+            self,
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest,
+            lr_scheduler=lr_scheduler,
+            asynchronous=asynchronous,
+            frozen=frozen,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        *,
+        lr_scheduler: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load `load_dir/tag`; returns its path and the client state; see `saving.tagged.load_checkpoint`."""
+        return tagged.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            lr_scheduler=lr_scheduler,
+        )
+
+    def load_random_state(self, reader: StateReader) -> None:
+        """Give this rank its random state back, where the config says so; see `saving.random_state`."""
+        if self.config.config.checkpoint.random_state:
+            random_state.load(reader, self.mesh.team.rank, self.mesh.team.world_size)
+
+    def load_weights(
+        self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True
+    ) -> StateReader:
+        """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
+        self.saver.wait()
+        reader = self._reader(source)
+        with self.mesh.observed.span("load"):
+            loading.load_weights(self, reader, strict=strict)
+        return reader
+
+    def _reader(self, source: str | os.PathLike[str] | StateReader) -> StateReader:
+        if isinstance(source, StateReader):
+            return source
+        self.mesh.team.rendezvous.meet("loading a checkpoint")
+        verify = self.config.config.checkpoint.verify
+        return loading.open_together(self, lambda: open_any(source, verify=verify))
+
+    def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
+        """Load optimizer state, master weights and the loss scale only."""
+        self._load_optimizers(self._reader(source))
+
+    def _load_optimizers(self, reader: StateReader) -> None:
+        with self.mesh.observed.span("load"):
+            loading.load_optimizers(self, reader)
+
+    def save_on_signal(
+        self, directory: str | os.PathLike[str], **options: Any
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """In the block a signal to any rank lets all ranks save; see `saving.preemption.save_on_signal`."""
+        return save_on_signal(self, directory, **options)
 
     # ---- whole tensors ----
 
@@ -498,6 +807,11 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
         if self.mesh.guard is not None:
             self.mesh.guard.note_error(error)
 
+    def note_diagnostics(self, *closing: Callable[[], None]) -> None:
+        """What the settings ask to be recorded is; `close` calls these first (`diagnostics.install` calls this)."""
+        self._diagnosed = True
+        self._closing += closing
+
     def close(self) -> None:
         """End this engine: saves under way are finished, process groups, threads and files let go. All ranks call it.
 
@@ -510,8 +824,8 @@ class ZeroEngine(EngineCheckpoints, EngineGradients):
             if self.desync is None:
                 self.saver.finish()
         finally:
-            if self.monitor is not None:
-                self.monitor.close()
+            while self._closing:
+                self._closing.pop()()
             self.mesh.close()
             self.offloaded.close()
 

@@ -1,11 +1,11 @@
-"""What an engine's guard is told of training: that a forward begins, that it raised, what an exception left torn."""
+"""Reports of training to the guard: that a forward begins, that it raised, what an exception left unfinished."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import nn
 
@@ -13,24 +13,26 @@ from zero_strategy.distributed.guard import Guard
 from zero_strategy.sharding.gatherer import InertHook
 from zero_strategy.uncompiled import uncompiled
 
-if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
 
+def tell_guard(guard: Guard | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]) -> None:
+    """Connect the training of a module with the guard of its mesh, if there is one.
 
-def tell_guard(engine: ZeroEngine) -> None:
-    """Connect an engine with the guard of its mesh, if there is one."""
-    guard = engine.mesh.guard
+    Args:
+        guard: It.
+        module: Its forwards are progress, and their exceptions noted.
+        left_torn: A method, held weakly: what an exception has left unfinished, where the threads are in these phases.
+    """
     if guard is None:
         return
-    engine.module.register_forward_pre_hook(_Before(guard), prepend=True)
-    engine.module.register_forward_hook(_After(guard), always_call=True)
-    torn = weakref.WeakMethod(engine.left_torn)
+    module.register_forward_pre_hook(_Before(guard), prepend=True)
+    module.register_forward_hook(_After(guard), always_call=True)
+    torn = weakref.WeakMethod(left_torn)
 
-    def left_torn(phases: Collection[str]) -> str:
+    def said(phases: Collection[str]) -> str:
         method = torn()
         return "" if method is None else method(phases)
 
-    guard.torn = left_torn
+    guard.torn = said
 
 
 class _Before:

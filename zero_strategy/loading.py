@@ -26,7 +26,7 @@ from zero_strategy.sharding.dtensors import held_by
 from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.train_state import TrainState
 
 T = TypeVar("T")
 OWN = "zero_strategy"
@@ -35,12 +35,12 @@ _MOMENT_SETTINGS = {"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "
 """Hyper-parameters that tell families of optimizers apart, for a state of one means nothing to another."""
 
 
-def open_together(engine: ZeroEngine, opened: Callable[[], T]) -> T:
+def open_together(engine: TrainState, opened: Callable[[], T]) -> T:
     """Open a checkpoint on all ranks; what hinders one of them is raised on all; see `together`."""
     return together(engine.mesh.team.control, opened)
 
 
-def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> None:
+def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> None:
     """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
     piece_exchange.check_one_save(engine, reader)
     with contextlib.suppress(OSError):  # what could not be written before is written anew
@@ -81,7 +81,7 @@ def load_weights(engine: ZeroEngine, reader: StateReader, *, strict: bool) -> No
         engine.model.forget_gathered()
 
 
-def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
+def load_optimizers(engine: TrainState, reader: StateReader) -> None:
     """Read this rank's optimizer state and master weights; see `ZeroEngine.load_optimizers`."""
     _check_same(engine, reader)
     records = reader.manifest.optimizers
@@ -126,7 +126,7 @@ def load_optimizers(engine: ZeroEngine, reader: StateReader) -> None:
         engine.scaler.load_state_dict(own["loss_scaler"])
 
 
-def _read(engine: ZeroEngine, reader: StateReader, wanted: Sequence[Wanted], what: str) -> None:
+def _read(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted], what: str) -> None:
     """All of it, with a bar where somebody looks."""
     if not is_shown(engine.mesh.team.rank):
         reader.read_many(wanted)
@@ -162,7 +162,7 @@ def _check_shape(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) ->
 
 
 def _wanted_weights(
-    engine: ZeroEngine, reader: StateReader, bucket: ParameterBucket, sources: Mapping[str, str]
+    engine: TrainState, reader: StateReader, bucket: ParameterBucket, sources: Mapping[str, str]
 ) -> Iterator[Wanted]:
     """What this rank reads into a bucket, straight into the shard where dtypes allow."""
     if bucket.has_master and not bucket.placement.shard_optimizer:
@@ -247,7 +247,7 @@ def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]
 
 
 def _load_state(
-    engine: ZeroEngine,
+    engine: TrainState,
     sharded: ShardedOptimizer,
     parameter: nn.Parameter,
     name: str,
@@ -299,7 +299,7 @@ def _load_state(
     return wanted
 
 
-def _check_same(engine: ZeroEngine, reader: StateReader) -> None:
+def _check_same(engine: TrainState, reader: StateReader) -> None:
     """Ranks that read different checkpoints would make a model of pieces of both."""
     everyone = engine.mesh.team.control.gather_objects((str(reader.directory), reader.identity()))
     if len({identity for _, identity in everyone}) > 1:
@@ -310,7 +310,7 @@ def _check_same(engine: ZeroEngine, reader: StateReader) -> None:
         )
 
 
-def _check_small_files(engine: ZeroEngine, reader: StateReader) -> None:
+def _check_small_files(engine: TrainState, reader: StateReader) -> None:
     """Each rank reads its share: what one rank alone needs later, such as its random state, fails on all, and here."""
     if not reader.has_manifest:
         return

@@ -23,14 +23,14 @@ from zero_strategy.checkpoint.replace import all_beside
 from zero_strategy.checkpoint.state_reader import Wanted
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.train_state import TrainState
 
 _MESSAGE_BYTES = 32 << 20
 """Of slices that travel together."""
 _Slice = tuple[str, FileKind, Slice]
 
 
-def check_one_save(engine: ZeroEngine, reader: StateReader) -> None:
+def check_one_save(engine: TrainState, reader: StateReader) -> None:
     """Check that, and give readers the small files that are on other hosts only; all ranks call it.
 
     Raises:
@@ -61,7 +61,7 @@ def check_one_save(engine: ZeroEngine, reader: StateReader) -> None:
 
 
 @contextmanager
-def supplied(engine: ZeroEngine, reader: StateReader, wanted: Sequence[Wanted]) -> Iterator[None]:
+def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) -> Iterator[None]:
     """Inside, a reader has the slices that its host lacks and another one has; all ranks call it, with what they want.
 
     Raises:
@@ -94,7 +94,7 @@ def supplied(engine: ZeroEngine, reader: StateReader, wanted: Sequence[Wanted]) 
         reader.forget_supplied()
 
 
-def _supply_small(engine: ZeroEngine, reader: PieceReader) -> None:
+def _supply_small(engine: TrainState, reader: PieceReader) -> None:
     """Random states and the like: each rank's own is on its own host."""
     missing = set(reader.lacking_small())
     everyone: list[set[str]] = engine.mesh.team.control.gather_objects(missing)
@@ -118,7 +118,7 @@ def _complete_beside(reader: PieceReader) -> dict[str, str]:
     return found
 
 
-def _may_differ(engine: ZeroEngine, reader: StateReader) -> bool:
+def _may_differ(engine: TrainState, reader: StateReader) -> bool:
     """Whether other ranks may see other pieces than this one; all ranks say the same, see `check_one_save`."""
     return isinstance(reader, PieceReader) and isinstance(reader.directory, Path) and engine.mesh.team.world_size > 1
 
@@ -153,7 +153,7 @@ def _read(reader: PieceReader, entry: _Slice) -> torch.Tensor:
     return reader.read(name, one.start, one.stop, kind=kind)
 
 
-def _exchange(engine: ZeroEngine, read: Callable[[], list[tuple[Any, Any]]]) -> Iterator[tuple[Any, Any]]:
+def _exchange(engine: TrainState, read: Callable[[], list[tuple[Any, Any]]]) -> Iterator[tuple[Any, Any]]:
     """What all ranks read, on all ranks."""
     mine: list[tuple[Any, Any]] = []
     error: str | None = None

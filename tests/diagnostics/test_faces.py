@@ -19,6 +19,7 @@ from tests.integrations.accelerate_face.training import Job, Run, fresh_state, m
 from tests.integrations.trainers import Module, join, loader, trainer, zero
 from tests.integrations.transformers_face.training import trainer_of
 from tests.launcher import Launcher
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.diagnostics.run_files import read_run
 from zero_strategy.diagnostics.verify_report import VerifyReport
 from zero_strategy.integrations.fabric import ZeroStrategy
@@ -104,6 +105,7 @@ def by_a_pipeline(directory: Path) -> list[float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     run_dir = str(directory / "pipeline")
     engine = PipelineEngine(module, {"stage": 1, "pipeline": {"micro_batches": 4}, "diagnostics": {"run_dir": run_dir}})
+    install_diagnostics(engine)
     engine.attach(optimizer)
     losses = []
     for _ in range(3):

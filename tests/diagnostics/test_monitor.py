@@ -17,6 +17,7 @@ import zero_strategy.integrations.deepspeed as deepspeed
 from tests.launcher import Launcher
 from tests.scripts.old_script import data, net
 from zero_strategy.config import load_config
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.scripts import ScriptEngine
 
@@ -88,7 +89,7 @@ def test_fp16_writes_the_loss_scale_and_a_batch_size_may_change(tmp_path: Path) 
     found = rows(tmp_path / "DeepSpeedJobName/Train_Samples_loss_scale.csv")
     assert found == [["step", "loss_scale"], ["4", "256.0"]]
     engine.set_train_batch_size(8)
-    assert engine.zero.monitor is not None and engine.zero.monitor.samples_per_step == 8
+    assert engine.monitor is not None and engine.monitor.samples_per_step == 8
 
 
 def test_pipelines_write_their_loss(tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_engines_without_scripts_write_too(tmp_path: Path) -> None:
     file = {"zero_optimization": {"stage": 2}, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
     model = net()
     engine = ZeroEngine(model, load_config(file))
+    install_diagnostics(engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     engine.attach(optimizer)
     x, y = data()[:4]

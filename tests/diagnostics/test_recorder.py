@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tests.launcher import Launcher
 from tests.models import build, loss_fn, make_batch
 from zero_strategy.config import load_config
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.diagnostics.recorder import StepRecorder, record
 from zero_strategy.diagnostics.run_files import RecordedRun, read_run
 from zero_strategy.engine import ZeroEngine
@@ -44,6 +45,7 @@ def train(
 ) -> Trained:
     model = build("transformer")
     engine = ZeroEngine(model, load_config(**config, units={"min_numel": 0}))
+    install_diagnostics(engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine.attach(optimizer)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -197,11 +199,13 @@ def test_one_step_in_several_and_a_run_that_goes_on(tmp_path: Path) -> None:
 def test_closures_optimizers_and_errors(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     engine = ZeroEngine(model, load_config(stage=1, diagnostics={"run_dir": str(tmp_path)}))
+    install_diagnostics(engine)
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
     engine.attach(*optimizers)
     with pytest.raises(ValueError, match="observed already"):
         record(engine)
     other = ZeroEngine(nn.Linear(2, 2), load_config(diagnostics={"run_dir": str(tmp_path)}))
+    install_diagnostics(other)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(1, 3))
 
@@ -226,6 +230,7 @@ def test_closures_optimizers_and_errors(tmp_path: Path) -> None:
 def test_a_recorder_goes_with_its_engine(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     engine = ZeroEngine(model, load_config(stage=3, diagnostics={"run_dir": str(tmp_path)}))
+    install_diagnostics(engine)
     model(torch.ones(2, 4)).mean().backward()
     gone = [weakref.ref(engine), weakref.ref(engine.observed.observer)]
     del engine, model
@@ -240,11 +245,25 @@ def read_lines(path: Path) -> list[str]:
 
 def test_nothing_is_loaded_or_done_unless_it_is_asked_for() -> None:
     engine = ZeroEngine(nn.Linear(2, 2), load_config())
+    install_diagnostics(engine)
     assert engine.observed.observer is None
     assert engine.observed.span("disk") is engine.observed.span("clip")
     assert engine.observed.transfer("disk_read", 1) is None
     with pytest.raises(ValueError, match=r"diagnostics\.run_dir is empty"):
         record(engine)
+
+
+def test_settings_that_nobody_carries_out_are_an_error_at_the_first_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    engine = ZeroEngine(model, load_config(diagnostics={"run_dir": str(tmp_path)}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"diagnostics\.run_dir is .*install_diagnostics\(engine\)"):
+        optimizer.step()
+    install_diagnostics(engine)
+    optimizer.step()
+    assert len(read_lines(tmp_path / "steps-0.jsonl")) == 1
 
 
 def test_lines_are_plain_json(tmp_path: Path) -> None:

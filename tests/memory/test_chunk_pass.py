@@ -19,11 +19,10 @@ from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.cuts import Cuts, head_numel
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
-from zero_strategy.memory.parts import visit
 from zero_strategy.memory.record_checksums import CorruptRecordError
 from zero_strategy.memory.state_file import TornRecordError
 from zero_strategy.memory.tier import Tier
-from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
+from zero_strategy.memory.vectors import OffloadedVector, VectorSpec, visit
 
 CPU = torch.device("cpu")
 NUMELS = (0, 1, 999, 1000, 1001, 12_345)

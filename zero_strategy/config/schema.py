@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .rules import at_least, between, matching, non_empty, one_of, within
@@ -20,12 +21,11 @@ from .section import Section, table
 if TYPE_CHECKING:
     from torch import nn
 
-    from zero_strategy.memory.plan import MemoryPlan
-    from zero_strategy.memory.shapes import ModelShape
-
-    from .deepspeed_json import DeepSpeedSettings
+    from .deepspeed.settings import DeepSpeedSettings
 
 
+_PLANNER = "zero_strategy.memory.plan:plan_model"
+"""Where `ZeroConfig.plan` leads, as a name: planning reads settings, and settings stand below it."""
 DEFAULT_BUDGET = 0.5
 """What `activation_checkpointing.budget` is where nobody set it, and can be."""
 
@@ -508,11 +508,11 @@ class ZeroConfig(Section):
         """
         return dict(self.settings())[key].origin
 
-    def plan(self, model: nn.Module | ModelShape, *, world_size: int = 1, **options: Any) -> MemoryPlan:
+    def plan(self, model: nn.Module | Any, *, world_size: int = 1, **options: Any) -> Any:
         """What every rank of a run would hold, computed before anything is allocated.
 
         Args:
-            model: A module, best built under `torch.device("meta")`; or shapes, see `memory.shapes`.
+            model: A module, best built under `torch.device("meta")`; or a `ModelShape`, see `memory.shapes`.
             world_size: Number of ranks.
             **options: Of `zero_strategy.memory.plan.plan_model`: `compute_dtype` (torch.bfloat16, ...), `optimizer`
                 (a class name, an `OptimizerState`, a torch optimizer; default "AdamW"), `offload` (an `Offload`),
@@ -522,12 +522,13 @@ class ZeroConfig(Section):
                 `accumulation` (micro-batches of a step, all but the last under `no_sync`: at stage 1 whole gradients
                 are kept for more than one; default: 1).
 
+        Returns:
+            The `MemoryPlan`. This is `plan_model` as a method; the function has types.
+
         Raises:
             ValueError: If the mesh does not fit the ranks, or an option is not accepted; names it.
         """
-        from zero_strategy.memory.plan import plan_model
-
-        return plan_model(model, self, world_size=world_size, **options)
+        return resolve_name(_PLANNER)(model, self, world_size=world_size, **options)
 
     def explain(self) -> str:
         """A table of all settings: key, value, origin."""

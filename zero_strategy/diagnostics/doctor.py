@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zero_strategy.distributed.local_ranks import LocalRankError, run_local_ranks
 from zero_strategy.memory.machine import Machine
+from zero_strategy.version import __version__
 
 State = Literal["ok", "warn", "fail"]
 PACKAGES = (
@@ -78,9 +79,7 @@ def findings(*, train: bool = True, timeout: float = 60.0) -> Iterator[Finding]:
 
 
 def _system() -> Finding:
-    import zero_strategy
-
-    what = f"{zero_strategy.__version__}, Python {platform.python_version()}, {platform.machine()}, {sys.platform}"
+    what = f"{__version__}, Python {platform.python_version()}, {platform.machine()}, {sys.platform}"
     if not sys.platform.startswith("linux"):
         return Finding("zero_strategy", "warn", what, "it is developed and tested on Linux")
     return Finding("zero_strategy", "ok", what)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import zero_strategy
+from zero_strategy.version import __version__
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
@@ -42,7 +42,7 @@ def facts_of(engine: ZeroEngine) -> dict[str, Any]:
         "optimizers": [type(sharded.optimizer).__name__ for sharded in engine.optimizers],
         "program": Path(sys.argv[0]).name,
         "versions": {
-            "zero_strategy": zero_strategy.__version__,
+            "zero_strategy": __version__,
             "Python": platform.python_version(),
             **{name: found for name in _PACKAGES if (found := _version(name))},
         },

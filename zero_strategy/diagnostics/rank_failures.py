@@ -12,11 +12,9 @@ import sysconfig
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import zero_strategy
-
 _HEAD = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
-_OWN = os.path.dirname(os.path.abspath(zero_strategy.__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOT_THE_USERS = (_OWN, *(path + os.sep for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}))
 _SENTENCES = ("ValueError", "TypeError", "FileNotFoundError", "NotImplementedError")
 """Classes whose messages, where this package raises them, need no class before them."""

@@ -19,8 +19,8 @@ from zero_strategy.distributed import Mesh
 from zero_strategy.distributed.rows import gather_everywhere
 from zero_strategy.distributed.world import world_rank
 from zero_strategy.sharding.dtensors import held_by
+from zero_strategy.sharding.model import sharded_model_of
 from zero_strategy.sharding.parameters import ParameterBucket
-from zero_strategy.sharding.registry import sharded_model_of
 
 
 @dataclass(frozen=True)

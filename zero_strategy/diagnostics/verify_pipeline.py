@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.config import ResolvedConfig
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.diagnostics.verify_pipeline_twin import Layout, PipelineTwin
 from zero_strategy.diagnostics.verify_run import ShardedRun
 from zero_strategy.diagnostics.verify_session import Verification, check_anew
@@ -76,6 +77,7 @@ class PipelineRun(ShardedRun):
             device=settings.device,
             autocast=None if settings.autocast is None else settings.forward_context,
         )
+        install_diagnostics(engine)
         engine.attach(optimizer)
         engine.forwarded = self._keep_loss
         self.copy, self.copies = module.mpu().data_parallel_id, module.mpu().data_parallel_size

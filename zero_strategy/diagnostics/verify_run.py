@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_strategy.config import ResolvedConfig
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.diagnostics.verify_settings import VerifySettings
 from zero_strategy.diagnostics.verify_subject import RandomState, Subject
 from zero_strategy.diagnostics.verify_twin import Tensors, flat_state
@@ -53,6 +54,7 @@ class ShardedRun:
         """Make the engine and its optimizer."""
         settings = self.settings
         engine = ZeroEngine(self.model, self.config, compute_dtype=settings.compute_dtype, device=settings.device)
+        install_diagnostics(engine)
         optimizer = self.subject.optimizer(self.model)
         engine.attach(optimizer)
         return engine, optimizer

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from zero_strategy.distributed.courier import Courier
 from zero_strategy.distributed.desync import (
@@ -39,7 +39,7 @@ from zero_strategy.distributed.hearing import Hearing
 from zero_strategy.distributed.processes import ProcessCard, condition
 from zero_strategy.distributed.sites import Foreign, Site, Stacks, phases, site_of, site_of_error
 from zero_strategy.distributed.stacks import as_text, stacks
-from zero_strategy.distributed.tracks import Track, Watched
+from zero_strategy.distributed.tracks import Track, Waiting, Watched
 from zero_strategy.distributed.watch import Watch
 
 EXIT_CODE = 71
@@ -65,13 +65,6 @@ _TELL_AFTER = 10
 _ENDED = "its process has ended (killed, out of memory, or done before the others)"
 
 _logger = logging.getLogger(__name__)
-
-
-class Waiting(Protocol):
-    """What a thread waits in."""
-
-    def wait(self) -> Wait:
-        """In words and numbers."""
 
 
 class Guard:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from zero_strategy.distributed.desync import Begun, Wait, named, shown
+from zero_strategy.distributed.desync import Begun, DesyncError, Wait, named, shown
 from zero_strategy.distributed.failure_board import Failure
-
-if TYPE_CHECKING:
-    from zero_strategy.distributed.guard import Guard
 
 _LONGEST = 250
 """Bytes of a text that is compared."""
@@ -27,6 +24,33 @@ Subject = str | Sequence[str]
 
 class TransportError(RuntimeError):
     """A connection broke, or timed out."""
+
+
+class Waiting(Protocol):
+    """What a thread waits in."""
+
+    def wait(self) -> Wait:
+        """In words and numbers."""
+
+
+class TrackOwner(Protocol):
+    """The guard that a track reports to; see `Guard`."""
+
+    rank: int
+    waiting: dict[int, Waiting]
+    ended: int
+    failure: Failure | None
+
+    @property
+    def titles(self) -> Callable[[int], str]: ...
+
+    def explained(self, error: BaseException | None, watched: Watched) -> DesyncError: ...
+
+    def fail(self, failure: Failure) -> Failure: ...
+
+    def check(self) -> None: ...
+
+    def progress(self) -> None: ...
 
 
 class Watched:
@@ -107,7 +131,7 @@ class Track:
         count: Collectives begun.
     """
 
-    def __init__(self, guard: Guard, key: str, ranks: Sequence[int], compared: bool = True) -> None:
+    def __init__(self, guard: TrackOwner, key: str, ranks: Sequence[int], compared: bool = True) -> None:
         self.guard, self.key, self.ranks, self.compared = guard, key, tuple(ranks), compared
         self.count = 0
         self._recent: deque[tuple[int, str, Subject, int, Any]] = deque(maxlen=_KEPT)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, resolve
 from zero_strategy.deferred import is_deferred
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.diagnostics.norm_log import NormLog, NormSettings
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
@@ -89,6 +90,7 @@ class ShardingAccelerator(PipelineAccelerator):
             engine: ZeroEngine = self._pipeline_engine(model)
         else:
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
+        install_diagnostics(engine)
         engine.scaler = None if self.scaler is None else self.scaler.rule
         self._engines[id(model)] = engine
         if not isinstance(model, PipelineModule) and not hasattr(model, "no_sync"):

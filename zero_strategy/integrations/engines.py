@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.deferred import is_deferred
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.sharding.gatherer import InertHook
 from zero_strategy.sharding.released import ANOTHER_STRATEGY
@@ -65,6 +66,7 @@ def engine_for(
         if device is not None:
             move_to(module, device)
         engine = make(module, config, compute_dtype=compute_dtype, device=device)
+        install_diagnostics(engine)
         _tell_dtype(module, compute_dtype)
         module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype, config)
         return engine

@@ -19,18 +19,49 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from zero_strategy.memory.tier import PendingIO, wait_all
+from zero_strategy.memory.cuts import Cuts
+from zero_strategy.memory.tier import PendingIO, Tier, wait_all
 
-if TYPE_CHECKING:
-    from zero_strategy.memory.vectors import OffloadedVector
+
+class ChunkedVector(Protocol):
+    """A vector as a pass over its chunks sees it; see `OffloadedVector`."""
+
+    dtype: torch.dtype
+    fill: float
+    cuts: Cuts
+    written: list[bool]
+    version: int
+
+    @property
+    def tier(self) -> Tier: ...
+
+    def is_resident(self, number: int) -> bool: ...
+
+    def resident(self, number: int, *, filled: bool = True) -> Tensor | None: ...
+
+    def resident_aside(self, number: int, *, copied: bool) -> Tensor: ...
+
+    def record(self, number: int) -> str: ...
+
+    def aside(self, number: int) -> str: ...
+
+    def target(self, number: int) -> str: ...
+
+    def wrote(self, number: int) -> None: ...
+
+    def mark_torn(self, number: int, why: str) -> None: ...
+
+
+V = TypeVar("V", bound=ChunkedVector)
 
 
 @dataclass
-class Chunk:
+class Chunk(Generic[V]):
     """Elements [start, stop) of vectors that are cut alike.
 
     Attributes:
@@ -45,7 +76,7 @@ class Chunk:
     number: int
     start: int
     stop: int
-    vectors: dict[str, OffloadedVector]
+    vectors: Mapping[str, V]
     unread: frozenset[str] = frozenset()
     unchanged: frozenset[str] = frozenset()
     aside: bool = False
@@ -61,11 +92,11 @@ class _ReadAhead:
         known: By key: which record of which version of the vector is read.
     """
 
-    chunk: Chunk
+    chunk: Chunk[Any]
     pending: list[PendingIO]
-    known: dict[str, tuple[OffloadedVector, str, int]]
+    known: dict[str, tuple[ChunkedVector, str, int]]
 
-    def serves(self, chunk: Chunk) -> bool:
+    def serves(self, chunk: Chunk[Any]) -> bool:
         """Whether this is what a pass over `chunk` would read now, but for keys that it leaves unchanged."""
         return chunk.number == self.chunk.number and not chunk.aside and self.known == _what_to_read(chunk)
 
@@ -84,7 +115,7 @@ class ChunkSlots:
         assert count > 0
         self._slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self._ahead = count // 2
-        self._writes: dict[int, tuple[Chunk, list[PendingIO]]] = {}
+        self._writes: dict[int, tuple[Chunk[Any], list[PendingIO]]] = {}
         self._early: list[_ReadAhead] = []
         self.failure: OSError | None = None
 
@@ -93,7 +124,7 @@ class ChunkSlots:
         """Bytes of host memory that have been taken."""
         return sum(memory.numel() for slot in self._slots for memory in slot.values())
 
-    def prepare(self, vectors: Mapping[str, OffloadedVector], chunks: int) -> None:
+    def prepare(self, vectors: Mapping[str, ChunkedVector], chunks: int) -> None:
         """Take all memory that passes will need, so that it does not depend on how chunks are divided among passes.
 
         Args:
@@ -104,7 +135,7 @@ class ChunkSlots:
             for key, vector in vectors.items():
                 self._room(vector, slot, key)
 
-    def read_ahead(self, chunks: Sequence[Chunk]) -> None:
+    def read_ahead(self, chunks: Sequence[Chunk[Any]]) -> None:
         """Begin to read the first of these chunks, what a pass leaves unchanged apart: it may change before the pass.
 
         Raises:
@@ -124,7 +155,7 @@ class ChunkSlots:
             self.forget_ahead()
             raise
 
-    def check_ahead(self, chunks: Sequence[Chunk]) -> None:
+    def check_ahead(self, chunks: Sequence[Chunk[Any]]) -> None:
         """Forget what was read ahead that is not what a pass over these chunks would read now."""
         for index, (early, chunk) in enumerate(zip(self._early, chunks, strict=False)):
             if not early.serves(chunk):
@@ -145,7 +176,11 @@ class ChunkSlots:
             raise failure
 
     def run(
-        self, chunks: Sequence[Chunk], work: Callable[[Chunk, dict[str, Tensor]], object], *, wait: bool = True
+        self,
+        chunks: Sequence[Chunk[Any]],
+        work: Callable[[Chunk[Any], dict[str, Tensor]], object],
+        *,
+        wait: bool = True,
     ) -> None:
         """Works on each chunk.
 
@@ -210,19 +245,19 @@ class ChunkSlots:
             _mark_torn([chunk], error)
             raise
 
-    def _memory(self, chunk: Chunk, slot: int, key: str) -> Tensor:
+    def _memory(self, chunk: Chunk[Any], slot: int, key: str) -> Tensor:
         """The slot's memory for a vector's chunk, as bytes."""
         vector = chunk.vectors[key]
         return self._room(vector, slot, key)[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
 
-    def _room(self, vector: OffloadedVector, slot: int, key: str) -> Tensor:
+    def _room(self, vector: ChunkedVector, slot: int, key: str) -> Tensor:
         known = self._slots[slot].get(key)
         wanted = vector.cuts.size * vector.dtype.itemsize  # of a whole chunk, so that it serves for all of this dtype
         if known is None or known.numel() < wanted:
             self._slots[slot][key] = known = vector.tier.staging(wanted)
         return known
 
-    def _read(self, chunk: Chunk, slot: int, pending: list[PendingIO], keys: Collection[str]) -> None:
+    def _read(self, chunk: Chunk[Any], slot: int, pending: list[PendingIO], keys: Collection[str]) -> None:
         """Begins to read; what is under way is in `pending`, also where the next read raises."""
         for key, vector in chunk.vectors.items():
             if key not in keys or vector.is_resident(chunk.number):
@@ -235,7 +270,7 @@ class ChunkSlots:
             else:
                 memory.view(vector.dtype).fill_(vector.fill)
 
-    def _write(self, chunk: Chunk, slot: int) -> None:
+    def _write(self, chunk: Chunk[Any], slot: int) -> None:
         pending: list[PendingIO] = []
         self._writes[slot] = chunk, pending
         for key, vector in chunk.vectors.items():
@@ -246,7 +281,7 @@ class ChunkSlots:
             if not chunk.aside or record == vector.record(chunk.number):
                 vector.wrote(chunk.number)
 
-    def _held(self, chunk: Chunk, slot: int) -> dict[str, Tensor]:
+    def _held(self, chunk: Chunk[Any], slot: int) -> dict[str, Tensor]:
         """The chunk's part of every vector, in memory."""
         found = {}
         for key, vector in chunk.vectors.items():
@@ -265,7 +300,7 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _what_to_read(chunk: Chunk) -> dict[str, tuple[OffloadedVector, str, int]]:
+def _what_to_read(chunk: Chunk[Any]) -> dict[str, tuple[ChunkedVector, str, int]]:
     """By key, those apart that a pass leaves unchanged: the vector, the record and the version that it would read."""
     return {
         key: (vector, vector.record(chunk.number), vector.version)
@@ -274,7 +309,7 @@ def _what_to_read(chunk: Chunk) -> dict[str, tuple[OffloadedVector, str, int]]:
     }
 
 
-def _mark_torn(chunks: Sequence[Chunk], cause: BaseException) -> None:
+def _mark_torn(chunks: Sequence[Chunk[Any]], cause: BaseException) -> None:
     for chunk in chunks:
         if chunk.aside:  # what is there is of no use, and what counts is as it was
             continue

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_strategy.memory.ledger import Category, Entry, Ledger, Owner, Tier, allocated
 from zero_strategy.memory.offload import BLOCK
@@ -14,15 +14,48 @@ from zero_strategy.sharding.layout import round_up
 if TYPE_CHECKING:
     import torch
 
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.activation.units import UnitActivations
+    from zero_strategy.distributed import Mesh
+    from zero_strategy.memory.opening import OffloadStores
     from zero_strategy.memory.vectors import OffloadedVector
+    from zero_strategy.optim import ShardedOptimizer
+    from zero_strategy.sharding.model import ShardedModel
     from zero_strategy.sharding.parameters import ParameterBucket
 
 EXCHANGES = ("gather", "reduce", "replicate")
 """The groups of a mesh that carry whole buckets."""
 
 
-def ledger_of(engine: ZeroEngine) -> Ledger:
+class Snapshots(Protocol):
+    """Saves in the background, as far as they keep memory between steps; see `Saver`."""
+
+    @property
+    def snapshot_bytes(self) -> int: ...
+
+    @property
+    def snapshot_file_bytes(self) -> tuple[int, int]: ...
+
+
+class LedgeredEngine(Protocol):
+    """A training, as far as it holds memory; see `ZeroEngine`."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def model(self) -> ShardedModel: ...
+    @property
+    def activations(self) -> UnitActivations: ...
+    @property
+    def optimizers(self) -> list[ShardedOptimizer]: ...
+    @property
+    def offloaded(self) -> OffloadStores: ...
+    @property
+    def saver(self) -> Snapshots: ...
+
+
+def ledger_of(engine: LedgeredEngine) -> Ledger:
     """Every long-lived buffer of this rank; between steps none of them is a peak.
 
     Memory of others (activations, what a framework keeps, NCCL's own buffers) is not in it; see `memory.reconcile`.
@@ -78,7 +111,7 @@ def tier_on_host(device: torch.device) -> Tier:
     return "device" if device.type == "cpu" else "host"
 
 
-def _tensors(engine: ZeroEngine, bucket: ParameterBucket) -> Iterator[tuple[str, Tensor]]:
+def _tensors(engine: LedgeredEngine, bucket: ParameterBucket) -> Iterator[tuple[str, Tensor]]:
     yield from bucket.held()
     yield from engine.model.gradient_of(bucket).held()
 
@@ -114,7 +147,7 @@ def _in_a_tier(
         yield Entry(category, "device", owner, asked(0, vector.in_tier[0]), taken)
 
 
-def _add_optimizer_state(ledger: Ledger, engine: ZeroEngine, owners: dict[int, Owner]) -> None:
+def _add_optimizer_state(ledger: Ledger, engine: LedgeredEngine, owners: dict[int, Owner]) -> None:
     for sharded in engine.optimizers:
         for bucket, vector in sharded.offloaded():
             for entry in _in_a_tier("optimizer state", bucket, owners[id(bucket)], vector, bucket.owned.start):

@@ -15,10 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.file_copies import FileCopies
 from zero_strategy.memory.host_memory import HostMemory
-from zero_strategy.memory.vectors import OffloadedVector
+from zero_strategy.memory.vectors import OffloadedVector, VectorStore
 
 VectorReader = Callable[[OffloadedVector, int, int], Callable[[int, int], Tensor]]
 """Takes a vector and which of its elements will be asked for; gives what reads some of them."""
@@ -57,7 +56,7 @@ class StateImages:
         Raises:
             OSError: If there is none.
         """
-        sizes, spare = dict(further), dict[ChunkStore, list[tuple[OffloadedVector, int]]]()
+        sizes, spare = dict(further), dict[VectorStore, list[tuple[OffloadedVector, int]]]()
         for image in self._images.values():
             for number in sorted(image.wanted):
                 if image.vector.is_resident(number):

@@ -10,15 +10,13 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from zero_strategy.checkpoint_commands.show import size, table
 from zero_strategy.memory.ledger import Ledger
-
-if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+from zero_strategy.sharding import ShardedModel
 
 _STATUS = Path("/proc/self/status")
 
@@ -76,7 +74,13 @@ class Reconciliation:
         }
 
 
-def reconcile(engine: ZeroEngine) -> Reconciliation:
+class _Ledgered(Protocol):
+    model: ShardedModel
+
+    def ledger(self) -> Ledger: ...
+
+
+def reconcile(engine: _Ledgered) -> Reconciliation:
     """The ledger of an engine, the allocator's numbers and those of this process, at this moment.
 
     On CUDA the device tier is held against `torch.cuda.memory_allocated`, the host tier against the process's resident

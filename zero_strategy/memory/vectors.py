@@ -14,20 +14,21 @@ few chunks, however large a bucket or a parameter is. The head of a vector (`mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero_strategy.memory.chunk_pass import Chunk
+from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
+from zero_strategy.memory.cuts import Cuts
+from zero_strategy.memory.device_copies import DeviceCopies
+from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.host_memory import HostMemory
-from zero_strategy.memory.parts import OffloadedPart
 from zero_strategy.memory.tier import Tier
-
-if TYPE_CHECKING:
-    from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.observing import Observed
 
 _ONLY = "values"
 _KEYS = frozenset({_ONLY})
@@ -72,6 +73,36 @@ def add_scaled(target: Tensor, values: Tensor, factor: float, *, first: bool) ->
         target.add_(values.to(target.device))
 
 
+class VectorStore(Protocol):
+    """What moves the chunks of vectors; see `ChunkStore`."""
+
+    tier: Tier
+    memory: HostTier
+    observed: Observed
+    transfers: ChunkSlots
+    copies: DeviceCopies
+
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+
+    @property
+    def transferring(self) -> AbstractContextManager[object]: ...
+
+    def cuts(self, numel: int) -> Cuts: ...
+
+    def cached(self, vector: OffloadedVector, number: int, *, change: bool = False) -> Tensor: ...
+
+    def drop(self, vector: OffloadedVector, number: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def write_changes(self) -> None: ...
+
+    def add_spares(self, places: Sequence[tuple[OffloadedVector, int]]) -> None: ...
+
+    def forget(self, vector: OffloadedVector) -> None: ...
+
+
 class OffloadedVector:
     """A 1-D vector in a tier.
 
@@ -89,7 +120,7 @@ class OffloadedVector:
         version: Grows with every change of its values.
     """
 
-    def __init__(self, store: ChunkStore, name: str, spec: VectorSpec) -> None:
+    def __init__(self, store: VectorStore, name: str, spec: VectorSpec) -> None:
         self.store, self.name, self.numel, self.dtype, self.fill = store, name, spec.numel, spec.dtype, spec.fill
         self.cuts = store.cuts(spec.numel)
         self.kept: Tensor | None = None
@@ -295,7 +326,7 @@ class OffloadedVector:
             self.store.flush()
         chunks = [Chunk(number, *self.chunks[number], {_ONLY: self}, unchanged=_KEYS) for number in numbers]
 
-        def copy(chunk: Chunk, held: dict[str, Tensor]) -> None:
+        def copy(chunk: Chunk[OffloadedVector], held: dict[str, Tensor]) -> None:
             # The slot's memory is read into again at once.
             self.store.copies.up(held[_ONLY], out[chunk.start : chunk.stop]).on_host()
 
@@ -330,7 +361,7 @@ class OffloadedVector:
             for number, place in enumerate(self.chunks)
         ]
 
-        def add(chunk: Chunk, held: dict[str, Tensor]) -> None:
+        def add(chunk: Chunk[OffloadedVector], held: dict[str, Tensor]) -> None:
             target = held[_ONLY]
             add_scaled(target, values[chunk.start : chunk.stop], factor, first=first)
             if look is not None:
@@ -357,3 +388,71 @@ class OffloadedVector:
     def part(self, start: int, shape: torch.Size | tuple[int, ...]) -> OffloadedPart:
         """A range of it, as a tensor of this shape that has to be read."""
         return OffloadedPart(self, start, torch.Size(shape))
+
+
+class OffloadedPart:
+    """What stands for a tensor whose values are in a tier.
+
+    Attributes:
+        vector: Of which it is a part.
+        start: Its first element there.
+        shape: Of the tensor.
+        powers: What is known of its values without reading them: p, the sum of |x| ** p in float64 (inf: the largest
+            |x|), and how many x are not finite.
+    """
+
+    def __init__(self, vector: OffloadedVector, start: int, shape: torch.Size) -> None:
+        self.vector, self.start, self.shape = vector, start, shape
+        self.powers: tuple[float, float, int] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.vector.dtype
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    def read(self) -> Tensor:
+        """The values, in memory of their own."""
+        return self.vector.read(self.start, self.start + self.numel()).view(self.shape)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the values."""
+        self.vector.write(self.start, values)
+
+    def narrow(self, start: int, stop: int) -> OffloadedPart:
+        """Elements [start, stop) of it, flat."""
+        return self.vector.part(self.start + start, (stop - start,))
+
+
+def visit(parts: Sequence[OffloadedPart], look: Callable[[list[int], list[Tensor]], object]) -> None:
+    """Look at values in order of where they lie, as few at once as a chunk has; the next chunk is read meanwhile.
+
+    Args:
+        parts: In any order.
+        look: Takes positions in `parts`, and for each a flat view of some of its values, not to be written to.
+    """
+    by_vector: dict[int, tuple[OffloadedVector, dict[int, list[int]]]] = {}
+    for position, part in enumerate(parts):
+        _, places = by_vector.setdefault(id(part.vector), (part.vector, {}))
+        for number, *_ in part.vector.cuts.overlapping(part.start, part.start + part.numel()):
+            places.setdefault(number, []).append(position)
+    for vector, places in by_vector.values():
+
+        def show(chunk: Chunk[OffloadedVector], held: dict[str, Tensor], places: dict[int, list[int]] = places) -> None:
+            found = []
+            for position in places[chunk.number]:
+                part = parts[position]
+                low, high = max(chunk.start, part.start), min(chunk.stop, part.start + part.numel())
+                found.append(held[_ONLY][low - chunk.start : high - chunk.start])
+            look(places[chunk.number], found)
+
+        with vector.store.lock:
+            vector.store.flush()
+        chunks = [
+            Chunk(number, *vector.chunks[number], {_ONLY: vector}, unchanged=_KEYS) for number in sorted(places)
+        ]
+        with vector.store.transferring:
+            vector.store.transfers.run(chunks, show)

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.distributed.background import BackgroundWorker
-from zero_strategy.memory.parts import OffloadedPart
-from zero_strategy.memory.vectors import OffloadedVector
+from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector
 from zero_strategy.optim.streamed import ChunkKey, Numbers, StreamedStep, Update, Work, can_go_aside
 from zero_strategy.optim.update_rules import UpdateRule
 from zero_strategy.sharding.gradients import GradientBucket

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.sharding.assemble import assemble_segment
 from zero_strategy.sharding.dtensors import local_values, whole_of
-from zero_strategy.sharding.model import ShardedModel
+from zero_strategy.sharding.model import ShardedModel, sharded_model_of
 from zero_strategy.sharding.parameters import ParameterBucket
-from zero_strategy.sharding.registry import sharded_model_of
 
 
 def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -142,7 +141,8 @@ def _find(param: nn.Parameter) -> tuple[ShardedModel, ParameterBucket, int]:
 
 
 def _holder(model: ShardedModel, param: nn.Parameter) -> ShardedOptimizer:
-    for sharded in model.optimizers:
+    attached: list[ShardedOptimizer] = model.optimizers
+    for sharded in attached:
         if any(param is held for held in sharded.parameters()):
             return sharded
     raise ValueError(f"no attached optimizer holds this parameter of shape {tuple(param.shape)}")

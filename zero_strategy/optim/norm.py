@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_strategy import ops
 from zero_strategy.distributed import Communicator
-from zero_strategy.memory.parts import OffloadedPart, visit
+from zero_strategy.memory.vectors import OffloadedPart, visit
 from zero_strategy.ops.arguments import FLOATS, norm_order
 
 Shard = Tensor | OffloadedPart

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from zero_strategy import ops
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
-from zero_strategy.memory.parts import OffloadedPart
-from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
+from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector, VectorSpec
 from zero_strategy.optim.early import EarlyStep
 from zero_strategy.optim.elementwise import reason_against
 from zero_strategy.optim.own_steps import OwnSteps

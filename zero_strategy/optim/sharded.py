@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import ops
-from zero_strategy.memory.parts import OffloadedPart
-from zero_strategy.memory.vectors import OffloadedVector
+from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector
 from zero_strategy.optim.early import EarlyStep
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer

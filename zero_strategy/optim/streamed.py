@@ -26,8 +26,7 @@ from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots, cause_of
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.opening import SLOTS
-from zero_strategy.memory.parts import OffloadedPart
-from zero_strategy.memory.vectors import OffloadedVector
+from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector
 from zero_strategy.optim.step_copies import StepCopies
 from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
@@ -68,7 +67,7 @@ class Update:
 
 
 @dataclass
-class Work(Chunk):
+class Work(Chunk[OffloadedVector]):
     """What is updated in a chunk; with the state of one `on_device`, where the bucket is.
 
     Attributes:
@@ -127,7 +126,7 @@ class StreamedStep:
     def __init__(self, store: ChunkStore, copies: DeviceCopies | None = None) -> None:
         self._store, self._slots, self._forced = store, ChunkSlots(SLOTS), copies is not None
         self._copies = None if copies is None else StepCopies(copies, pinned=False)
-        self._last: list[Chunk] = []
+        self._last: list[Chunk[OffloadedVector]] = []
         store.passes.append(self._slots)
 
     @property
@@ -174,7 +173,7 @@ class StreamedStep:
         waiting = [chunk for chunk in waiting if chunk.vectors or not chunk.adopted]
         copies = self._begin_copies([chunk for chunk in waiting if not chunk.adopted])
 
-        def work(chunk: Chunk, held: dict[str, Tensor]) -> None:
+        def work(chunk: Chunk[OffloadedVector], held: dict[str, Tensor]) -> None:
             assert isinstance(chunk, Work)
             if chunk.adopted:
                 _fetch(chunk, held[NEXT])
@@ -277,7 +276,7 @@ class StreamedStep:
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.write_changes()
 
-        def work(chunk: Chunk, held: dict[str, Tensor]) -> None:
+        def work(chunk: Chunk[OffloadedVector], held: dict[str, Tensor]) -> None:
             assert isinstance(chunk, Work)
             steps = look(chunk)
             if steps is not None:
@@ -388,7 +387,7 @@ class StreamedStep:
             steps[id(update.parameter)] = numbers
 
 
-def _bare(chunk: Work) -> Chunk:
+def _bare(chunk: Work) -> Chunk[OffloadedVector]:
     """The chunk alone, which keeps no gradient alive."""
     return Chunk(chunk.number, chunk.start, chunk.stop, chunk.vectors, chunk.unread, chunk.unchanged)
 

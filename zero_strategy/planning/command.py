@@ -160,6 +160,7 @@ def _plan(options: argparse.Namespace) -> Any:
     import torch
 
     from zero_strategy.memory.optimizer_states import OptimizerState, optimizer_state
+    from zero_strategy.memory.plan import plan_model
     from zero_strategy.planning.settings import planned_settings
 
     settings = planned_settings(options)
@@ -177,8 +178,9 @@ def _plan(options: argparse.Namespace) -> Any:
         per_host = min(options.world, present or _RANKS_PER_HOST)
     device = options.device or ("cuda" if options.gpu_mem is not None or torch.cuda.is_available() else "cpu")
     name = _DTYPES[options.dtype] if options.dtype else settings.dtype
-    return settings.config.plan(
+    return plan_model(
         _model(options, settings.config),
+        settings.config,
         world_size=options.world,
         compute_dtype=None if name is None else getattr(torch, name),
         optimizer=state,

@@ -22,7 +22,7 @@ from zero_strategy.saving.contents import OptimizerTable, States, own_table
 from zero_strategy.saving.places import SavePlaces
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.train_state import TrainState
 
 _AS_BEFORE, _BUSY, _KNOWS_PLACE = 1, 2, 4
 
@@ -56,7 +56,7 @@ class Agreement:
         engine: The engine, or a weak proxy.
     """
 
-    def __init__(self, engine: ZeroEngine) -> None:
+    def __init__(self, engine: TrainState) -> None:
         self._engine = engine
         self._own: list[OptimizerTable] = []
         self._all: list[OptimizerTable] | None = None

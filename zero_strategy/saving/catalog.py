@@ -16,7 +16,7 @@ from zero_strategy.distributed.together import together
 from zero_strategy.saving.contents import state_dict_entries
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.train_state import TrainState
 
 Position = tuple[int, ...]
 """Where a tensor comes in the whole model's order."""
@@ -49,7 +49,7 @@ class Catalog:
         return Catalog(weights, aliases, self.frozen.difference(names))
 
 
-def catalog_of(engine: ZeroEngine) -> Catalog:
+def catalog_of(engine: TrainState) -> Catalog:
     """All tensors of the model that an engine trains, or trains a part of. A collective of the team if it is a part.
 
     Raises:
@@ -65,7 +65,7 @@ def catalog_of(engine: ZeroEngine) -> Catalog:
 _Part = tuple[list[tuple[Position, TensorSpec]], dict[str, str], set[str]]
 
 
-def _own(engine: ZeroEngine) -> _Part:
+def _own(engine: TrainState) -> _Part:
     order = engine.order or (lambda name: ())
     entries = [(order(name), TensorSpec.of(name, tensor)) for name, tensor in state_dict_entries(engine.module)]
     frozen = {name for name, parameter in engine.model.names() if not parameter.requires_grad}
@@ -86,7 +86,7 @@ def _merged(parts: Sequence[_Part], *, sort: bool) -> Catalog:
     return Catalog([spec for _, spec in order], aliases, frozenset(frozen))
 
 
-def union_of_groups(engine: ZeroEngine, groups: list[dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
+def union_of_groups(engine: TrainState, groups: list[dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
     """The param groups of an optimizer over all parts of a model. A collective of the team if there are several.
 
     Args:

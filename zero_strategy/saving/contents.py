@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero_strategy.checkpoint import FileKind, LatePiece, Piece
 from zero_strategy.memory.images import VectorReader, live_values
-from zero_strategy.memory.parts import OffloadedPart
+from zero_strategy.memory.vectors import OffloadedPart
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving.tensor_pieces import pieces_in_whole
 from zero_strategy.sharding import layout
@@ -25,7 +25,7 @@ from zero_strategy.sharding.dtensors import held_by
 from zero_strategy.sharding.parameters import ParameterBucket
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.train_state import TrainState
 
 EXTRA_STATE_FILE = "extra_state.pt"
 """What modules return from `get_extra_state`."""
@@ -77,7 +77,7 @@ def state_dict_entries(module: nn.Module, *, tied: bool = False) -> Iterator[tup
     yield from visit(module, "")
 
 
-def extra_state_file(engine: ZeroEngine) -> dict[str, bytes]:
+def extra_state_file(engine: TrainState) -> dict[str, bytes]:
     """What modules return from `get_extra_state`, as a file of its own; any picklable value.
 
     A collective of the team if the engine's module is a part of a model.
@@ -100,7 +100,7 @@ States = Mapping[str, tuple[torch.Size, Mapping[str, Any]]]
 """Parameter name -> shape of this rank's piece, and its live state."""
 
 
-def states_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> States:
+def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
     """This rank's state of an optimizer, looked up once for all that a save asks of it."""
     names, found = {id(p): name for name, p in engine.model.names()}, {}
     for parameter in sharded.parameters():
@@ -110,7 +110,7 @@ def states_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> States:
     return found
 
 
-def own_table(engine: ZeroEngine, sharded: ShardedOptimizer, states: States) -> OptimizerTable:
+def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> OptimizerTable:
     """What this rank knows of an optimizer's state.
 
     Raises:
@@ -147,7 +147,7 @@ def stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def pieces_of(
-    engine: ZeroEngine,
+    engine: TrainState,
     order: Sequence[tuple[str, Tensor]],
     saved: Sequence[States],
     tables: Sequence[OptimizerTable],
@@ -199,7 +199,7 @@ def _slice_pieces(bucket: ParameterBucket) -> Iterator[layout.Piece]:
 
 
 def _weights_pieces(
-    engine: ZeroEngine,
+    engine: TrainState,
     bucket: ParameterBucket,
     piece: layout.Piece,
     dtype: torch.dtype | None,
@@ -223,7 +223,7 @@ def _weights_pieces(
 
 
 def _state_pieces(
-    engine: ZeroEngine, states: States, kind: str, dtypes: Mapping[str, torch.dtype], values_of: VectorReader
+    engine: TrainState, states: States, kind: str, dtypes: Mapping[str, torch.dtype], values_of: VectorReader
 ) -> Iterator[Piece | LatePiece]:
     for bucket in engine.model.buckets:
         lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
@@ -255,7 +255,7 @@ def _some(value: Tensor, start: int, stop: int) -> Tensor:
     return value.reshape(-1)[start:stop].contiguous()
 
 
-def groups_of(engine: ZeroEngine, sharded: ShardedOptimizer) -> list[dict[str, Any]]:
+def groups_of(engine: TrainState, sharded: ShardedOptimizer) -> list[dict[str, Any]]:
     """Hyper-parameters of each param group, its parameters by name."""
     names = {id(p): name for name, p in engine.model.names()}
     return [

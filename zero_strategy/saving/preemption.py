@@ -22,7 +22,7 @@ from zero_strategy.saving.step_watch import Due, StepWatch
 if TYPE_CHECKING:
     import os
 
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.saving.checkpointing import CheckpointingEngine
 
 EXIT_CODE = 143
 """What a shell makes of a process that SIGTERM ended: 128 + 15."""
@@ -97,7 +97,7 @@ class SignalWatch:
 
 @contextmanager
 def save_on_signal(
-    engine: ZeroEngine,
+    engine: CheckpointingEngine,
     directory: str | os.PathLike[str],
     *,
     signals: Iterable[int] | None = None,

@@ -20,14 +20,14 @@ from zero_strategy.distributed.together import together
 from zero_strategy.saving import random_state
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.saving.checkpointing import CheckpointingEngine
 
 _STAGED = ".weights"
 _CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}
 
 
 def save_pretrained(
-    engine: ZeroEngine,
+    engine: CheckpointingEngine,
     directory: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
@@ -58,7 +58,7 @@ def save_pretrained(
     )
 
 
-def export_weights(engine: ZeroEngine, directory: str | os.PathLike[str], files: Mapping[str, bytes]) -> bool:
+def export_weights(engine: CheckpointingEngine, directory: str | os.PathLike[str], files: Mapping[str, bytes]) -> bool:
     """Write whole weights as `save_pretrained` does, without what is a checkpoint's alone; all ranks call it.
 
     They are written beside first, each rank its own slices. A model or a checkpoint in the directory goes when they

@@ -20,7 +20,7 @@ from zero_strategy.saving.catalog import Catalog, catalog_of
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint import StateReader
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.train_state import TrainState
 
 KEY = "references"
 """In the engine's entry of the manifest's user metadata: name -> {"dtype", "shape", "digest"}."""
@@ -48,7 +48,7 @@ def digest(data: Tensor, start: int) -> int:
     return total & _MASK
 
 
-def own_digests(engine: ZeroEngine, names: Collection[str]) -> dict[str, int]:
+def own_digests(engine: TrainState, names: Collection[str]) -> dict[str, int]:
     """This rank's parts of the digests of parameters; those of the first replica count."""
     if engine.mesh.replicate.rank:
         return {}
@@ -89,7 +89,7 @@ def references_of(reader: StateReader) -> dict[str, Any]:
     return dict(reader.manifest.user.get("zero_strategy", {}).get(KEY, {}))
 
 
-def check(engine: ZeroEngine, reader: StateReader) -> set[str]:
+def check(engine: TrainState, reader: StateReader) -> set[str]:
     """Compare what a checkpoint refers to with what the model holds; a collective if there is anything.
 
     Returns:

@@ -47,7 +47,7 @@ from zero_strategy.saving.job import SaveJob
 from zero_strategy.saving.places import SavePlaces, parent_of, prune_remote
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.train_state import TrainState
 
 OWN = "zero_strategy"
 """Key of the engine's own entry in the manifest's user metadata."""
@@ -165,7 +165,7 @@ class PendingSave:
 class Saver:
     """The saves of one engine."""
 
-    def __init__(self, engine: ZeroEngine) -> None:
+    def __init__(self, engine: TrainState) -> None:
         self._engine = weakref.proxy(engine)
         self._snapshot = Snapshot(pinned=torch.cuda.is_available())
         self._file_snapshot: FileSnapshot | None = None

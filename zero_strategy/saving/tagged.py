@@ -22,7 +22,7 @@ from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, join
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint import StateReader
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.saving.checkpointing import CheckpointingEngine
     from zero_strategy.saving.saver import PendingSave
 
 CLIENT_FILE = "client_state.pt"
@@ -30,7 +30,7 @@ CLIENT_FILE = "client_state.pt"
 
 
 def save_checkpoint(
-    engine: ZeroEngine,
+    engine: CheckpointingEngine,
     save_dir: str | os.PathLike[str],
     tag: str | int | None,
     client_state: Mapping[str, Any],
@@ -70,7 +70,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    engine: ZeroEngine,
+    engine: CheckpointingEngine,
     load_dir: str | os.PathLike[str],
     tag: str | int | None,
     strict: bool,

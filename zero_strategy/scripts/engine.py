@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zero_strategy.config.batch import MICRO, TRAIN, BatchSettings
+from zero_strategy.diagnostics.monitor import Monitor
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.joined import JoinedBatches
 from zero_strategy.scripts.data import distributed_loader
@@ -73,13 +74,14 @@ class ScriptEngine(ScriptCheckpoints):
         device: torch.device | None = None,
         local_rank: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.zero, self.settings, self.module = zero, settings, zero.module
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.device, self.local_rank = device or torch.device("cpu"), local_rank
         self.training_dataloader: Iterable[Any] | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self._collate_fn = collate_fn
+        self._collate_fn, self.monitor = collate_fn, monitor
         self._boundary: bool | None = None
         self._held_back = False
         self._norm: float | None = None
@@ -335,8 +337,8 @@ class ScriptEngine(ScriptCheckpoints):
         self._tell_monitor()
 
     def _tell_monitor(self) -> None:
-        if self.zero.monitor is not None:
-            self.zero.monitor.samples_per_step = self.settings.batch.train_batch_size
+        if self.monitor is not None:
+            self.monitor.samples_per_step = self.settings.batch.train_batch_size
 
     # ---- getters ----
 

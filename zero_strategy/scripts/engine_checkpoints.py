@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import uuid
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from zero_strategy.checkpoint.replace import beside, remove, sync
 from zero_strategy.distributed.together import together
+from zero_strategy.engine import ZeroEngine
 from zero_strategy.saving.catalog import catalog_of
-
-if TYPE_CHECKING:
-    from zero_strategy.scripts.engine import ScriptEngine
+from zero_strategy.scripts.ownership import SchedulerGuard
+from zero_strategy.scripts.settings import ScriptSettings
 
 COUNTERS_KEY = "zero_strategy.script"
 """The key of the engine's counters in a checkpoint's client state."""
@@ -26,9 +27,16 @@ _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 class ScriptCheckpoints:
     """The part of `ScriptEngine` that saves and loads."""
 
-    @property
-    def _engine(self) -> ScriptEngine:
-        return cast("ScriptEngine", self)
+    zero: ZeroEngine
+    settings: ScriptSettings
+    lr_scheduler: Any
+    micro_steps: int
+    global_steps: int
+    _scheduled: SchedulerGuard
+
+    @abstractmethod
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
 
     def save_checkpoint(
         self,
@@ -46,13 +54,12 @@ class ScriptCheckpoints:
         Returns:
             True, when it is there.
         """
-        engine = self._engine
-        counters = {name: getattr(engine, name) for name in _COUNTERS}
+        counters = {name: getattr(self, name) for name in _COUNTERS}
         state = {**(client_state or {}), COUNTERS_KEY: counters}
-        tag = f"global_step{engine.global_steps}" if tag is None else tag
+        tag = f"global_step{self.global_steps}" if tag is None else tag
         frozen: Literal["reference"] | None = "reference" if exclude_frozen_parameters else None
-        engine.zero.save_checkpoint(
-            save_dir, tag, state, save_latest, lr_scheduler=engine.lr_scheduler, frozen=frozen
+        self.zero.save_checkpoint(
+            save_dir, tag, state, save_latest, lr_scheduler=self.lr_scheduler, frozen=frozen
         ).wait()
         return True
 
@@ -69,17 +76,16 @@ class ScriptCheckpoints:
         Returns:
             (path, client state); (None, {}) with a warning where there is none.
         """
-        engine = self._engine
-        path, state = engine.zero.load_checkpoint(
+        path, state = self.zero.load_checkpoint(
             load_dir,
             tag,
             load_module_strict,
             load_optimizer_states,
             load_lr_scheduler_states,
-            lr_scheduler=engine.lr_scheduler,
+            lr_scheduler=self.lr_scheduler,
         )
         counters = state.pop(COUNTERS_KEY, None)
-        engine._scheduled.forget()
+        self._scheduled.forget()
         if path is not None and load_optimizer_states:
             self._take_counters(counters)
         return path, state
@@ -103,35 +109,33 @@ class ScriptCheckpoints:
         Raises:
             OSError: If rank 0 cannot write it; on all ranks.
         """
-        engine = self._engine
-        state = engine.zero.full_state_dict()
-        dtype = engine.settings.compute_dtype
-        frozen = catalog_of(engine.zero).frozen if exclude_frozen_parameters else frozenset[str]()
+        state = self.zero.full_state_dict()
+        dtype = self.settings.compute_dtype
+        frozen = catalog_of(self.zero).frozen if exclude_frozen_parameters else frozenset[str]()
         kept = {
             name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
             for name, value in state.items()
             if name not in frozen
         }
-        team, place = engine.zero.mesh.team, Path(save_dir, save_filename)
+        team, place = self.zero.mesh.team, Path(save_dir, save_filename)
         together(team.control, lambda: _write_torch_file(kept, place) if team.rank == 0 else None)
         return True
 
     save_fp16_model = save_16bit_model
 
     def _take_counters(self, counters: Mapping[str, int] | None) -> None:
-        engine = self._engine
         if counters is None:  # of DeepSpeed, or of a `ZeroEngine` in a loop
-            steps = engine.zero.steps
+            steps = self.zero.steps
             counters = {
                 "global_steps": steps.taken,
                 "skipped_steps": steps.skipped,
-                "global_samples": steps.taken * (engine.settings.batch.train_batch_size or 0),
-                "micro_steps": steps.taken * engine.gradient_accumulation_steps(),
+                "global_samples": steps.taken * (self.settings.batch.train_batch_size or 0),
+                "micro_steps": steps.taken * self.gradient_accumulation_steps(),
             }
         for name in _COUNTERS:
-            setattr(engine, name, int(counters[name]))
+            setattr(self, name, int(counters[name]))
         # A checkpoint holds no partial gradients, and the number of micro-batches per step may be another one now.
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
 
 
 def _write_torch_file(tensors: Mapping[str, Tensor], place: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from zero_strategy.config import ResolvedConfig, ZeroConfig, load_config, resolve
 from zero_strategy.config.batch import ACCUMULATION
 from zero_strategy.deferred import is_deferred
+from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.distributed import world_size
 from zero_strategy.distributed.start import discover, init_distributed, require_group
 from zero_strategy.engine import ZeroEngine
@@ -91,6 +92,7 @@ def initialize(
     if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
         _move(model, device)
     zero = _zero_engine(model, settings, device)
+    monitor = install_diagnostics(zero).monitor
     parameters = None if model_parameters is None else list(model_parameters)
     used = _optimizer(settings, model, optimizer, parameters)
     guard = None if used is None else OptimizerGuard(used)
@@ -104,6 +106,7 @@ def initialize(
         "device": device,
         "local_rank": local_rank,
         "collate_fn": collate_fn,
+        "monitor": monitor,
     }
     engine: ScriptEngine
     if isinstance(zero, PipelineEngine):

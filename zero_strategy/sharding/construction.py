@@ -39,8 +39,8 @@ from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import own_card
 from zero_strategy.distributed.rendezvous import next_number
 from zero_strategy.distributed.save_board import own_store
-from zero_strategy.sharding.registry import sharded_model_of
-from zero_strategy.sharding.sharded_parameter import ShardedParameter
+from zero_strategy.sharding.registry import owner_of
+from zero_strategy.sharding.sharded_parameter import ShardedParameter, Slice
 
 _BATCH = 48
 """Parameters that one message agrees upon: a bit of an int64 each."""
@@ -100,31 +100,6 @@ class Init:
         construction, self._construction, self._hooks = self._construction, None, []
         if construction is not None and kind is None:
             construction.finish()
-
-
-@dataclass
-class Slice:
-    """This rank's part of a sharded parameter.
-
-    Attributes:
-        construction: It unshards the parameter.
-        number: Of the parameter, equal on all ranks.
-        values: Elements [rank x n, rank x n + n) of the flat parameter, zeros behind its end; n: ceil(numel / ranks).
-        text: The parameter in words.
-        owner: The module that it was registered in, as far as is known.
-    """
-
-    construction: Construction
-    number: int
-    values: Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    text: str
-    owner: nn.Module | None
-
-    def without_values(self) -> Tensor:
-        """A tensor of the parameter's layout, on the meta device."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.values.dtype, device="meta")
 
 
 @dataclass
@@ -408,7 +383,7 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
         and type(parameter.data) is Tensor
         and torch.ops.aten.is_non_overlapping_and_dense(parameter)
         and not getattr(parameter, "tensor_model_parallel", False)  # Megatron's mark: each rank has its own part
-        and sharded_model_of(parameter) is None
+        and owner_of(parameter) is None
     )
 
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from zero_strategy.sharding.construction import Construction, constructions_of
 from zero_strategy.sharding.edits import EditWatch
-from zero_strategy.sharding.registry import sharded_model_of
+from zero_strategy.sharding.model import ShardedModel, sharded_model_of
 
 if TYPE_CHECKING:
-    from zero_strategy.sharding.model import ShardedModel
     from zero_strategy.sharding.parameters import ParameterBucket
 
 

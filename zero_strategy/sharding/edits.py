@@ -7,14 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_char
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from zero_strategy.sharding.parameters import ParameterBucket
+
+class WatchedBucket(Protocol):
+    """A bucket of parameters as its watch sees it; see `ParameterBucket`."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    watches: list[EditWatch]
+
+    @property
+    def gathered(self) -> bool: ...
+
+    @property
+    def follows_edits(self) -> bool: ...
+
+    def present_versions(self) -> list[tuple[int, int]]: ...
+
+    def segment_view(self, index: int) -> Tensor: ...
 
 _PART = 1 << 20
 """Elements of a device's memory that are hashed at once; each needs 16 bytes meanwhile."""
@@ -31,7 +46,7 @@ class EditWatch:
         hashed: Look at values, too: one pass over them now, and one at the end. Else at version counters alone.
     """
 
-    def __init__(self, bucket: ParameterBucket, *, hashed: bool) -> None:
+    def __init__(self, bucket: WatchedBucket, *, hashed: bool) -> None:
         self.bucket, self._hashed = bucket, hashed
         self._lost: set[int] = set()
         self.renew()

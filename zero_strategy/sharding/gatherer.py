@@ -22,10 +22,11 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_strategy.sharding.outside import mark_output
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.uncompiled import uncompiled
 
+UNIT_OUTPUT = "zero_strategy.unit_output"
+"""Key in the metadata of a node of the graph that is the output of a unit's forward."""
 _OUTSIDE = -1
 """Stands among the calls of a unit for uses outside of its forward."""
 _NO_TENSORS = frozenset(map(id, (dict, OrderedDict, bool, int, float, str, NoneType)))
@@ -401,7 +402,7 @@ class _ForwardHook:
             in_backward = torch._C._current_graph_task_id() != -1  # a recomputation, whose graph may not be used
             for tensor in (*tensors_in(output), *self._left_in(module)):
                 if tensor.requires_grad:
-                    mark_output(tensor)
+                    _mark_output(tensor)
                     tensor.register_hook(_OutputHook(self.gatherer, self.unit, call))
                     backward_follows = True
             if backward_follows and not in_backward:
@@ -469,3 +470,10 @@ def owners(unit: Unit, root: nn.Module) -> list[nn.Module]:
         if module is not unit.module
         and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
     ]
+
+
+def _mark_output(tensor: Tensor) -> None:
+    """Note on the graph that `tensor` is what a unit's forward returned."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[UNIT_OUTPUT] = True

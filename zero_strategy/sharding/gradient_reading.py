@@ -8,7 +8,7 @@ which no other rank is needed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import ref
 
 import torch
@@ -16,12 +16,26 @@ from torch import Tensor
 
 from zero_strategy.sharding.assemble import assemble_segment
 from zero_strategy.sharding.dtensors import whole_of
-
-if TYPE_CHECKING:
-    from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.sharding.parameters import ParameterBucket
 
 
-def reader_of(gradients: GradientBucket, index: int) -> Callable[[], Tensor]:
+class ReadableGradients(Protocol):
+    """The gradients of a bucket as a reader of one sees them; see `GradientBucket`."""
+
+    bucket: ParameterBucket
+    dtype: torch.dtype
+    live: set[int]
+
+    def finish(self) -> None: ...
+
+    def sync_handles(self) -> None: ...
+
+    def local_sum(self, index: int) -> Tensor | None: ...
+
+    def reduced_part(self, index: int) -> Tensor | None: ...
+
+
+def reader_of(gradients: ReadableGradients, index: int) -> Callable[[], Tensor]:
     """What reads one gradient for as long as its bucket lives; it does not keep the bucket alive."""
     known, name = ref(gradients), gradients.bucket.names[index]
 
@@ -35,7 +49,7 @@ def reader_of(gradients: GradientBucket, index: int) -> Callable[[], Tensor]:
 
 
 @torch.no_grad()
-def read_gradient(gradients: GradientBucket, index: int) -> Tensor:
+def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
     """The gradient that `p.grad` stands for, in the parameter's dtype and shape, in memory of its own.
 
     A collective where the parameter holds a reduced gradient and gradients are sharded, or is a tensor-parallel one.

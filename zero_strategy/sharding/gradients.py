@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.memory.chunked import ChunkStore
-from zero_strategy.memory.parts import OffloadedPart
-from zero_strategy.memory.vectors import OffloadedVector, VectorSpec, add_scaled
+from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector, VectorSpec, add_scaled
 from zero_strategy.ops.arguments import FLOATS
 from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.handles import GradientHandle

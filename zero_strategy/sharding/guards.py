@@ -6,22 +6,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.distributed import Mesh
 from zero_strategy.sharding.gatherer import InertHook, Unit, owners, released_message
+from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.sharding.placement import Placement
 
-if TYPE_CHECKING:
-    from zero_strategy.sharding.model import ShardedModel
+
+class GuardedModel(Protocol):
+    """A sharded model as these hooks see it; see `ShardedModel`."""
+
+    module: nn.Module
+    units: list[Unit]
+    mesh: Mesh
+    placement: Placement
+
+    def names(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None: ...
 
 
 class ModuleGuards:
     """Hooks on the modules of a sharded model, outside of forward and backward."""
 
-    def __init__(self, model: ShardedModel) -> None:
+    def __init__(self, model: GuardedModel) -> None:
         self._open = 0
         for unit in model.units:
             if not unit.buckets:
@@ -39,7 +52,7 @@ class ModuleGuards:
             # An instance attribute: the module's own cast methods look `_apply` up on the object.
             object.__setattr__(module, "_apply", ApplyGuard(module, type(module)._apply))
 
-    def enter(self, model: ShardedModel, call: str) -> None:
+    def enter(self, model: GuardedModel, call: str) -> None:
         """The outermost call of a recursion meets the other ranks where a gather follows."""
         if not self._open and model.placement.shard_parameters:
             model.mesh.rendezvous.meet(call)
@@ -57,7 +70,7 @@ class ModuleGuards:
 class _UnitGuard:
     """`state_dict` and `load_state_dict` of one module that holds parameters of one unit."""
 
-    def __init__(self, guards: ModuleGuards, model: ShardedModel, unit: Unit) -> None:
+    def __init__(self, guards: ModuleGuards, model: GuardedModel, unit: Unit) -> None:
         self.guards, self.model, self.unit = guards, model, unit
         self._loading: list[tuple[nn.Parameter, Tensor]] = []
 

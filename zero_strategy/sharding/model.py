@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,8 @@ from zero_strategy.sharding.parameters import ParameterBucket, master_name, weig
 from zero_strategy.sharding.placement import placement_for
 from zero_strategy.sharding.reducer import GradientReducer
 from zero_strategy.sharding.reducer_hooks import Watcher
-from zero_strategy.sharding.registry import check_unsharded, register
+from zero_strategy.sharding.registry import check_unsharded, owner_of, register
 from zero_strategy.sharding.units import UnitSpec, aliases, find_units
-
-if TYPE_CHECKING:
-    from zero_strategy.optim.sharded import ShardedOptimizer
 
 
 class ShardedModel:
@@ -94,7 +91,7 @@ class ShardedModel:
         for construction in self._constructions:  # what is whole just now stays so
             construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
         _check_same_on_all_ranks(module, mesh)
-        self.optimizers: list[ShardedOptimizer] = []
+        self.optimizers: list[Any] = []
         self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor]
         if device is not None:
             move_buffers(module, device)
@@ -366,3 +363,10 @@ def _check_tensor_ranks(module: nn.Module, mesh: Mesh) -> None:
 
 def _placed(parameter: nn.Parameter) -> str:
     return f", {parameter.placements}" if is_dtensor(parameter) else ""  # type: ignore[attr-defined]
+
+
+def sharded_model_of(parameter: nn.Parameter) -> ShardedModel | None:
+    """The sharded model that holds `parameter`, or None."""
+    owner = owner_of(parameter)
+    assert owner is None or isinstance(owner, ShardedModel)
+    return owner

@@ -7,21 +7,12 @@ is looked through before its backward: a few dozen nodes, since it ends at the u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from zero_strategy.sharding.model import ShardedModel
-
-_MARK = "zero_strategy.unit_output"
-
-
-def mark_output(tensor: Tensor) -> None:
-    """Note on the graph that `tensor` is what a unit's forward returned."""
-    node: Any = tensor.grad_fn
-    if node is not None:
-        node.metadata[_MARK] = True
+from zero_strategy.sharding.gatherer import UNIT_OUTPUT
+from zero_strategy.sharding.model import ShardedModel
 
 
 def check_outside_uses(loss: Tensor, model: ShardedModel) -> None:
@@ -37,7 +28,7 @@ def check_outside_uses(loss: Tensor, model: ShardedModel) -> None:
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node in seen or _MARK in node.metadata:
+        if node in seen or UNIT_OUTPUT in node.metadata:
             continue
         seen.add(node)
         place = model.place(node.variable) if hasattr(node, "variable") else None

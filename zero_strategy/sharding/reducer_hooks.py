@@ -13,7 +13,6 @@ from zero_strategy.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_strategy.sharding.gradients import GradientBucket
-    from zero_strategy.sharding.reducer import GradientReducer
 
 
 class ReductionWatcher(Protocol):
@@ -32,10 +31,20 @@ class ReductionWatcher(Protocol):
         """Gradients were dropped; wait for nothing that was to come."""
 
 
+class HookedReducer(Protocol):
+    """What the hooks call; see `GradientReducer`."""
+
+    def before_forward(self) -> None: ...
+
+    def before_gradient(self, number: int, index: int) -> None: ...
+
+    def after_gradient(self, number: int, index: int) -> None: ...
+
+
 class Watcher:
     """A forward pre-hook of the root module: unfrozen parameters get master weights, a torn backward is noticed."""
 
-    def __init__(self, reducer: GradientReducer) -> None:
+    def __init__(self, reducer: HookedReducer) -> None:
         self.reducer = reducer
 
     @uncompiled
@@ -54,7 +63,7 @@ class Watcher:
 class ParameterHook:
     """The two hooks of one parameter. They hold the reducer weakly: autograd's references are invisible to the GC."""
 
-    def __init__(self, reducer: GradientReducer, number: int, index: int) -> None:
+    def __init__(self, reducer: HookedReducer, number: int, index: int) -> None:
         self._reducer, self.number, self.index = ref(reducer), number, index
 
     def before(self, gradient: Tensor) -> None:

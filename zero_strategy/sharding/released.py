@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zero_strategy.sharding.registry import sharded_model_of
+from zero_strategy.sharding.registry import owner_of
 from zero_strategy.sharding.sharded_parameter import METADATA, STRIDES
 
 _PLACES = frozenset({Tensor.data_ptr, Tensor.untyped_storage, *STRIDES})
@@ -148,7 +148,7 @@ def unshard_class(parameter: nn.Parameter) -> None:
 def name_of(tensor: Tensor) -> str:
     """The parameter's name in the module; "" where no engine is left that knows it."""
     parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
-    model = sharded_model_of(parameter)
+    model = owner_of(parameter)
     place = None if model is None else model.place(parameter)
     return "" if place is None else place[0].names[place[1]]
 
@@ -200,7 +200,7 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 def _warn(tensor: Tensor, func: Callable[..., Any]) -> None:
     parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
-    model = sharded_model_of(parameter)
+    model = owner_of(parameter)
     if model is None or model.told_of_reads:
         return
     model.told_of_reads = True

@@ -10,15 +10,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 from torch.utils._pytree import tree_leaves
-
-if TYPE_CHECKING:
-    from zero_strategy.sharding.construction import Slice
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -60,6 +58,43 @@ _OVERWRITING = frozenset(
 
 _LOCATING = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage})
 """Functions that tell where values are: these have to stay there from then on."""
+
+
+class Unsharder(Protocol):
+    """What unshards parameters while their model is built; see `Construction`."""
+
+    def undo(self, parameter: nn.Parameter, before: Slice) -> None: ...
+
+    def copied(self, parameter: ShardedParameter) -> Tensor: ...
+
+    def use(
+        self, parameters: list[nn.Parameter], overwritten: nn.Parameter | None = None, *, stays: bool
+    ) -> None: ...
+
+
+@dataclass
+class Slice:
+    """This rank's part of a sharded parameter.
+
+    Attributes:
+        construction: It unshards the parameter.
+        number: Of the parameter, equal on all ranks.
+        values: Elements [rank x n, rank x n + n) of the flat parameter, zeros behind its end; n: ceil(numel / ranks).
+        text: The parameter in words.
+        owner: The module that it was registered in, as far as is known.
+    """
+
+    construction: Unsharder
+    number: int
+    values: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    text: str
+    owner: nn.Module | None
+
+    def without_values(self) -> Tensor:
+        """A tensor of the parameter's layout, on the meta device."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.values.dtype, device="meta")
 
 
 class ShardedParameter(nn.Parameter):

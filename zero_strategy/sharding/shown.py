@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from zero_strategy.sharding.dtensors import held_by, like, local_values
-from zero_strategy.sharding.gradient_reading import reader_of
+from zero_strategy.sharding.gradient_reading import ReadableGradients, reader_of
 from zero_strategy.sharding.handles import GradientHandle, unwritable
 from zero_strategy.sharding.parameters import ParameterBucket
-
-if TYPE_CHECKING:
-    from zero_strategy.sharding.gradients import GradientBucket
 
 
 class ShownGradients:
@@ -30,7 +26,7 @@ class ShownGradients:
         bucket: The parameters.
     """
 
-    def __init__(self, gradients: GradientBucket, bucket: ParameterBucket) -> None:
+    def __init__(self, gradients: ReadableGradients, bucket: ParameterBucket) -> None:
         self._bucket, self._gradients = bucket, ref(gradients)
         self._handles: dict[int, Tensor] = {}
         self._stand_ins: dict[int, GradientHandle] = {}

@@ -16,6 +16,7 @@ from torch import nn
 from zero_strategy.config import load_config
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.offload import Offload
+from zero_strategy.memory.plan import plan_model
 from zero_strategy.memory.shapes import ModelShape, ParameterShape, UnitShape
 
 _UNITS = 32
@@ -135,8 +136,9 @@ def _equal_units(total: int, largest: int | None) -> ModelShape:
 
 
 def _ledger(shape: ModelShape, stage: int, per_node: int, nodes: int, offload: Offload) -> Ledger:
-    plan = load_config(stage=stage).plan(
+    plan = plan_model(
         shape,
+        load_config(stage=stage),
         world_size=per_node * nodes,
         compute_dtype=torch.bfloat16,
         offload=offload,
