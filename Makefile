@@ -1,7 +1,10 @@
 # make train          the example: a byte-level GPT under ZeRO stage 3 (overrides: make train ARGS="strategy=zero1")
 # make train-pipeline the same model as a pipeline of two ranks, and a picture of what they did in a step
 # make train-compare  the same run under ZeRO stage 3 and under plain DDP, both curves in one picture
-# make test           ruff, mypy and the test suite
+# make test           ruff, mypy, unit tests and a choice of the others (tests/quick.txt): what to run before each commit
+# make test-rest      the tests that `make test` leaves out
+# make test-all       ruff, mypy and every test
+# make coverage       every test under coverage, and each test's seconds; then: python -m tests.choose_quick --seconds N
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
@@ -20,7 +23,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test torture bench conformance lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-all coverage torture bench conformance lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -45,9 +48,22 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: export OMP_NUM_THREADS = 1
+test test-rest test-all coverage: export OMP_NUM_THREADS = 1
 test: lint
+	$(BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
+
+test-rest: $(STAMP)
+	$(BIN)/python -m pytest --tier rest $(PYTEST_ARGS)
+
+test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --record-durations tests/durations.json $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=miss
 
 torture: export OMP_NUM_THREADS = 1
 torture: $(STAMP)
@@ -75,5 +91,5 @@ conformance: $(CONFORMANCE_VENV)/.installed
 	$(CONFORMANCE_VENV)/bin/python -m tests.conformance --output docs/conformance.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
+	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,6 +28,7 @@ hypothesis.settings.register_profile("default-here", deadline=None, derandomize=
 hypothesis.settings.load_profile("default-here")
 
 
+pytest_plugins = ["tests.tiers"]
 PERMANENT = pytest.StashKey[PermanentObjects]()
 
 
@@ -51,14 +52,6 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     item.config.stash[PERMANENT].restore()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

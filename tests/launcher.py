@@ -89,6 +89,7 @@ class _Job:
     import_path: list[str]
     env: dict[str, str]
     call: bytes
+    test: str
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,12 @@ def _clean_state(env: Mapping[str, str], permanent: PermanentObjects) -> Iterato
         permanent.restore()
 
 
+def name_coverage(test: str) -> None:
+    """What runs from here on is counted for a test, where coverage is measured (`make coverage`)."""
+    if "coverage" in sys.modules and (current := sys.modules["coverage"].Coverage.current()) is not None:
+        current.switch_context(test)
+
+
 def _forget_device_meshes() -> None:
     """DTensor's caches hold meshes that equal those of the next run, whose groups have gone with this one's."""
     if "torch.distributed.tensor" in sys.modules:
@@ -210,6 +217,7 @@ def _execute(
     try:
         with _clean_state(job.env, permanent):
             known = len(sys.modules)
+            name_coverage(job.test)
             function, args, kwargs = _loads(job.call)
             if len(sys.modules) > known:
                 permanent.add_all()
@@ -300,7 +308,8 @@ class RankPool:
             raise TypeError(f"{function.__qualname__} is not at module level: ranks import it by name")
         call = _dumps((function, args, dict(kwargs or {})))
         self._runs += 1
-        job = pickle.dumps(_Job(self._runs, list(sys.path), dict(env or {}), call))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        job = pickle.dumps(_Job(self._runs, list(sys.path), dict(env or {}), call, test))
         offsets = [self._log_size(rank) for rank in range(self.world)]
         for connection in self._connections:
             # A rank that died between two runs has closed its pipe; waiting for its answer reports that.
