@@ -49,6 +49,10 @@ def spoil_state() -> None:
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    store = dist.distributed_c10d._get_default_store()  # no rank closes its group while another one still connects
+    store.add("spoiled", 1)
+    while store.add("spoiled", 0) < dist.get_world_size():
+        time.sleep(0.01)
     dist.destroy_process_group()
 
 
