@@ -8,7 +8,7 @@
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
-# make lint           ruff and mypy
+# make lint           ruff, import-linter and mypy
 # make clean          removes the environment, caches and outputs
 
 PYTHON ?= python3
@@ -46,6 +46,7 @@ train-compare: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 test test-rest test-all coverage: export OMP_NUM_THREADS = 1

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpt import SIZES, build, loss_fn
 from benchmarks.ratios import TURNS, Ratio, bootstrap, round_ratio
-from zero_strategy.checkpoint_commands.show import size, table
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.runtime.terminal import size, table
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},

@@ -36,7 +36,7 @@ from benchmarks.scale.layouts import LAYOUTS, MODELS, gpt, layout_of
 from benchmarks.scale.measuring import Measured, MeasurePlan, measure
 from benchmarks.scale.picture import draw
 from benchmarks.scale.steps import Prediction, Workload, predict
-from zero_strategy.checkpoint_commands.show import table
+from zero_strategy.runtime.terminal import table
 
 GPUS = tuple(2**power for power in range(3, 13))
 _FITTED = 2

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
+import networkx
 import pytest
 
 import zero_strategy
@@ -87,3 +89,13 @@ def test_type_checkers_see_what_names_are(tmp_path: Path) -> None:
 
 def test_the_marker_of_typed_packages_is_shipped() -> None:
     assert Path(zero_strategy.__file__).with_name("py.typed").is_file()
+
+
+def test_no_modules_import_each_other_at_any_depth() -> None:
+    """Imports in functions and those for type checkers alone count as well."""
+    graph = grimp.build_graph("zero_strategy", cache_dir=None)
+    arrows = networkx.DiGraph(
+        (module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)
+    )
+    assert [sorted(circle) for circle in networkx.strongly_connected_components(arrows) if len(circle) > 1] == []
+    assert arrows.number_of_edges() > 1500

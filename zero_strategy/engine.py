@@ -39,7 +39,6 @@ from zero_strategy.joined import JoinedBatches
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
 from zero_strategy.memory.opening import OffloadStores
-from zero_strategy.observing import Observed
 from zero_strategy.ops.arguments import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.consistency import OptimizerConsistency
@@ -49,6 +48,7 @@ from zero_strategy.optim.membership import check_all_held, check_twice
 from zero_strategy.optim.nonfinite_steps import IGNORE, NonfiniteSteps
 from zero_strategy.optim.norm import GradientStats, global_norm
 from zero_strategy.optim.own_gradients import OwnGradients
+from zero_strategy.runtime.observing import Observed
 from zero_strategy.saving import PendingSave, Saver, pretrained, random_state, tagged
 from zero_strategy.saving.contents import state_dict_entries
 from zero_strategy.saving.preemption import save_on_signal

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from zero_strategy.distributed.guard import Guard
+from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
-from zero_strategy.uncompiled import uncompiled
 
 
 def tell_guard(guard: Guard | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]) -> None:

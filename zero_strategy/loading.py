@@ -17,7 +17,7 @@ from zero_strategy.checkpoint import StateReader, TensorSpec
 from zero_strategy.checkpoint.state_reader import Wanted
 from zero_strategy.distributed.together import together
 from zero_strategy.optim.sharded import ShardedOptimizer
-from zero_strategy.progress import is_shown, progress
+from zero_strategy.runtime.progress import is_shown, progress
 from zero_strategy.saving import references
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import EXTRA_STATE_FILE, state_dict_entries

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding import ShardedModel
 from zero_strategy.sharding.gatherer import InertHook
-from zero_strategy.uncompiled import uncompiled
 
 
 class _Announced(NamedTuple):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from zero_strategy.checkpoint import disk
-from zero_strategy.checkpoint.aligned import PAGE, AlignedArena, is_aligned
 from zero_strategy.checkpoint.disk import DiskWriter, create_file
+from zero_strategy.runtime.aligned import PAGE, AlignedArena, is_aligned
 
 SIZE = 300_000
 

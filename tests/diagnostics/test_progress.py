@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from zero_strategy import progress
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.runtime import progress
 
 
 class Terminal(io.StringIO):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_strategy.checkpoint_commands.show import size
 from zero_strategy.config import load_config
 from zero_strategy.memory.allowance import PAGE_BYTES
 from zero_strategy.memory.ledger import Ledger
@@ -20,6 +19,7 @@ from zero_strategy.planning.fit import Budget, changes_that_fit, fits, needs, no
 from zero_strategy.planning.largest import largest_models
 from zero_strategy.planning.resident import kept_bytes, moved_bytes, with_resident
 from zero_strategy.planning.sources import family_shape
+from zero_strategy.runtime.terminal import size
 
 GB = 10**9
 

@@ -25,7 +25,7 @@ from zero_strategy.activation.rng import CudaRNGStatesTracker
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.activation.timings import CheckpointTimings, InBackward, Stopwatch
 from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.uncompiled import uncompiled
+from zero_strategy.runtime.uncompiled import uncompiled
 
 
 class Checkpointer:

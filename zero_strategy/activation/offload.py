@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_strategy.activation.host_blocks import HostBlocks
 from zero_strategy.activation.storages import is_plain, storage_keys
-from zero_strategy.checkpoint.aligned import PAGE
+from zero_strategy.runtime.aligned import PAGE
 
 
 class ActivationStore:

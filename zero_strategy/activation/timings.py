@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_strategy.reporting import report
+from zero_strategy.runtime.reporting import report
 
 _logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import xxhash
-
 BLOCK_BYTES = 16 << 20
 """Most bytes of a block."""
 _BLOCK = re.compile("([0-9]{1,18}):([0-9]{1,18}):([0-9a-f]{16})")
@@ -27,11 +25,6 @@ class Block:
     start: int
     stop: int
     checksum: str
-
-
-def checksum_of(content: bytes | memoryview) -> str:
-    """The checksum of some bytes."""
-    return str(xxhash.xxh3_64_hexdigest(content))
 
 
 def blocks_of(start: int, stop: int, itemsize: int) -> Iterator[tuple[int, int]]:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from zero_strategy.checkpoint.aligned import PAGE, AlignedArena, is_aligned
 from zero_strategy.checkpoint.pace import Pace
-from zero_strategy.checkpoint.transfer import Seen, as_bytes, memory_of
+from zero_strategy.runtime.aligned import PAGE, AlignedArena, is_aligned
+from zero_strategy.runtime.transfer import Seen, as_bytes, memory_of
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a write, and the file offsets at which chunks end are multiples of it."""

@@ -41,7 +41,7 @@ from zero_strategy.checkpoint.replace import (
     write_file,
 )
 from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME, check_free_space, check_replaceable
-from zero_strategy.checkpoint.transfer import Seen
+from zero_strategy.runtime.transfer import Seen
 
 
 class HostPieceWriter(PieceWriter):

@@ -16,7 +16,7 @@ from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.plan import INDEX_NAME
 from zero_strategy.checkpoint.replace import all_beside
 from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME
-from zero_strategy.regular_files import read_regular, read_text, size_of
+from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
 SINGLE_NAME = "model.safetensors"
 

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from zero_strategy.checkpoint.checksums import Checksums, checksum_of
+from zero_strategy.checkpoint.checksums import Checksums
 from zero_strategy.checkpoint.exact_json import decode, encode, parse_object
 from zero_strategy.checkpoint.header import tensors_cut_off
 from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES
 from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.pieces import PieceTable, rank_path
-from zero_strategy.regular_files import odd_entry, open_regular, read_regular, size_of
+from zero_strategy.runtime.regular_files import odd_entry, open_regular, read_regular, size_of
+from zero_strategy.runtime.transfer import checksum_of
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "zero_strategy.checkpoint"

@@ -19,7 +19,7 @@ from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, newest_comp
 from zero_strategy.checkpoint.save_writer import LATEST_NAME
 from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.checkpoint.storage import Folder
-from zero_strategy.regular_files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 NATIVE = "native"
 """The name of our own format; plain safetensors weights belong to it."""

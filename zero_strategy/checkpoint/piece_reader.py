@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 import xxhash
 
-from zero_strategy.checkpoint.checksums import checksum_of
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.pieces import PieceTable, Slice, rank_path, small_path
@@ -19,6 +18,7 @@ from zero_strategy.checkpoint.plan import FileKind
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
 from zero_strategy.checkpoint.storage import Storage
 from zero_strategy.checkpoint.verify_pieces import check_blocks
+from zero_strategy.runtime.transfer import checksum_of
 
 _TOGETHER_BYTES = 32 << 20
 """Most bytes of one request."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block, Checksums, blocks_of, checksum_of
+from zero_strategy.checkpoint.checksums import Block, Checksums, blocks_of
 from zero_strategy.checkpoint.coverage import Coverage
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import Manifest
@@ -42,7 +42,7 @@ from zero_strategy.checkpoint.save_writer import (
     check_manifest,
     check_piece,
 )
-from zero_strategy.checkpoint.transfer import Seen
+from zero_strategy.runtime.transfer import Seen, checksum_of
 
 
 class Board(Protocol):

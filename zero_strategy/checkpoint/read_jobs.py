@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zero_strategy.checkpoint.transfer import Transfer
+from zero_strategy.runtime.transfer import Transfer
 
 _THREADS = 2
 _AHEAD_BYTES = 64 << 20

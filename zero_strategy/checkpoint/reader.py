@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block, checksum_of
+from zero_strategy.checkpoint.checksums import Block
 from zero_strategy.checkpoint.header import read_layout
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.locate import locate, parse_aliases
@@ -19,8 +19,8 @@ from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.plan import FileKind
 from zero_strategy.checkpoint.read_jobs import ReadJob, run_jobs
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
-from zero_strategy.checkpoint.transfer import Transfer
-from zero_strategy.regular_files import open_regular, read_regular
+from zero_strategy.runtime.regular_files import open_regular, read_regular
+from zero_strategy.runtime.transfer import Transfer, checksum_of
 
 
 class CheckpointReader(StateReader):

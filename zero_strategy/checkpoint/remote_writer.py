@@ -26,7 +26,7 @@ from zero_strategy.checkpoint.pieces import FOLDER_PREFIX, small_path
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.remote import RemoteFolder
 from zero_strategy.checkpoint.save_writer import LATEST_NAME
-from zero_strategy.checkpoint.transfer import Seen, as_bytes, memory_of
+from zero_strategy.runtime.transfer import Seen, as_bytes, memory_of
 
 _CHUNK_BYTES = 8 << 20
 

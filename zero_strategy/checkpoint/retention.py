@@ -15,7 +15,7 @@ from pathlib import Path
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.replace import beside, remove, sync
 from zero_strategy.checkpoint.save_writer import LATEST_NAME
-from zero_strategy.regular_files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 _SUFFIX = "removed"
 

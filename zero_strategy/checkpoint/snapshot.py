@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from zero_strategy.checkpoint.aligned import PAGE, AlignedArena
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.save_writer import LatePiece, Piece, in_file_order
+from zero_strategy.runtime.aligned import PAGE, AlignedArena
 
 
 class Snapshot:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from zero_strategy.checkpoint.checksums import checksum_of
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.plan import FileKind
+from zero_strategy.runtime.transfer import checksum_of
 
 
 @dataclass(frozen=True, eq=False)

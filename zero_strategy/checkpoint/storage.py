@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero_strategy.regular_files import open_regular, read_regular, size_of
+from zero_strategy.runtime.regular_files import open_regular, read_regular, size_of
 
 
 class Storage(ABC):

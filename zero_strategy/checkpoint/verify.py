@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block, checksum_of
+from zero_strategy.checkpoint.checksums import Block
 from zero_strategy.checkpoint.header import read_layout
 from zero_strategy.checkpoint.layout import FileLayout
 from zero_strategy.checkpoint.locate import checkpoint_directory
@@ -17,7 +17,8 @@ from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, remote_checkpoint
 from zero_strategy.checkpoint.storage import Folder, Storage
 from zero_strategy.checkpoint.verify_pieces import piece_bytes, problems_of_pieces
-from zero_strategy.regular_files import open_regular, read_regular, size_of
+from zero_strategy.runtime.regular_files import open_regular, read_regular, size_of
+from zero_strategy.runtime.transfer import checksum_of
 
 _CHUNK = 4 << 20
 Progress = Callable[[int], object]

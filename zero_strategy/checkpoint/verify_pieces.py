@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import xxhash
 
-from zero_strategy.checkpoint.checksums import checksum_of
 from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.pieces import PieceTable, rank_path, small_path
 from zero_strategy.checkpoint.storage import Storage
+from zero_strategy.runtime.transfer import checksum_of
 
 _AT_ONCE_BYTES = 32 << 20
 

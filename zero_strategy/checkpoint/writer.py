@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block, Checksums, blocks_of, checksum_of
+from zero_strategy.checkpoint.checksums import Block, Checksums, blocks_of
 from zero_strategy.checkpoint.coverage import Coverage
 from zero_strategy.checkpoint.disk import DiskWriter, create_file
 from zero_strategy.checkpoint.exact_json import parse_object
@@ -48,7 +48,8 @@ from zero_strategy.checkpoint.save_writer import (
     check_piece,
     check_replaceable,
 )
-from zero_strategy.regular_files import read_regular
+from zero_strategy.runtime.regular_files import read_regular
+from zero_strategy.runtime.transfer import checksum_of
 
 
 class CheckpointWriter(SaveWriter):

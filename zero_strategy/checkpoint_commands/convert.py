@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.checkpoint_commands.show import parse_size, parser_for, progress_bar, size
-from zero_strategy.regular_files import read_text
+from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.terminal import parse_size, parser_for, progress_bar, size
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zero_strategy.checkpoint_commands.show import parser_for, progress_bar, table
+from zero_strategy.runtime.terminal import parser_for, progress_bar, table
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.compare import Difference

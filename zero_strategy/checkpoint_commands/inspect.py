@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_strategy.checkpoint_commands.show import parser_for, size, table
+from zero_strategy.runtime.terminal import parser_for, size, table
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.state_reader import StateReader

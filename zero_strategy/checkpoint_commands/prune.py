@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from zero_strategy.checkpoint_commands.show import parser_for, size, table
+from zero_strategy.runtime.terminal import parser_for, size, table
 
 
 def add(actions: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from zero_strategy.checkpoint_commands.show import parser_for, progress_bar
+from zero_strategy.runtime.terminal import parser_for, progress_bar
 
 
 def add(actions: Any) -> None:

@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from zero_strategy.checkpoint_commands.show import table
 from zero_strategy.config import DeepSpeedSettings, Setting, ZeroConfig, load_config, resolve
 from zero_strategy.config.deepspeed_json import inspect_deepspeed
 from zero_strategy.config.load import config_of, read_layer
+from zero_strategy.runtime.terminal import table
 
 _AUTO = "auto"
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar, overload
 
-from zero_strategy.reporting import report
+from zero_strategy.runtime.reporting import report
 
 F = TypeVar("F", bound=Callable[..., Any])
 

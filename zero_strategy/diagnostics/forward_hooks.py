@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
-from zero_strategy.uncompiled import uncompiled
 
 
 def watch_forwards(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from zero_strategy.distributed.world import world_rank
-from zero_strategy.reporting import report
+from zero_strategy.runtime.reporting import report
 
 logger = logging.getLogger(__name__)
 

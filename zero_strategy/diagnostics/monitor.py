@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_strategy.diagnostics.flops_profile import FlopsProfile
 from zero_strategy.diagnostics.message_log import MessageLog
-from zero_strategy.observing import Mark
+from zero_strategy.runtime.observing import Mark
 
 if TYPE_CHECKING:
     from zero_strategy.config.deepspeed_json import DeepSpeedSettings

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.diagnostics.verify_subject import RandomState
+from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.gatherer import tensors_in
-from zero_strategy.uncompiled import uncompiled
 
 
 @dataclass

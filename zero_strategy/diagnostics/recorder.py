@@ -26,7 +26,7 @@ from zero_strategy.diagnostics.step_clock import DeviceClock, HostClock, Part, S
 from zero_strategy.diagnostics.step_record import StepRecord
 from zero_strategy.diagnostics.traffic import Flow, Moved, Traffic
 from zero_strategy.diagnostics.work import FlopMeter, amount, peak_operations
-from zero_strategy.observing import Mark, Span, Transfer
+from zero_strategy.runtime.observing import Mark, Span, Transfer
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine

@@ -25,7 +25,7 @@ import torch
 from zero_strategy.diagnostics.straggler_control import ControlPort
 from zero_strategy.diagnostics.straggler_data import GpuFigures, StragglerData
 from zero_strategy.distributed.rows import gather_row
-from zero_strategy.reporting import report
+from zero_strategy.runtime.reporting import report
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -34,7 +34,7 @@ from zero_strategy.distributed.shared_memory import (
 )
 from zero_strategy.distributed.tracks import Subject, Track, TransportError, Watched
 from zero_strategy.distributed.watched_waits import Group
-from zero_strategy.observing import Observed, Span, Transfer
+from zero_strategy.runtime.observing import Observed, Span, Transfer
 
 if TYPE_CHECKING:
     from zero_strategy.distributed.guard import Guard

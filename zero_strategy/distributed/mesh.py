@@ -27,7 +27,7 @@ from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import own_card
 from zero_strategy.distributed.rendezvous import StoreRendezvous
 from zero_strategy.distributed.save_board import own_store
-from zero_strategy.observing import Observed
+from zero_strategy.runtime.observing import Observed
 
 _CLOSING_SECONDS = 5.0
 

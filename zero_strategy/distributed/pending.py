@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zero_strategy.distributed.tracks import TransportError, Watched
-from zero_strategy.observing import Observed, Span
+from zero_strategy.runtime.observing import Observed, Span
 
 
 class PendingWork:

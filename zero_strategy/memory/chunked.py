@@ -23,7 +23,7 @@ from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.tier import Tier
 from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
-from zero_strategy.observing import Observed
+from zero_strategy.runtime.observing import Observed
 
 TRANSFER_SLOTS = 3
 """Chunks that are in memory while a whole vector is read or added to."""

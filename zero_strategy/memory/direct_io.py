@@ -13,8 +13,8 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_strategy.checkpoint.aligned import PAGE, AlignedArena
-from zero_strategy.checkpoint.transfer import memory_of
+from zero_strategy.runtime.aligned import PAGE, AlignedArena
+from zero_strategy.runtime.transfer import memory_of
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -14,7 +14,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from zero_strategy.checkpoint.aligned import PAGE
+from zero_strategy.runtime.aligned import PAGE
 
 
 class HostMemory:

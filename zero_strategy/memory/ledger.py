@@ -186,7 +186,7 @@ class Ledger:
 
     def table(self, *keys: Key) -> str:
         """Columns of text: the keys (default: tier, category, whether it is a peak), bytes asked and taken."""
-        from zero_strategy.checkpoint_commands.show import size, table
+        from zero_strategy.runtime.terminal import size, table
 
         keys = keys or ("tier", "category", "peak")
         rows = [

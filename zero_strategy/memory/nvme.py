@@ -14,7 +14,7 @@ from zero_strategy.memory.backends import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, op
 from zero_strategy.memory.file_queue import FileQueue, Kind
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.state_file import StateFile, Transfer, outcome_of
-from zero_strategy.observing import Observed
+from zero_strategy.runtime.observing import Observed
 
 
 class NvmeTier:

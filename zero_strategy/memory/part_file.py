@@ -21,10 +21,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zero_strategy.checkpoint.aligned import PAGE
 from zero_strategy.memory import ownership
 from zero_strategy.memory.direct_io import O_DIRECT, REFUSALS, DirectRules, can_read, direct_rules
 from zero_strategy.memory.file_queue import Extent, OpenFile
+from zero_strategy.runtime.aligned import PAGE
 
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

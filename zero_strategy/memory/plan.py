@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_strategy.checkpoint.aligned import PAGE
 from zero_strategy.config import ActivationCheckpointingConfig, ResolvedConfig, ZeroConfig, resolve
 from zero_strategy.distributed.shared_memory import LEAST_BYTES, used_bytes
 from zero_strategy.memory.bucket_facts import BucketFacts, Units, facts_of, placement_of
@@ -29,6 +28,7 @@ from zero_strategy.memory.optimizer_states import OptimizerState, optimizer_stat
 from zero_strategy.memory.peaks import peaks_of
 from zero_strategy.memory.shapes import BufferShape, ModelShape
 from zero_strategy.memory.staying import Staying, staying, stop_of
+from zero_strategy.runtime.aligned import PAGE
 from zero_strategy.sharding.dtensors import tensor_ranks
 from zero_strategy.sharding.layout import Piece, round_up
 from zero_strategy.sharding.placement import placement_for

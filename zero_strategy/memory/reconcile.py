@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from zero_strategy.checkpoint_commands.show import size, table
 from zero_strategy.memory.ledger import Ledger
+from zero_strategy.runtime.terminal import size, table
 from zero_strategy.sharding import ShardedModel
 
 _STATUS = Path("/proc/self/status")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zero_strategy.checkpoint.checksums import checksum_of
-from zero_strategy.checkpoint.transfer import memory_of
+from zero_strategy.runtime.transfer import checksum_of, memory_of
 
 
 class CorruptRecordError(RuntimeError):

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from zero_strategy.checkpoint.aligned import PAGE
 from zero_strategy.memory import ownership
 from zero_strategy.memory.backends import DEFAULT_DEPTH, open_queue
 from zero_strategy.memory.file_queue import Extent, FileQueue, Kind, Request
 from zero_strategy.memory.part_file import PartFile
 from zero_strategy.memory.record_checksums import RecordChecksums
 from zero_strategy.memory.state_layout import StateLayout
+from zero_strategy.runtime.aligned import PAGE
 
 DEFAULT_STRIPE_BYTES = 4 << 20
 

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from zero_strategy.checkpoint.transfer import memory_of
 from zero_strategy.memory.file_queue import FILE_ENDED, Extent, FileQueue, Kind, Outcome
+from zero_strategy.runtime.transfer import memory_of
 
 _MOST_RETRIES = 100
 _MOST_STALLS = 1

@@ -28,7 +28,7 @@ from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.host import HostTier
 from zero_strategy.memory.host_memory import HostMemory
 from zero_strategy.memory.tier import Tier
-from zero_strategy.observing import Observed
+from zero_strategy.runtime.observing import Observed
 
 _ONLY = "values"
 _KEYS = frozenset({_ONLY})

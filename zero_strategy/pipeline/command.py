@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.checkpoint_commands.show import table as as_table
 from zero_strategy.pipeline.checker import check
 from zero_strategy.pipeline.csv_tables import write_csv
 from zero_strategy.pipeline.drawing import chrome_trace, picture, scale_of, text
@@ -16,6 +15,7 @@ from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.registry import SCHEDULES, build_table
 from zero_strategy.pipeline.simulator import Times, simulate
 from zero_strategy.pipeline.timeline import Timeline, read_timeline, write_timeline
+from zero_strategy.runtime.terminal import table as as_table
 
 _SHOW = """\
 Draws who computes what when: of a schedule, by simulation, or of a step of a run, from the timeline that it wrote.

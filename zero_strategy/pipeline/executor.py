@@ -21,7 +21,6 @@ from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.watched_waits import RankFailedError
 from zero_strategy.distributed.world import world_rank, world_size
-from zero_strategy.observing import Observed
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.chunk import Chunk, Parcel
 from zero_strategy.pipeline.errors import PipelineError, error_of, failure_of
@@ -44,6 +43,7 @@ from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.schedule import PipeSchedule
 from zero_strategy.pipeline.timeline import Event
 from zero_strategy.pipeline.trees import describe, put_together
+from zero_strategy.runtime.observing import Observed
 
 LossFunction = Callable[[Any, Any], Any]
 

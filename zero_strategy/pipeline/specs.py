@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_strategy.reporting import report
+from zero_strategy.runtime.reporting import report
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.checkpoint_commands.show import parse_size
+from zero_strategy.runtime.terminal import parse_size
 
 _DESCRIPTION = """\
 Computes what every rank of a run will hold, before anything is allocated: by tier (device, host, nvme) and category,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zero_strategy.checkpoint_commands.show import size
 from zero_strategy.memory.ledger import TIERS, Ledger
 from zero_strategy.memory.machine import Machine
 from zero_strategy.memory.offload import TIER_ORDER, Offload
 from zero_strategy.memory.plan import MemoryPlan
 from zero_strategy.planning.resident import kept_bytes, largest_resident, moved_bytes, with_resident
+from zero_strategy.runtime.terminal import size
 
 _MOST_RANKS = 4096
 _SMALL_SHM = 1 << 30

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zero_strategy.checkpoint_commands.show import size, table
 from zero_strategy.memory.ledger import TIERS
 from zero_strategy.memory.offload import Offload
 from zero_strategy.memory.plan import MemoryPlan
 from zero_strategy.memory.shapes import ModelShape
 from zero_strategy.planning.fit import Budget, fits
+from zero_strategy.runtime.terminal import size, table
 
 _MOST_STEPS = 1 << 14
 """Bound of the search: a hidden size of a million."""

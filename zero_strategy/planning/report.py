@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_strategy.checkpoint_commands.show import size, table
 from zero_strategy.memory.ledger import Key
 from zero_strategy.memory.machine import Machine
 from zero_strategy.memory.plan import MemoryPlan
 from zero_strategy.planning.fit import Budget, Change, changes_that_fit, needs, notes, suggestions
+from zero_strategy.runtime.terminal import size, table
 
 
 def report(plan: MemoryPlan, budget: Budget, machine: Machine, rank: int | None = None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from zero_strategy.distributed.save_board import SaveBoard, own_store
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.images import StateImages
 from zero_strategy.memory.tier import Tier
-from zero_strategy.progress import progress
+from zero_strategy.runtime.progress import progress
 from zero_strategy.saving import random_state, references
 from zero_strategy.saving.agreement import Agreed, Agreement
 from zero_strategy.saving.catalog import Catalog, catalog_of, union_of_groups

@@ -22,8 +22,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.parameters import ParameterBucket
-from zero_strategy.uncompiled import uncompiled
 
 UNIT_OUTPUT = "zero_strategy.unit_output"
 """Key in the metadata of a node of the graph that is the output of a unit's forward."""

@@ -17,7 +17,7 @@ from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.vectors import VectorSpec
-from zero_strategy.progress import each
+from zero_strategy.runtime.progress import each
 from zero_strategy.sharding.construction import constructions_of
 from zero_strategy.sharding.dtensors import check_placement, held_by, tensor_ranks
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit

@@ -8,8 +8,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
-from zero_strategy.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_strategy.sharding.gradients import GradientBucket

@@ -21,7 +21,7 @@ from zero_strategy.checkpoint.interop.pickles import load_restricted
 from zero_strategy.checkpoint.interop.state_dicts import add_weights
 from zero_strategy.checkpoint.portable import PortableState, portable_of
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.regular_files import is_there
+from zero_strategy.runtime.regular_files import is_there
 
 _SHARDED, _FULL = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 _PLAIN = ("model.safetensors", "pytorch_model.bin")

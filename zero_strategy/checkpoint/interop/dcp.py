@@ -22,7 +22,7 @@ from zero_strategy.checkpoint.interop.optimizer_form import is_optimizer_state, 
 from zero_strategy.checkpoint.interop.state_dicts import is_state_dict
 from zero_strategy.checkpoint.interop.torch_file import from_content, rest_of
 from zero_strategy.checkpoint.portable import PortableState, Progress, StoredTensor, loaded
-from zero_strategy.regular_files import is_there
+from zero_strategy.runtime.regular_files import is_there
 
 _NUMBERED = re.compile(r"optim(?:izer)?_(\d+)")
 

@@ -22,7 +22,7 @@ from zero_strategy.checkpoint.interop.pickles import Record, load_restricted, lo
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.portable import StoredTensor
-from zero_strategy.regular_files import open_regular, read_regular, size_of
+from zero_strategy.runtime.regular_files import open_regular, read_regular, size_of
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"

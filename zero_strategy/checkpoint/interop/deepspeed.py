@@ -32,7 +32,7 @@ from zero_strategy.checkpoint.interop.deepspeed_zero3 import is_partitioned, rea
 from zero_strategy.checkpoint.interop.pickles import Record, load_restricted
 from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.portable import PortableState
-from zero_strategy.regular_files import read_regular
+from zero_strategy.runtime.regular_files import read_regular
 
 _DICTS = ("lightning.fabric.utilities.data", "lightning_fabric.utilities.data", "pytorch_lightning.utilities.parsing")
 LIGHTNING: Mapping[str, None] = dict.fromkeys(f"{module}.AttributeDict" for module in _DICTS)

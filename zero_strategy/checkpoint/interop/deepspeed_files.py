@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_strategy.regular_files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 LATEST = "latest"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")

@@ -19,7 +19,7 @@ import torch
 from zero_strategy.checkpoint.interop.deepspeed_flat import Flat, Source, shape_of
 from zero_strategy.checkpoint.interop.deepspeed_optimizer import MasterState, hyper_parameters, split_state
 from zero_strategy.checkpoint.interop.pickles import ATTRIBUTES
-from zero_strategy.regular_files import open_regular, path_of, size_of
+from zero_strategy.runtime.regular_files import open_regular, path_of, size_of
 
 _FLAT = "fp32_flat_groups"
 _INNER = "optimizer_state_dict"

@@ -24,7 +24,7 @@ from zero_strategy.checkpoint.interop.optimizer_form import is_optimizer_state
 from zero_strategy.checkpoint.interop.pickles import Record, load_restricted
 from zero_strategy.checkpoint.interop.state_dicts import is_state_dict
 from zero_strategy.checkpoint.portable import PortableState
-from zero_strategy.regular_files import is_there, open_regular
+from zero_strategy.runtime.regular_files import is_there, open_regular
 
 __all__ = ["FABRIC_FILE", "TRAINER_FILE", "detect", "read", "write"]
 

@@ -36,7 +36,7 @@ from zero_strategy.checkpoint.interop.pickle_globals import (
 )
 from zero_strategy.checkpoint.interop.pickle_numpy import NumpyArray, NumpyDtype
 from zero_strategy.checkpoint.interop.torch_archive import TorchArchive
-from zero_strategy.regular_files import open_regular, read_regular
+from zero_strategy.runtime.regular_files import open_regular, read_regular
 
 __all__ = ["ATTRIBUTES", "DEEPSPEED_GLOBALS", "Record", "load_restricted", "load_restricted_pickle"]
 

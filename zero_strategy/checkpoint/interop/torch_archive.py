@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from zero_strategy.regular_files import open_regular, path_of
+from zero_strategy.runtime.regular_files import open_regular, path_of
 
 _CHUNK = 8 << 20
 _LOCAL_HEADER = struct.Struct("<26xHH")

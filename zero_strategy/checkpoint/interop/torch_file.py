@@ -23,7 +23,7 @@ from zero_strategy.checkpoint.interop.optimizer_form import from_torch, is_optim
 from zero_strategy.checkpoint.interop.pickles import load_restricted
 from zero_strategy.checkpoint.interop.state_dicts import add_weights, is_state_dict, whole_state_dict
 from zero_strategy.checkpoint.portable import PortableOptimizer, PortableState, Progress, StoredTensor, loaded
-from zero_strategy.regular_files import open_regular
+from zero_strategy.runtime.regular_files import open_regular
 
 _MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights", "net")
 _OPTIMIZERS = ("optimizer", "optimizers", "optimizer_state_dict", "optimizer_states", "optimizer_state", "optim")

@@ -29,7 +29,7 @@ from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import Scalar
 from zero_strategy.checkpoint.names import check_file_name
 from zero_strategy.checkpoint.portable import PortableOptimizer, PortableState, StoredTensor
-from zero_strategy.regular_files import is_there, read_text
+from zero_strategy.runtime.regular_files import is_there, read_text
 
 _GLOBAL = "optimizer_state.pt"
 _STEP = "step.pt"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.regular_files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 from ..rules import wrong_type
 from ..sources import Layer, read_file, read_mapping

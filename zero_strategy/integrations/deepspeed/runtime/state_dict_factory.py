@@ -17,7 +17,7 @@ import torch
 from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.interop.megatron_rules import merge, split
 from zero_strategy.checkpoint.interop.megatron_states import merge_states, missing_names, rule_of, split_state
-from zero_strategy.regular_files import read_regular
+from zero_strategy.runtime.regular_files import read_regular
 
 AUTO_MODULE_KEY = "auto"
 _MODULE_KEYS = ("module", "model")

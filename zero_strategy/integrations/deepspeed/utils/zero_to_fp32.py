@@ -24,7 +24,7 @@ from zero_strategy.checkpoint.portable import (
 )
 from zero_strategy.checkpoint.portable_reader import PortableReader
 from zero_strategy.checkpoint.replace import beside, remove
-from zero_strategy.checkpoint_commands.show import parse_size
+from zero_strategy.runtime.terminal import parse_size
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import xxhash
 
 if sys.byteorder != "little":
     raise ImportError("checkpoints are little-endian, and this machine is not")
@@ -91,3 +92,8 @@ def _read_all(fd: int, memory: memoryview, offset: int) -> None:
         if done == 0:
             raise EOFError(f"the file ends {len(memory)} bytes too early")
         memory, offset = memory[done:], offset + done
+
+
+def checksum_of(content: bytes | memoryview) -> str:
+    """The checksum of some bytes."""
+    return str(xxhash.xxh3_64_hexdigest(content))
