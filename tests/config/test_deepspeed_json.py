@@ -349,6 +349,8 @@ def test_auto_among_parameters_of_an_optimizer() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ValueError, "use gradient_clipping"),
         ({"optimizer": {"type": "Adom"}}, ValueError, "did you mean 'Adam'?"),
         ({"scheduler": {"type": "Cosine"}}, ValueError, "no scheduler that is known by name"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, ValueError,
+         "scheduler.params.warmup_type is 'cosine' [user: mapping: scheduler]; accepted: 'log', 'linear'. DeepSpeed"),
         ({"optimizer": {"params": {"lr": 1.0}}}, ValueError, "name the type"),
         ({"fp16": {}, 3: 1}, TypeError, "a key is 3 (int)"),
         ({"stage": 2, ZERO: {}}, ValueError, "'zero_optimization' is a key of DeepSpeed's JSON and 'stage'"),

@@ -171,7 +171,7 @@ def test_a_state_goes_on(name: str) -> None:
     ("make", "message"),
     [
         (lambda: WarmupLR(optimizer_of(), warmup_num_steps=0), "warmup_num_steps must be a positive integer, not 0"),
-        (lambda: WarmupLR(optimizer_of(), warmup_type="cubic"), "'log' or 'linear', not 'cubic'"),
+        (lambda: WarmupLR(optimizer_of(), warmup_type="cubic"), "'log' or 'linear', not 'cubic'. DeepSpeed takes"),
         (lambda: WarmupLR(optimizer_of(), warmup_min_lr=[0.0, 0.0]), "warmup_min_lr has 2 values, the optimizer 1"),
         (lambda: OneCycle(optimizer_of(), 0.1, 0.2, cycle_first_step_size=0), "cycle_first_step_size must be positive"),
         (lambda: LRRangeTest(optimizer_of(), lr_range_test_step_size=2.5), "lr_range_test_step_size"),  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_strategy.config.deepspeed.named import OTHER_WARMUPS, WARMUP_TYPES
+
 Values = float | Sequence[float]
 """One value for all param groups, or one for each."""
 
@@ -368,8 +370,8 @@ def _warmup(n: int, steps: int, kind: str) -> float:
 
 
 def _warmup_type(kind: str) -> str:
-    if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
+    if kind not in WARMUP_TYPES:
+        raise ValueError(f"warmup_type must be {' or '.join(map(repr, WARMUP_TYPES))}, not {kind!r}. {OTHER_WARMUPS}")
     return kind
 
 

@@ -47,6 +47,10 @@ _REFUSED = {
     "Adafactor": "it needs whole matrices; use AdamW, or construct it in your code at stage 0",
 }
 
+WARMUP_TYPES = ("log", "linear")
+"""Ways up of a warmup."""
+OTHER_WARMUPS = "DeepSpeed takes any other name for 'log'; set 'log' for what it does"
+"""Behind an error: there it is a line in the log, and a run with another schedule than was asked for."""
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
 _SCHEDULERS = {
     "LRRangeTest": (
@@ -138,6 +142,12 @@ def read_scheduler(name: str, params: Mapping[str, Any], path: str, origin: str)
     """Checks a schedule by its name. Errors as in `read_optimizer`."""
     kind = _name("scheduler", name, _SCHEDULERS, path, origin)
     _check_params(kind, params, _SCHEDULERS[kind].split(), path, origin)
+    way_up = params.get("warmup_type", AUTO)
+    if way_up not in (*WARMUP_TYPES, AUTO):
+        raise ValueError(
+            f"{path}.params.warmup_type is {way_up!r}{from_origin(origin)}; accepted: "
+            f"{', '.join(map(repr, WARMUP_TYPES))}. {OTHER_WARMUPS}"
+        )
     return Named(kind, dict(params), origin)
 
 
