@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -422,6 +423,59 @@ def test_a_model_parallel_unit_of_one_is_accepted() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             zero_strategy.initialize(model=net(), mpu=unit, config=BASE)
+
+
+class OfAMesh:
+    """A unit over a device mesh, as scripts with `parallelize_module` have one."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def get_model_parallel_world_size(self) -> int:
+        return int(self.mesh["tp"].size())
+
+    def get_data_parallel_world_size(self) -> int:
+        return int(self.mesh["dp"].size())
+
+
+def feed_forward() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def with_a_unit(stage: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = feed_forward()
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    config = {"stage": stage, "units": {"min_numel": 0}, "train_micro_batch_size_per_gpu": 2, **ADAM}
+    samples = list(torch.randn(12, 4, generator=torch.Generator().manual_seed(1)))
+    engine, _, loader, _ = zero_strategy.initialize(
+        model=model, mpu=OfAMesh(mesh), training_data=samples, config=config
+    )
+    assert loader is not None
+    for x in loader:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    shape = (engine.dp_world_size, engine.mp_world_size, engine.train_batch_size(), engine.global_steps)
+    return engine.zero.full_state_dict(), shape
+
+
+def test_a_model_parallel_unit_of_a_divided_model(ranks: Launcher) -> None:
+    plainly = feed_forward()
+    optimizer = torch.optim.AdamW(plainly.parameters(), lr=0.1, weight_decay=0.0)
+    samples = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    for step in range(3):
+        optimizer.zero_grad()
+        plainly(samples[order[4 * step : 4 * step + 4]]).square().mean().backward()
+        optimizer.step()
+    for stage in (0, 3):
+        for weights, shape in ranks(4)(with_a_unit, stage):
+            assert shape == (2, 2, 4, 3)
+            for name, value in plainly.state_dict().items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
