@@ -38,6 +38,7 @@ from zero_strategy.guarding import tell_guard
 from zero_strategy.joined import JoinedBatches
 from zero_strategy.memory.held import ledger_of
 from zero_strategy.memory.ledger import Ledger
+from zero_strategy.memory.moved_states import GRADIENTS, PARAMETERS
 from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.ops.arguments import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
@@ -241,6 +242,7 @@ class ZeroEngine:
             TypeError: If one is not elementwise (stages 1 to 3).
             ValueError: If one holds a foreign parameter, or two hold the same one and their state is offloaded.
         """
+        self.model.moved.check("attaching an optimizer")
         for optimizer in optimizers:
             if any(sharded.optimizer is optimizer for sharded in self.optimizers):
                 continue
@@ -312,6 +314,7 @@ class ZeroEngine:
         return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
     def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.model.moved.check("an optimizer's step")
         self.observed.mark("step begins")
         if self.mesh.tensor.size > 1:
             flags = torch.tensor([self.model.reducer.agreed_flags], dtype=torch.int32)
@@ -351,6 +354,7 @@ class ZeroEngine:
         Args:
             inputs: What it computes with, for whoever observes.
         """
+        self.model.moved.check("a forward", (PARAMETERS,))
         self.model.reducer.make_masters()
         gatherer = self.model.gatherer
         with self.observed.forward(inputs):
@@ -403,6 +407,7 @@ class ZeroEngine:
         Raises:
             ValueError: If the parameter is not the module's, is frozen, or has another shape.
         """
+        self.model.moved.check("add_gradient()")
         if self.model.place(parameter) is None or not parameter.requires_grad:
             raise ValueError("add_gradient takes a trainable parameter of the engine's module")
         if gradient.shape != parameter.shape:
@@ -460,6 +465,7 @@ class ZeroEngine:
         """
         if clip_value < 0:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
+        self.model.moved.check("clip_grad_value_()")
         only = None if parameters is None else {id(parameter) for parameter in parameters}
         for gradients in self._chosen(optimizer):
             gradients.clip_values(clip_value, only)
@@ -475,6 +481,7 @@ class ZeroEngine:
 
     def _norm(self, norm_type: float | str, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         norm_type = norm_order(norm_type)
+        self.model.moved.check("a norm of gradients", GRADIENTS)
         self.model.reducer.settle()
         parts = [gradients.shards(norm_type, only) for gradients in self._chosen(optimizer)]
         shards = [shard for found, _, _ in parts for shard in found]
@@ -528,6 +535,7 @@ class ZeroEngine:
         """
         if self.scaler is None:
             return True
+        self.model.moved.check("unscale_gradients()", GRADIENTS)
         sharded = self.sharded(optimizer)
         finite = sharded.gradients.norm(float("inf")).finite
         sharded.gradients.scale(1.0 / (scale or self.scaler.scale))
@@ -570,6 +578,7 @@ class ZeroEngine:
             OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was. Of a save in the
                 background: at the next optimizer step, the next save, `wait()`, or at exit.
         """
+        self.model.moved.check("saving a checkpoint")
         with self.mesh.observed.span("save", os.fspath(directory)):
             return self.saver.save(
                 directory,
@@ -664,6 +673,7 @@ class ZeroEngine:
         self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True
     ) -> StateReader:
         """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
+        self.model.moved.check("loading a checkpoint")
         self.saver.wait()
         reader = self._reader(source)
         with self.mesh.observed.span("load"):
@@ -682,6 +692,7 @@ class ZeroEngine:
         self._load_optimizers(self._reader(source))
 
     def _load_optimizers(self, reader: StateReader) -> None:
+        self.model.moved.check("loading a checkpoint")
         with self.mesh.observed.span("load"):
             loading.load_optimizers(self, reader)
 
@@ -748,7 +759,37 @@ class ZeroEngine:
         Raises:
             ValueError: If its param groups do not fit.
         """
+        self.model.moved.check("load_optimizer_state_dict()")
         self.sharded(optimizer).load_whole(state_dict)
+
+    # ---- states that are on the host for a while ----
+
+    def offload_states(self, include: Iterable[str] | None = None, *, pin_memory: bool = True) -> None:
+        """Move model states to the host until `reload_states()`, for who needs the device's memory meanwhile.
+
+        What is there can be read (`full_state_dict`, `state_dict()`, `safe_get_*`). A forward needs the parameters, a
+        backward the gradients, too, an optimizer's step and checkpoints all: an error says so. Parameters and gradients
+        stay the same objects. Nothing is sent: ranks may call it at different times.
+
+        Args:
+            include: Of "optim_states", "hp_params" (fp32 master weights), "lp_params" (parameters, this rank's part of
+                them at stage 3), "lp_grads" and "contiguous_grad_buffer"; None: all.
+            pin_memory: Page-lock the memory there; of use with a GPU only.
+
+        Raises:
+            OSError: If the host has no memory for them; nothing has changed.
+            RuntimeError: In a forward, a backward or a step.
+            TypeError, ValueError: If `include` is no list of such names, or the config keeps a kind off the device.
+        """
+        self.model.moved.offload(include, pin_memory=pin_memory)
+
+    def reload_states(self) -> None:
+        """Move back to the device what `offload_states` has moved, bit by bit as it was.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has no memory for it; nothing has changed.
+        """
+        self.model.moved.reload()
 
     # ---- ranks with different numbers of batches ----
 

@@ -69,7 +69,8 @@ def ledger_of(engine: LedgeredEngine) -> Ledger:
             for category, tensor in _tensors(engine, bucket):
                 category, elements = cast("Category", category), _elements(bucket, tensor)
                 asked = tensor.untyped_storage().nbytes() if category == "handles" else elements * tensor.itemsize
-                ledger.add_tensor(category, tier_of(tensor, device), owner, tensor, asked)
+                tier: Tier = "host" if engine.model.moved.holds(tensor) else tier_of(tensor, device)
+                ledger.add_tensor(category, tier, owner, tensor, asked)
             for category, vector in bucket.offloaded():
                 where = bucket.slice if category == "parameters" else bucket.owned
                 for entry in _in_a_tier(cast("Category", category), bucket, owner, vector, where.start):
@@ -159,5 +160,6 @@ def _add_optimizer_state(ledger: Ledger, engine: LedgeredEngine, owners: dict[in
             place = engine.model.place(parameter)
             assert place is not None
             for value in sharded.tensors_of(parameter):
-                tier, nbytes = tier_of(value, engine.model.device), value.numel() * value.itemsize
+                nbytes = value.numel() * value.itemsize
+                tier: Tier = "host" if engine.model.moved.holds(value) else tier_of(value, engine.model.device)
                 ledger.add_tensor("optimizer state", tier, owners[id(place[0])], value, nbytes)

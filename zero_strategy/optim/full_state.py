@@ -72,6 +72,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master copy from a whole `value`, the same on all ranks."""
     model, bucket, index = _find(param)
     _check_shape(param, value)
+    model.moved.check("safe_set_full_fp32_param()")
     bucket.follow_edits()
     model.let_go([bucket])
     bucket.set_master(index, value)
@@ -93,6 +94,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the parameter's gradient by a whole `value`, the same on all ranks."""
     model, bucket, index = _find(param)
     _check_shape(param, value)
+    model.moved.check("safe_set_full_grad()")
     model.reducer.settle()
     model.gradient_of(bucket).replace(index, value.detach().to(param.device))
 

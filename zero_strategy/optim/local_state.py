@@ -37,6 +37,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     model, bucket, index = _find(param)
     _check_size(bucket, index, value)
+    model.moved.check("safe_set_local_fp32_param()")
     bucket.follow_edits()
     model.let_go([bucket])
     piece = bucket.piece_of.get(index)
@@ -65,6 +66,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """
     model, bucket, index = _find(param)
     _check_size(bucket, index, value)
+    model.moved.check("safe_set_local_grad()")
     model.reducer.settle()
     segment = bucket.layout.segments[index]
     whole = torch.zeros(segment.stop - segment.offset, dtype=value.dtype, device=param.device)

@@ -405,6 +405,29 @@ class ShardedOptimizer:
             if number in state_dict["state"]:
                 self._keep_pieces(parameter, state_dict["state"][number])
 
+    def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Let its state in memory lie where `move` puts it."""
+        for values in self.state.values():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    values[key] = move(value)
+
+    def refresh_pieces(self) -> None:
+        """Have pieces of the present master weights, before these move."""
+        for parameter in self.parameters():
+            self.piece(parameter)
+
+    def follow_masters(self) -> None:
+        """Master weights lie elsewhere: pieces stay the same objects, to which the state belongs."""
+        for parameter in self.parameters():
+            place, known = self.model.place(parameter), self._pieces.get(id(parameter))
+            if place is None or known is None:
+                continue
+            bucket, (piece, cut, _) = place[0], known
+            if bucket.master_vector is None and bucket.shard_vector is None:
+                piece.data = bucket.master[cut.offset : cut.offset + cut.numel].view(piece.shape)
+            self._pieces[id(parameter)] = (piece, cut, bucket.master)
+
     def detach(self) -> None:
         """Let go of the optimizer; its state on this rank is dropped."""
         self.restore()

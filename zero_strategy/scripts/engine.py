@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from zero_strategy.config.batch import MICRO, TRAIN, BatchSettings
 from zero_strategy.diagnostics.monitor import Monitor
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.joined import JoinedBatches
+from zero_strategy.memory.moved_states import IN_BACKWARD
 from zero_strategy.scripts.data import distributed_loader
 from zero_strategy.scripts.engine_checkpoints import ScriptCheckpoints
 from zero_strategy.scripts.ownership import OptimizerGuard, SchedulerGuard
@@ -166,6 +167,7 @@ class ScriptEngine(ScriptCheckpoints):
             ValueError: If the loss is no 0-d tensor.
         """
         self._check_loss(loss)
+        self.zero.model.moved.check("backward()", IN_BACKWARD)
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
         self.zero.check_loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
@@ -233,6 +235,7 @@ class ScriptEngine(ScriptCheckpoints):
         """
         if self.optimizer is None:
             raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
+        self.zero.model.moved.check("step()")
         if self._held_back:
             raise RuntimeError("step() inside of no_sync(): call it after the block, when gradients may be averaged")
         if self.is_gradient_accumulation_boundary():
@@ -289,20 +292,32 @@ class ScriptEngine(ScriptCheckpoints):
         if self.zero.model.gatherer is not None:
             self.zero.model.gatherer.release_idle()
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused.
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move model states to the host until `reload_states()`; see `ZeroEngine.offload_states`.
+
+        Args:
+            include: Members of `OffloadStateTypeEnum`, or their names; None: all.
+            device: Accepted is "cpu".
+            pin_memory: Page-lock the memory there; of use with a GPU only.
+            non_blocking: Without effect: when the call returns the device's memory is free.
 
         Raises:
-            NotImplementedError: Naming what does it.
+            RuntimeError: In a forward, a backward or a step.
+            TypeError, ValueError: If an argument is not accepted, or the config keeps a kind off the device.
         """
-        raise NotImplementedError(
-            "offload_states() is not done here: state is where the config puts it for the whole run; set "
-            "zero_optimization.offload_optimizer and offload_param (offload.optimizer, offload.parameters), or call "
-            "destroy() after a save_checkpoint() and initialize() again"
-        )
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ValueError(f"offload_states(device={device!r}) is not done; accepted: 'cpu'")
+        self.zero.offload_states(include, pin_memory=pin_memory)
 
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: no state was offloaded by hand."""
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved; `non_blocking` is without effect."""
+        self.zero.reload_states()
 
     # ---- batch sizes ----
 

@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from zero_strategy.checkpoint.portable import PortableState, StoredTensor
 from zero_strategy.checkpoint.portable_reader import PortableReader
 from zero_strategy.distributed.world import world_rank, world_size
+from zero_strategy.memory.moved_states import PARAMETERS
 from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.executor import Run
 from zero_strategy.pipeline.feed import BatchFunction
@@ -86,6 +87,7 @@ class ScriptPipelineEngine(ScriptEngine):
             raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() under torch.no_grad() could not train; eval_batch() evaluates")
+        self.zero.model.moved.check("train_batch()")
         self._scheduled.check(self.lr_scheduler)
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -140,6 +142,7 @@ class ScriptPipelineEngine(ScriptEngine):
             raise ValueError(f"reduce_output {reduce_output!r} is not done; accepted: 'avg', None")
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ValueError(f"num_micro_batches is {num_micro_batches}; accepted: 1 or more")
+        self.zero.model.moved.check("eval_batch()", (PARAMETERS,))
         data = _iterator(data_iter, "eval_batch")
         run = self._evaluate(data, num_micro_batches, compute_loss, return_logits or not compute_loss)
         there = self.is_last_stage()

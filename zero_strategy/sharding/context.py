@@ -61,6 +61,8 @@ class GatheredParameters:
                     raise ValueError(
                         f"modifier_rank {self._modifier_rank} is not a rank of this mesh of {model.mesh.world_size}"
                     )
+                if self._modifier_rank is not None:
+                    model.moved.check("GatheredParameters(modifier_rank=...)")
                 if model.placement.shard_parameters:
                     model.mesh.rendezvous.meet("entering sharding.GatheredParameters")
                 in_forward = model.gatherer is not None and model.gatherer.units[0].depth > 0

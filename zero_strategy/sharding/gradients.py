@@ -509,6 +509,16 @@ class GradientBucket:
         for poison in self.shown.held():
             yield "handles", poison
 
+    def relocate(self, move: Callable[[Tensor], Tensor], *, sums: bool, buffers: bool) -> None:
+        """Let reduced gradients (`sums`) and local ones lie where `move` puts them; each may be a part of the other."""
+        if sums or (buffers and self.keeps_whole):
+            self.reduced = None if self.reduced is None else move(self.reduced)
+            self._earlier = None if self._earlier is None else move(self._earlier)
+            self.shown.relocate(move)
+        if buffers or (sums and self.keeps_whole):
+            self.own.relocate(move)
+            self.late = {index: move(gradient) for index, gradient in self.late.items()}
+
     def offloaded(self) -> Iterator[OffloadedVector]:
         """What is in a tier."""
         if self._vector is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.distributed import Mesh
+from zero_strategy.memory.moved_states import MovedStates
 from zero_strategy.sharding.gatherer import InertHook, Unit, owners, released_message
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.placement import Placement
@@ -25,6 +26,7 @@ class GuardedModel(Protocol):
     units: list[Unit]
     mesh: Mesh
     placement: Placement
+    moved: MovedStates
 
     def names(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -97,6 +99,7 @@ class _UnitGuard:
     def before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise ValueError("load_state_dict(assign=True) would replace sharded parameters; load without assign")
+        self.model.moved.check("load_state_dict()")
         self._pin("load_state_dict() of a sharded module")
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)

@@ -6,7 +6,7 @@ autograd made (`handed`): nothing is copied. A second one, or another dtype, cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -153,6 +153,11 @@ class LocalSums:
             end = segment.stop
         buffer[end:].zero_()
         return buffer
+
+    def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Let them lie where `move` puts them."""
+        self.whole = None if self.whole is None else move(self.whole)
+        self.handed = {index: move(values) for index, values in self.handed.items()}
 
     def held(self) -> Iterator[Tensor]:
         """Every tensor with memory of its own."""

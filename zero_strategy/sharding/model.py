@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +17,7 @@ from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
+from zero_strategy.memory.moved_states import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, MovedStates
 from zero_strategy.memory.vectors import VectorSpec
 from zero_strategy.runtime.progress import each
 from zero_strategy.sharding.construction import constructions_of
@@ -59,6 +61,7 @@ class ShardedModel:
         device: Where the module computes.
         told_of_reads: It was warned of a use of a released parameter.
         steps_early: State has second places, so that steps may be carried out while backward goes on.
+        moved: What is on the host for a while.
     """
 
     def __init__(
@@ -122,8 +125,21 @@ class ShardedModel:
             )
         self.reducer = GradientReducer([self.gradient_of(bucket) for bucket in plan], mesh, per_step, self.gatherer)
         self.reducer.step_torn = self._step_torn
+        self.moved = MovedStates(self)
+        self.reducer.check_states = partial(self.moved.check, kinds=IN_BACKWARD)
         self.guards = ModuleGuards(self)
-        module.register_forward_pre_hook(Watcher(self.reducer))
+        module.register_forward_pre_hook(Watcher(self.reducer, self.moved))
+
+    def in_tiers(self) -> dict[str, str]:
+        """Kinds of state (see `MovedStates`) that are in a tier, with the setting that says so."""
+        found: dict[str, str] = {}
+        if self.optimizer_store is not None:
+            found |= dict.fromkeys((OPTIMIZER, MASTERS), "offload.optimizer")
+        if self._parameter_store is not None:
+            found[PARAMETERS] = "offload.parameters"
+        if self._gradient_store is not None:
+            found[GRADIENTS[0]] = "offload.gradients"
+        return found
 
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)

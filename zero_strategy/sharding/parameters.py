@@ -307,6 +307,8 @@ class ParameterBucket:
         if self.gathered or self.pending:
             return
         self.check_poison()
+        if self.flat.device != self.device:  # in place, and moved
+            raise RuntimeError(f"parameters {self.names} are on the host: call engine.reload_states() first")
         with _plain_mode():
             if not self.placement.in_place:
                 self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
@@ -503,6 +505,24 @@ class ParameterBucket:
         if self.has_master and self.master_vector is None:
             yield "master weights", self.master
         yield "handles", self._poison
+
+    def relocate(self, move: Callable[[Tensor], Tensor], *, masters: bool, parameters: bool) -> None:
+        """Let what is kept in memory lie where `move` puts it: the master copy, the parameters and their slice."""
+        has_master = self.has_master
+        if masters and has_master and self.master_vector is None:
+            self.master = move(self.master)
+        if not parameters:
+            return
+        if not self.placement.shard_parameters or self.placement.in_place:
+            self.flat = move(self.flat)
+            self.shard = self.flat[self.slice]
+            self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+            if self.gathered:
+                self._point_at_flat()
+        elif self.shard_vector is None:
+            self.shard = move(self.shard)
+        if not has_master:
+            self.master = self._unmastered()
 
     def persistent_bytes(self) -> int:
         """Bytes of parameters that stay for the whole step in whatever tier, master copy left out."""

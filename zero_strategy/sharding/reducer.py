@@ -58,6 +58,8 @@ class GradientReducer:
         if gatherer is not None:
             gatherer.unit_done = self.unit_done
         self.step_torn: Callable[[], bool] = lambda: False
+        self.check_states: Callable[[str], None] = lambda call: None
+        """Called with the name of what begins; raises if states that it needs are on the host."""
         self.raise_flags: Callable[[], int] = lambda: 0
         """Gives the bits that all ranks shall learn of with the next reduction; they end up in `agreed_flags`."""
         self.rules: Callable[[], int] = lambda: 0
@@ -230,6 +232,7 @@ class GradientReducer:
         """
         if self.step_torn():
             raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
+        self.check_states("a backward")
         if self.announce is not None:
             self.announce("backward", self.shown())
         self._divide_by = self.divisor()
@@ -472,6 +475,7 @@ class GradientReducer:
             bucket.sync_handles()
             bucket.bucket.follow_edits()
         if self._unreduced:
+            self.check_states("a reduction of gradients")
             self.plan.expect_nothing()
             self._left.clear()
             self.reduce(outside=True)

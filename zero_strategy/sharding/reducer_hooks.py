@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.memory.moved_states import PARAMETERS, MovedStates
 from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
 
@@ -44,12 +45,17 @@ class HookedReducer(Protocol):
 class Watcher:
     """A forward pre-hook of the root module: unfrozen parameters get master weights, a torn backward is noticed."""
 
-    def __init__(self, reducer: HookedReducer) -> None:
-        self.reducer = reducer
+    def __init__(self, reducer: HookedReducer, moved: MovedStates) -> None:
+        self.reducer, self.moved = reducer, moved
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Look at the parameters before a forward that may be followed by a backward."""
+        """Look at the parameters before a forward that may be followed by a backward.
+
+        Raises:
+            RuntimeError: If they are on the host.
+        """
+        self.moved.check("a forward", (PARAMETERS,))
         if torch.is_grad_enabled():
             self.reducer.before_forward()
 

@@ -6,7 +6,7 @@ It is the gradient itself where that is whole on this rank, else a `GradientHand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from weakref import ref
 
 import torch
@@ -121,6 +121,13 @@ class ShownGradients:
             RuntimeError: Naming the parameter and the way out.
         """
         raise RuntimeError(unwritable(self._bucket.names[index], self._bucket.placement.stage, "fill_"))
+
+    def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Let gradients that are shown themselves lie where `move` puts them; `p.grad` stays the same object."""
+        for handle in self._handles.values():
+            if not isinstance(handle, GradientHandle):
+                values = held_by(handle)
+                values.data = move(values)
 
     def held(self) -> Iterator[Tensor]:
         """The memory of what stands for gradients."""

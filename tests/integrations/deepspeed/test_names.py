@@ -380,8 +380,8 @@ def of_the_engine(folder: str) -> None:
     assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in whole.items())
     trained = torch.load(Path(folder, "trained.bin"), weights_only=True)
     assert set(whole) - set(trained) == {"0.weight"}
-    with pytest.raises(NotImplementedError, match=r"zero_optimization\.offload_optimizer"):
-        engine.offload_states()
+    engine.offload_states()
+    engine.reload_states()
     engine.save_checkpoint(Path(folder, "run"), tag="first")
     masters = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
     if dist.get_rank() == 0:
