@@ -215,6 +215,39 @@ def test_a_scheduler_has_one_owner() -> None:
         engine.step()
 
 
+class Wrapped:
+    """A script's own scheduler around torch's."""
+
+    def __init__(self, *schedulers: Any) -> None:
+        self.schedulers = schedulers
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+
+def test_a_scheduler_is_of_the_optimizer_that_is_trained_with() -> None:
+    step_lr = torch.optim.lr_scheduler.StepLR
+    model = net()
+    used, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    wrong = Wrapped(step_lr(other, 1))
+    with pytest.raises(ValueError, match=r"the Wrapped changes .* of another optimizer \(SGD\) than the one"):
+        zero_strategy.initialize(model=model, optimizer=used, lr_scheduler=wrong, config=BASE)
+    model = net()
+    used, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    both = Wrapped(step_lr(other, 1), step_lr(used, 1))
+    engine, *_ = zero_strategy.initialize(model=model, optimizer=used, lr_scheduler=both, config=BASE)
+    for scheduler, lr in ((both, 0.01), (step_lr(used, 1), 0.001), (step_lr(other, 1), None)):
+        engine.lr_scheduler = scheduler
+        engine.backward(engine(*data()[:2]))
+        if lr is None:
+            with pytest.raises(ValueError, match="the StepLR changes the learning rates of another optimizer"):
+                engine.step()
+        else:
+            engine.step()
+            assert engine.get_lr() == [pytest.approx(lr)]
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_an_optimizer_has_one_owner(stage: int) -> None:
     engine = start(stage)
@@ -504,7 +537,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
                 "config": {**BASE, **ADAM},
                 "lr_scheduler": torch.optim.lr_scheduler.StepLR(sgd(m), 1),
             },
-            "the StepLR was made for a SGD that is not the FusedAdamW",
+            r"the StepLR changes the learning rates of another optimizer \(SGD\) than the one .* \(FusedAdamW\), whose",
         ),
         (lambda m: {"config": {**BASE, **ADAM}, "model_parameters": iter(())}, "model_parameters is empty"),
         (lambda m: {"config": {**BASE, **ADAM}, "model": m.requires_grad_(False)}, "no trainable parameters"),

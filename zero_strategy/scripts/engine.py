@@ -239,7 +239,7 @@ class ScriptEngine(ScriptCheckpoints):
         if self._held_back:
             raise RuntimeError("step() inside of no_sync(): call it after the block, when gradients may be averaged")
         if self.is_gradient_accumulation_boundary():
-            self._scheduled.check(self.lr_scheduler)
+            self._scheduled.check(self.lr_scheduler, self.optimizer)
             self._update(self.optimizer, lr_kwargs or {})
         else:
             self._applied = False

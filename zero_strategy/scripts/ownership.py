@@ -45,6 +45,7 @@ class SchedulerGuard:
 
     def __init__(self) -> None:
         self._seen: int | None = None
+        self._known: Any = None
 
     def stepped(self, scheduler: Any) -> None:
         """Call it when the engine has stepped the scheduler."""
@@ -54,12 +55,17 @@ class SchedulerGuard:
         """Call it when something else may rightly have moved the scheduler, such as a checkpoint."""
         self._seen = None
 
-    def check(self, scheduler: Any) -> None:
-        """Raise if somebody else has stepped it.
+    def check(self, scheduler: Any, optimizer: Optimizer | None) -> None:
+        """Raise if somebody else has stepped it, or if it is a new one that was made for another optimizer.
 
         Raises:
-            RuntimeError: Then.
+            RuntimeError: If it was stepped.
+            ValueError: If it is another optimizer's; see `check_scheduler_of`.
         """
+        if scheduler is not self._known:
+            if scheduler is not None and optimizer is not None:
+                check_scheduler_of(scheduler, optimizer)
+            self._known, self._seen = scheduler, None
         if self._seen is not None and _count(scheduler) != self._seen:
             raise RuntimeError(
                 f"both the engine and the script step the {type(scheduler).__name__}: engine.step() does it "
@@ -73,14 +79,22 @@ def check_scheduler_of(scheduler: Any, optimizer: Optimizer) -> None:
     Raises:
         ValueError: Then; names both.
     """
-    other = getattr(scheduler, "optimizer", optimizer)
-    if isinstance(other, Optimizer) and other is not optimizer:
-        used = type(optimizer).__name__
+    made_for = _optimizers_of(scheduler)
+    if made_for and not any(other is optimizer for other in made_for):
+        other, used = type(made_for[0]).__name__, type(optimizer).__name__
         raise ValueError(
-            f"the {type(scheduler).__name__} was made for a {type(other).__name__} that is not the {used} that is "
-            "trained with; pass a callable of the optimizer, lr_scheduler=lambda optimizer: ..., or that "
-            "optimizer itself"
+            f"the {type(scheduler).__name__} changes the learning rates of another optimizer ({other}) than the one "
+            f"that is trained with ({used}), whose rates would stay as they are; pass a callable, lr_scheduler=lambda "
+            "optimizer: ..., which makes it of that optimizer, or pass the other one to initialize(optimizer=...)"
         )
+
+
+def _optimizers_of(scheduler: Any) -> list[Optimizer]:
+    """What a scheduler was made for, or the schedulers that it holds, if it is made of others."""
+    held = [scheduler, *getattr(scheduler, "__dict__", {}).values()]
+    inner = [entry for value in held if isinstance(value, (list, tuple)) for entry in value]
+    found = (getattr(one, "optimizer", None) for one in (*held, *inner) if callable(getattr(one, "step", None)))
+    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
 
 
 def _count(scheduler: Any) -> int | None:

@@ -88,7 +88,7 @@ class ScriptPipelineEngine(ScriptEngine):
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() under torch.no_grad() could not train; eval_batch() evaluates")
         self.zero.model.moved.check("train_batch()")
-        self._scheduled.check(self.lr_scheduler)
+        self._scheduled.check(self.lr_scheduler, self.optimizer)
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         data = _Missing() if self.data_iterator is None else self.data_iterator
