@@ -8,8 +8,8 @@ device is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,22 +29,15 @@ Move = Callable[[Tensor], Tensor]
 """Gives a tensor as it lies elsewhere, or itself if it stays."""
 
 
-class MovableModel(Protocol):
-    """A sharded model, as far as its states can be moved; see `ShardedModel`."""
+class Movable(Protocol):
+    """What holds states; see `ShardedModel`."""
 
-    optimizers: list[Any]
+    device: torch.device
 
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def gatherer(self) -> Any: ...
-    @property
-    def reducer(self) -> Any: ...
-    @property
-    def units(self) -> Sequence[Any]: ...
-    @property
-    def buckets(self) -> Sequence[Any]: ...
-    def gradient_of(self, bucket: Any) -> Any: ...
+    def come_to_rest(self, *, parameters: bool) -> None: ...
+
+    def relocate(self, kinds: Collection[str], move: Move) -> None: ...
+
     def in_tiers(self) -> dict[str, str]: ...
 
 
@@ -52,13 +45,13 @@ class MovedStates:
     """Which states of a model are on the host, and the way there and back.
 
     Args:
-        model: The model.
+        model: Whose states.
 
     Attributes:
         kinds: What is on the host.
     """
 
-    def __init__(self, model: MovableModel) -> None:
+    def __init__(self, model: Movable) -> None:
         self._model = model
         self.kinds: frozenset[str] = frozenset()
         self._memory: list[HostMemory] = []
@@ -97,9 +90,7 @@ class MovedStates:
             TypeError, ValueError: If `include` is no list of such names, or the config has put a kind into a tier.
         """
         kinds = self._chosen(include)
-        self._check_at_rest()
-        if PARAMETERS in kinds and self._model.gatherer is not None:
-            self._model.gatherer.release_idle()
+        self._model.come_to_rest(parameters=PARAMETERS in kinds)
         with torch.inference_mode(False), torch.no_grad():
             found = self._storages(kinds, lambda tensor: tensor.device == self._model.device)
             starts, end = [], 0
@@ -156,30 +147,6 @@ class MovedStates:
             )
         return frozenset(asked) - self.kinds
 
-    def _check_at_rest(self) -> None:
-        model = self._model
-        model.reducer.check_whole()
-        busy = "a backward" if model.reducer.in_backward else ""
-        busy = "an optimizer's step" if any(sharded.torn for sharded in model.optimizers) else busy
-        if any(unit.depth or unit.pinned for unit in model.units):
-            busy = "a forward, or of GatheredParameters"
-        if busy:
-            raise RuntimeError(f"offload_states() inside of {busy}: call it between steps")
-
-    def _each(self, kinds: frozenset[str], move: Move) -> None:
-        """Let every tensor of these kinds lie where `move` puts it."""
-        model = self._model
-        sums, buffers = (kind in kinds for kind in GRADIENTS)
-        for sharded in model.optimizers:
-            sharded.refresh_pieces()
-            if OPTIMIZER in kinds:
-                sharded.relocate(move)
-        for bucket in model.buckets:
-            bucket.relocate(move, masters=MASTERS in kinds, parameters=PARAMETERS in kinds)
-            model.gradient_of(bucket).relocate(move, sums=sums, buffers=buffers)
-        for sharded in model.optimizers:
-            sharded.follow_masters()
-
     def _storages(self, kinds: frozenset[str], wanted: Callable[[Tensor], bool]) -> dict[int, torch.UntypedStorage]:
         """The memory of these kinds, by its address; empty tensors have none."""
         found: dict[int, torch.UntypedStorage] = {}
@@ -190,7 +157,7 @@ class MovedStates:
                 found.setdefault(storage.data_ptr(), storage)
             return tensor
 
-        self._each(kinds, look)
+        self._model.relocate(kinds, look)
         return found
 
     def _put(
@@ -208,4 +175,4 @@ class MovedStates:
             place = copy.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
             return moved.set_(*place)
 
-        self._each(kinds, move)
+        self._model.relocate(kinds, move)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +17,15 @@ from zero_strategy.distributed import Communicator, Mesh
 from zero_strategy.distributed.dtensors import is_dtensor
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
-from zero_strategy.memory.moved_states import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, MovedStates
+from zero_strategy.memory.moved_states import (
+    GRADIENTS,
+    IN_BACKWARD,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    Move,
+    MovedStates,
+)
 from zero_strategy.memory.vectors import VectorSpec
 from zero_strategy.runtime.progress import each
 from zero_strategy.sharding.construction import constructions_of
@@ -140,6 +148,35 @@ class ShardedModel:
         if self._gradient_store is not None:
             found[GRADIENTS[0]] = "offload.gradients"
         return found
+
+    def come_to_rest(self, *, parameters: bool) -> None:
+        """Before states move: raise unless it is between steps, and release what is whole if `parameters` move.
+
+        Raises:
+            RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
+        """
+        self.reducer.check_whole()
+        busy = "a backward" if self.reducer.in_backward else ""
+        busy = "an optimizer's step" if self._step_torn() else busy
+        if any(unit.depth or unit.pinned for unit in self.units):
+            busy = "a forward, or of GatheredParameters"
+        if busy:
+            raise RuntimeError(f"offload_states() inside of {busy}: call it between steps")
+        if parameters and self.gatherer is not None:
+            self.gatherer.release_idle()
+
+    def relocate(self, kinds: Collection[str], move: Move) -> None:
+        """Let every tensor of these kinds of state (see `MovedStates`) lie where `move` puts it."""
+        sums, buffers = (kind in kinds for kind in GRADIENTS)
+        for sharded in self.optimizers:
+            sharded.refresh_pieces()
+            if OPTIMIZER in kinds:
+                sharded.relocate(move)
+        for bucket in self.buckets:
+            bucket.relocate(move, masters=MASTERS in kinds, parameters=PARAMETERS in kinds)
+            self.gradient_of(bucket).relocate(move, sums=sums, buffers=buffers)
+        for sharded in self.optimizers:
+            sharded.follow_masters()
 
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)
