@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,7 +28,8 @@ from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
-from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
+from zero_strategy.distributed import CommunicationCounters, Communicator, Mesh, world_size
+from zero_strategy.distributed.desync import Titles, title_of
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.rendezvous import check_same_values, next_number
 from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
@@ -59,6 +59,7 @@ from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
 from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
+from zero_strategy.sharding.reducer import StepAgreement
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,6 +88,10 @@ class ZeroEngine:
             else the CPU.
         lanes: Of a model in several parts, the ranks that train each part; this engine is for the part of this rank.
         tensor_groups: The ranks that divide the same layers, of every such group; default: what the `DTensor`s say.
+        further_groups: Makes the groups of ranks that train the other parts of the model, once the settings of all
+            ranks are known to agree: gradient norms are sums over them, too, and flags go to all. They are closed with
+            the engine.
+        rank_titles: Ranks in words, for reports of the guard.
         order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; default: in the
             order of the module's own.
 
@@ -121,6 +126,8 @@ class ZeroEngine:
         lanes: Sequence[Sequence[int]] | None = None,
         order: Callable[[str], tuple[int, ...]] | None = None,
         tensor_groups: Sequence[Sequence[int]] | None = None,
+        further_groups: Callable[[], Sequence[Communicator]] = tuple,
+        rank_titles: Titles = title_of,
     ) -> None:
         divided = tensor_ranks(module)
         if isinstance(config, ResolvedConfig):
@@ -160,11 +167,20 @@ class ZeroEngine:
             lanes=lanes,
             guard=zero.guard,
             tensor_groups=tensor_groups,
+            left_unfinished=self.left_torn,
+            titles=rank_titles,
         )
+        further = list(further_groups())
+        self.mesh.further.extend(further)
+        self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
         self.offloaded = OffloadStores(zero.offload, device or device_of(module), self.mesh)
-        self.model = ShardedModel(
+        self.optimizers: list[ShardedOptimizer] = []
+        self._consistency = OptimizerConsistency(self.optimizers, self.mesh.control)
+        self.saver = Saver(self)
+        self.steps: StepWatch = StepWatch(self.saver)
+        self.model: ShardedModel = ShardedModel(
             module,
             self.mesh,
             zero,
@@ -175,22 +191,21 @@ class ZeroEngine:
             optimizer_store=self.offloaded.optimizer,
             parameter_store=self.offloaded.parameters,
             gradient_store=self.offloaded.gradients,
+            optimizers=self.optimizers,
+            agreement=StepAgreement(self.steps.own_flags, self._consistency.fingerprint, self._consistency.compare),
+            further_norm_groups=further,
         )
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
-        self.optimizers: list[ShardedOptimizer] = self.model.optimizers
-        self._consistency = OptimizerConsistency(self.optimizers, self.model.reducer, self.mesh.control)
         self.gradient_watchers: list[Callable[[GradientStats], None]] = []
         self.nonfinite = NonfiniteSteps(zero.nonfinite_gradients, self.model)
         self.evaluation = SharedEvaluation(self.model, self.mesh)
-        self.saver = Saver(self)
-        self.steps = StepWatch(self.model.reducer, self.saver)
         self.untrained: frozenset[int] = frozenset()
         self._checked: list[int] | None = None
-        self._checks: list[Any] = []
-        tell_guard(self.mesh.guard, module, self.left_torn)
+        self._step_hooks: list[Any] = []
+        tell_guard(self.mesh.guard, module)
         if weights is not None:
             self.load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
@@ -248,16 +263,11 @@ class ZeroEngine:
                 continue
             if self.model.optimizer_store is not None:
                 check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer], self.model.names())
-            check = optimizer.register_step_pre_hook(self._check_before_step)  # before groups are exchanged
-            try:
-                sharded = ShardedOptimizer(optimizer, self.model)
-            except (TypeError, ValueError):
-                check.remove()
-                raise
-            sharded.declines = partial(self._declines, sharded)
-            self.optimizers.append(sharded)
-            self._checks.append(optimizer.register_step_post_hook(self._after_step))  # after groups are back
-            self._checks.append(check)
+            self.optimizers.append(ShardedOptimizer(optimizer, self.model, self._declines))
+            self._step_hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
         self._checked = None
         self.offloaded.tell_step()
 
@@ -267,9 +277,9 @@ class ZeroEngine:
             self.saver.rest()  # a save in the background reads them there
         for sharded in self.optimizers:
             sharded.detach()
-        for check in self._checks:
-            check.remove()
-        self._checks.clear()
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
         self.optimizers.clear()
         self._consistency.forget()
 
@@ -313,19 +323,39 @@ class ZeroEngine:
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
-    def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # ---- the step: one hook before torch's `step()`, one behind it ----
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        sharded = self.sharded(optimizer)
         self.model.moved.check("an optimizer's step")
         self.observed.mark("step begins")
-        if self.mesh.tensor.size > 1:
-            flags = torch.tensor([self.model.reducer.agreed_flags], dtype=torch.int32)
-            for other in self.mesh.tensor.exchange_small(flags):  # what befell the data-parallel ranks of another part
-                self.model.reducer.agreed_flags |= int(other)
-        self.steps.before(skipped=self.sharded(optimizer).skip_next)
+        self.steps.before(self._flags_of_all(), skipped=sharded.skip_next)
         self._consistency.note_step(optimizer)
         self.activations.choose(self.mesh.control)
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
             self._check_observed()
+        return sharded.begin_step(args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.sharded(optimizer).end_step()
+        self._after_update()
+        if optimizer is self.optimizers[-1].optimizer:
+            self.steps.after(self.model.reducer.take_flags())
+            self.observed.mark("step over", self.steps.taken)
+        else:
+            self.observed.mark("optimizer over")
+
+    def _after_update(self) -> None:
+        """Bring new values to further places."""
+
+    def _flags_of_all(self) -> int:
+        """The flags of the last reductions, of the ranks that train other parts of the model, too."""
+        flags = self.model.reducer.take_flags()
+        for group in self._parts:
+            for other in group.exchange_small(torch.tensor([flags], dtype=torch.int32)):
+                flags |= int(other)
+        return flags
 
     def _declines(self, sharded: ShardedOptimizer) -> bool:
         """Whether its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
@@ -334,14 +364,7 @@ class ZeroEngine:
         self.steps.skip()
         return True
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self.optimizers[-1].optimizer:
-            self.steps.after()
-            self.observed.mark("step over", self.steps.taken)
-        else:
-            self.observed.mark("optimizer over")
-
-    # ---- the step ----
+    # ---- forward and backward ----
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside may keep gradients on this rank; legal at every stage (see `GradientReducer.no_sync`)."""
@@ -370,6 +393,8 @@ class ZeroEngine:
 
     def left_torn(self, phases: Collection[str]) -> str:
         """What an exception has left unfinished, in words, where this rank's threads are in `phases`; "": nothing."""
+        if "model" not in vars(self):  # it is being built
+            return ""
         if self.model.reducer.in_backward and "backward" not in phases:
             return "has left a backward with an exception"
         torn = [sharded for sharded in self.optimizers if sharded.torn]

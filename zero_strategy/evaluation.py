@@ -34,11 +34,11 @@ class SharedEvaluation:
             yield
             return
         gatherer.release_idle()  # as in `drain`: nothing is gathered on any rank
-        gatherer.announce = self._announce
+        gatherer.announce_to(self._announce)
         try:
             yield
         finally:
-            gatherer.announce = None
+            gatherer.announce_to(None)
             gatherer.release_idle()
             self._exchange(_STEP_OVER)
 

@@ -1,10 +1,8 @@
-"""Reports of training to the guard: that a forward begins, that it raised, what an exception left unfinished."""
+"""Reports of training to the guard: that a forward begins, and that it raised."""
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -14,25 +12,12 @@ from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
 
 
-def tell_guard(guard: Guard | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]) -> None:
-    """Connect the training of a module with the guard of its mesh, if there is one.
-
-    Args:
-        guard: It.
-        module: Its forwards are progress, and their exceptions noted.
-        left_torn: A method, held weakly: what an exception has left unfinished, where the threads are in these phases.
-    """
+def tell_guard(guard: Guard | None, module: nn.Module) -> None:
+    """Connect the forwards of a module with the guard of its mesh, if there is one: progress, and what they raise."""
     if guard is None:
         return
     module.register_forward_pre_hook(_Before(guard), prepend=True)
     module.register_forward_hook(_After(guard), always_call=True)
-    torn = weakref.WeakMethod(left_torn)
-
-    def said(phases: Collection[str]) -> str:
-        method = torn()
-        return "" if method is None else method(phases)
-
-    guard.torn = said
 
 
 class _Before:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 from zero_strategy.activation.storages import model_storages
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.distributed import CommunicationCounters, Communicator
+from zero_strategy.distributed.desync import Titles
 from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.peaks import held_whole
@@ -112,16 +114,9 @@ class PipelineEngine(ZeroEngine):
             lanes=grid.dp_groups,
             tensor_groups=grid.model_groups,
             order=order_of(module, root, self._prefix),
+            further_groups=partial(self._other_stages, resolved.config.timeout_seconds),
+            rank_titles=self._rank_titles(),
         )
-        alone = module.num_stages == 1
-        limit = timedelta(seconds=resolved.config.timeout_seconds)
-        self.pipe = Communicator(
-            None if alone else own_group(grid.pipe_groups, timeout=limit, backend="gloo"),
-            CommunicationCounters(),
-            owns=True,
-        )
-        self.model.norm_groups.append(self.pipe)
-        self.mesh.further.append(self.pipe)
         self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
@@ -145,19 +140,29 @@ class PipelineEngine(ZeroEngine):
         self.executor.observed = self.pipe.observed = self.observed
         self.publish_ties()
 
-    def _watch(self) -> None:
-        """Let the guard of this engine watch what goes beyond its lane, and speak of stages."""
-        guard, grid, placement = self.mesh.guard, self.pipeline.mpu(), self.pipeline.placement
-        if guard is None:
-            return
+    def _other_stages(self, timeout: float) -> list[Communicator]:
+        alone, limit = self.pipeline.num_stages == 1, timedelta(seconds=timeout)
+        group = None if alone else own_group(self.pipeline.mpu().pipe_groups, timeout=limit, backend="gloo")
+        self.pipe = Communicator(group, CommunicationCounters(), owns=True)
+        return [self.pipe]
+
+    def _rank_titles(self) -> Titles:
+        """Ranks in words, with their stages."""
+        grid, placement = self.pipeline.mpu(), self.pipeline.placement
         stages = {
             rank: [placement.stage_of(place, chunk) for chunk in range(placement.chunks)]
             for ranks in grid.pipe_groups
             for place, rank in enumerate(ranks)
         }
-        guard.titles = lambda rank: (
+        return lambda rank: (
             f"stage{'s' if len(stages[rank]) > 1 else ''} {', '.join(map(str, stages[rank]))} (rank {rank})"
         )
+
+    def _watch(self) -> None:
+        """Let the guard of this engine watch what goes beyond its lane."""
+        guard = self.mesh.guard
+        if guard is None:
+            return
         self.pipe.guarded(guard, "pipe")
         for number, tie in enumerate(self.pipeline.ties):
             for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
@@ -351,15 +356,8 @@ class PipelineEngine(ZeroEngine):
                     group[key] = list(compress(group[key], stays))
         super().attach(*optimizers)
 
-    def _check_before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        flags = torch.tensor([self.model.reducer.agreed_flags], dtype=torch.int32)
-        for other in self.pipe.exchange_small(flags):  # what befell a rank of another stage
-            self.model.reducer.agreed_flags |= int(other)
-        super()._check_before_step(optimizer, args, kwargs)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_update(self) -> None:
         self.publish_ties()
-        super()._after_step(optimizer, args, kwargs)
 
     def load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True) -> StateReader:
         """See `ZeroEngine.load_weights`."""

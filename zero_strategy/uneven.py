@@ -67,9 +67,9 @@ class UnevenTraining:
             for hook in hooks:
                 hook.remove()
             for model in self._models:
-                model.reducer.announce = None
+                model.reducer.announce_to(None)
                 if model.gatherer is not None and self._some_idle:
-                    model.gatherer.announce = None
+                    model.gatherer.announce_to(None)
                     model.gatherer.release_idle()
                     model.gatherer.forget_order()  # which ranks that followed have not seen
 
@@ -111,10 +111,10 @@ class UnevenTraining:
     def _begin_announcing(self) -> None:
         self._some_idle = True
         for number, model in enumerate(self._models):
-            model.reducer.announce = partial(self._announce_reduction, number)
+            model.reducer.announce_to(partial(self._announce_reduction, number))
             if model.gatherer is not None:
                 model.gatherer.release_idle()  # nothing is gathered on any rank now
-                model.gatherer.announce = partial(self._announce_gather, number)
+                model.gatherer.announce_to(partial(self._announce_gather, number))
 
     def _announce_reduction(self, number: int, what: str, value: Any) -> None:
         if not self._inside:

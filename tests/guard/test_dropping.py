@@ -52,10 +52,11 @@ def test_what_the_threads_of_a_guard_hold(tmp_path: Path) -> None:
     """A look goes on, and a call to the store, while everything is dropped."""
     began, called, go = threading.Event(), threading.Event(), threading.Event()
 
-    def torn(phases: Collection[str]) -> str:
-        began.set()
-        go.wait(PATIENCE)
-        return ""
+    class Training:
+        def left_unfinished(self, phases: Collection[str]) -> str:
+            began.set()
+            go.wait(PATIENCE)
+            return ""
 
     def connect() -> Any:
         called.set()
@@ -63,9 +64,12 @@ def test_what_the_threads_of_a_guard_hold(tmp_path: Path) -> None:
         return dist.FileStore(str(tmp_path / "store"), 1)
 
     before = set(threading.enumerate())
-    guard = Guard(0, [own_card()] * 2, connect, "dropped", wait_seconds=0.02, silence_seconds=9.0)
+    training = Training()
+    guard = Guard(
+        0, [own_card()] * 2, connect, "dropped",
+        wait_seconds=0.02, silence_seconds=9.0, left_unfinished=training.left_unfinished,
+    )  # fmt: skip
     connections, known = _Connections(guard), weakref.ref(guard)
-    guard.torn = torn
     assert began.wait(PATIENCE)
     guard._courier.exchange(None)
     assert called.wait(PATIENCE)

@@ -82,14 +82,14 @@ class Guard:
         silence_seconds: That a rank may be stopped, or be away after an exception, before the others give it up.
         unheard_seconds: That a rank of another host may not be heard of while it is waited for.
         strict: Compare each collective with the other ranks' before it.
+        left_unfinished: Says, in words, what an exception has left unfinished on this rank, where its threads are in
+            these parts of a step; "": nothing. A method, whose object is held weakly; called in the watch's thread.
+        titles: Ranks in words.
 
     Attributes:
         failure: Why these ranks cannot go on.
         waiting: What threads wait in.
         ended: Waits that are over.
-        titles: Ranks in words.
-        torn: Says, in words, what an exception has left unfinished on this rank, where its threads are in these
-            parts of a step; "": nothing. Called in the watch's thread, so it should hold nothing that is large.
         watch: The thread.
     """
 
@@ -104,6 +104,8 @@ class Guard:
         silence_seconds: float,
         unheard_seconds: float = math.inf,
         strict: bool = False,
+        left_unfinished: Callable[[Collection[str]], str] | None = None,
+        titles: Titles = title_of,
     ) -> None:
         # Every rank is there now: one that cannot be seen (another user's, on systems that hide those) is no evidence.
         self._cards = [card._replace(host="") if condition(card) == "gone" else card for card in cards]
@@ -112,8 +114,8 @@ class Guard:
         self.failure: Failure | None = None
         self.waiting: dict[int, Waiting] = {}
         self.ended = 0
-        self.titles: Titles = title_of
-        self.torn: Callable[[Collection[str]], str] = _nothing
+        self.titles = titles
+        self._unfinished = None if left_unfinished is None else weakref.WeakMethod(left_unfinished)
         self._tracks: list[weakref.ref[Track]] = []
         self._breaks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._note, self._note_at = "", -1
@@ -136,6 +138,10 @@ class Guard:
         self._at_exit = partial(_tell_exit, rank, self._courier, os.getpid())
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
+
+    def _left_unfinished(self, phases: Collection[str]) -> str:
+        says = None if self._unfinished is None else self._unfinished()
+        return "" if says is None else says(phases)
 
     # ---- what ranks do ----
 
@@ -307,7 +313,7 @@ class Guard:
         now_in = stacks()
         wait, thread = self._wait_now(now, now_in)
         site = site_of(thread, now_in)
-        torn, self._torn = self._torn, "" if self._note else self.torn(phases(now_in))
+        torn, self._torn = self._torn, "" if self._note else self._left_unfinished(phases(now_in))
         if self._torn and self._torn == torn:  # twice: what is asked is not of one moment
             self._note, self._note_at = torn, self._events()
         report = self._report(site, wait, idle)
@@ -443,10 +449,6 @@ class Guard:
 
     def _peers(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self.rank]
-
-
-def _nothing(phases: Collection[str]) -> str:
-    return ""
 
 
 def _said(error: BaseException) -> str:

@@ -11,7 +11,7 @@ what concerns all of the model (checkpoints, above all) is for the *team*, the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from zero_strategy.config import GuardConfig
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.distributed.counters import CommunicationCounters
+from zero_strategy.distributed.desync import Titles, title_of
 from zero_strategy.distributed.groups import end_group, has_process_group, own_group
 from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import own_card
@@ -125,6 +126,8 @@ class Mesh:
         lanes: Sequence[Sequence[int]] | None = None,
         guard: GuardConfig | None = None,
         tensor_groups: Sequence[Sequence[int]] | None = None,
+        left_unfinished: Callable[[Collection[str]], str] | None = None,
+        titles: Titles = title_of,
     ) -> Mesh:
         """Make the groups; a collective over the default process group.
 
@@ -138,6 +141,8 @@ class Mesh:
                 Default: one lane of all ranks.
             guard: How collectives are watched; None: not at all.
             tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
+            left_unfinished: See `Guard`; a method, whose object is held weakly.
+            titles: Ranks in words.
 
         Raises:
             ValueError: If replicate x shard is not the size of a lane, or a rank is in no lane or in two.
@@ -181,7 +186,15 @@ class Mesh:
             counters=counters,
         )
         if guard is not None and guard.mode != "off":
-            mesh._watch(guard, name, lambda lists: own_group(lists, timeout=limit, backend="gloo"), rows, columns)
+            mesh._watch(
+                guard,
+                name,
+                lambda lists: own_group(lists, timeout=limit, backend="gloo"),
+                rows,
+                columns,
+                left_unfinished,
+                titles,
+            )
         return mesh
 
     def close(self) -> None:
@@ -217,6 +230,8 @@ class Mesh:
         on_host: Callable[[list[list[int]]], dist.ProcessGroup | None],
         rows: list[list[int]],
         columns: list[list[int]],
+        left_unfinished: Callable[[Collection[str]], str] | None,
+        titles: Titles,
     ) -> None:
         team, strict = self.team.control, settings.mode == "strict"
         cards = team.gather_objects(own_card())
@@ -224,7 +239,7 @@ class Mesh:
         self.guard = guard = Guard(
             team.rank, cards, connect, name,
             wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds,
-            unheard_seconds=settings.unheard_seconds, strict=strict,
+            unheard_seconds=settings.unheard_seconds, strict=strict, left_unfinished=left_unfinished, titles=titles,
         )  # fmt: skip
         for communicator, what, lists in (
             (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from zero_strategy.distributed import Communicator
 from zero_strategy.optim.sharded import ShardedOptimizer
-from zero_strategy.sharding.reducer import GradientReducer
 
 _HASH_MASK = 0x3FFFFFFF
 _NAN = -0.5
@@ -30,15 +29,13 @@ class OptimizerConsistency:
 
     Args:
         optimizers: The attached optimizers, in order; looked at anew in each call.
-        reducer: Sends the hashes.
         control: The data-parallel ranks.
     """
 
-    def __init__(self, optimizers: Sequence[ShardedOptimizer], reducer: GradientReducer, control: Communicator) -> None:
+    def __init__(self, optimizers: Sequence[ShardedOptimizer], control: Communicator) -> None:
         self._optimizers, self._control = optimizers, control
         self._used: dict[int, tuple[int, int]] = {}
         self._kinds: dict[type, int] = {}
-        reducer.rules, reducer.rules_differ = self.fingerprint, self.compare
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step that begins now, and remember by which hyper-parameters."""

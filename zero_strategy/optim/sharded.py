@@ -44,6 +44,7 @@ class ShardedOptimizer:
     Args:
         optimizer: The optimizer over parameters of `model`; state that it has already is divided.
         model: The sharded model.
+        declines: Asked when a step's gradients are reduced, on all ranks: whether it is not to be taken.
 
     Attributes:
         optimizer: The user's object.
@@ -51,14 +52,13 @@ class ShardedOptimizer:
         skip_next: Leave parameters and state alone in the next `step()` (agreed by all ranks).
         skipped: Whether the last `step()` did.
         stopped_by: The exception, in words, that ended the last update of values half-way.
-        declines: Asked when a step's gradients are reduced, on all ranks: whether it is not to be taken.
 
     Raises:
         TypeError: If the optimizer is not elementwise.
         ValueError: If it holds a parameter that is not the model's; names its place.
     """
 
-    def __init__(self, optimizer: Optimizer, model: ShardedModel) -> None:
+    def __init__(self, optimizer: Optimizer, model: ShardedModel, declines: Callable[[ShardedOptimizer], bool]) -> None:
         check_elementwise(optimizer, model.config.elementwise_optimizers, whole=not model.placement.shard_optimizer)
         if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
             raise ValueError(
@@ -70,7 +70,7 @@ class ShardedOptimizer:
                 ops.ensure(device)
         self.optimizer, self.model = optimizer, model
         self.skip_next = self.skipped = self._fused = False
-        self.declines: Callable[[], bool] = lambda: False
+        self._declines = declines
         self._pieces: dict[int, tuple[nn.Parameter, Piece, Tensor]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
         self.stopped_by = ""
@@ -84,8 +84,6 @@ class ShardedOptimizer:
             self._offloaded = OffloadedStates(optimizer, rule, model, store, self._state_of_piece, self._foreign)
         self._divide_existing_state()
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
@@ -202,12 +200,18 @@ class ShardedOptimizer:
         taken = model.config.fused_optimizers
         return rule_in_memory(optimizer, fused_optimizers=taken, devices=_devices(model), masters=masters)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def begin_step(self, args: Any, kwargs: Any) -> Any:
+        """Before torch's `step()`: gradients are reduced, and the shards updated or put into the groups for torch.
+
+        Returns:
+            The arguments that torch's step gets, where they are others: the closure has run.
+        """
+        optimizer = self.optimizer
         changed = _run_closure_first(args, kwargs)
         self.restore()  # an earlier step may have raised before its end
         self.model.reducer.settle()
         self._check_groups()
-        self.skip_next = self.declines() or self.skip_next
+        self.skip_next = self._declines(self) or self.skip_next
         rule = self._rule(optimizer, self.model)
         if self._offloaded is not None:
             self._offloaded.prepare(rule)
@@ -231,7 +235,8 @@ class ShardedOptimizer:
                 raise
         return changed
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def end_step(self) -> None:
+        """After torch's `step()`: the module's parameters are back in the groups, and whole where they have to be."""
         buckets = self._stepped
         self._updates.clear()  # they hold the gradients
         self._swap_back()

@@ -123,7 +123,6 @@ def save_on_signal(
     """
     steps = engine.steps
     watch = SignalWatch(steps, named_signals(("SIGTERM", "SIGUSR1")) if signals is None else signals)
-    earlier = steps.at_boundary
     if save is None:
 
         def save() -> object:
@@ -141,15 +140,14 @@ def save_on_signal(
         if due:
             boundary(due)
 
-    steps.at_boundary = None if at_call else boundary
-    watch.install()
     ended = False
-    try:
-        yield call
-        ended = True
-    finally:
-        watch.restore()
-        steps.at_boundary = earlier
-        steps.take_due(Due.SAVE | Due.END)  # what is left of it
+    with steps.at_boundary(None if at_call else boundary):
+        watch.install()
+        try:
+            yield call
+            ended = True
+        finally:
+            watch.restore()
+            steps.take_due(Due.SAVE | Due.END)  # what is left of it
     if ended and watch.came is not None:
         signal.raise_signal(watch.came)

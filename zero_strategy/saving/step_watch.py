@@ -6,12 +6,12 @@ the same step, at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntFlag
 from typing import Any
 
 from zero_strategy.saving.saver import Saver
-from zero_strategy.sharding.reducer import GradientReducer
 
 _SAVE_FAILED = 1
 
@@ -33,17 +33,15 @@ class StepWatch:
         skipped: Steps skipped because gradients were not finite (fp16, or `nonfinite_gradients: skip`).
         signalled: Whether this rank wants all to save at the next step boundary; set by a signal handler.
         terminating: Whether this rank wants all to save and end there; likewise.
-        at_boundary: Called on all ranks after the step before which some rank was signalled.
     """
 
-    def __init__(self, reducer: GradientReducer, saver: Saver) -> None:
-        self._reducer, self._saver = reducer, saver
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
         self.taken = self.skipped = 0
         self.signalled = self.terminating = False
-        self.at_boundary: Callable[[Due], object] | None = None
-        self._skips = False
+        self._at_boundary: Callable[[Due], object] | None = None
+        self._skips = self._save_failed = False
         self._due = Due.NOTHING
-        reducer.raise_flags = self._raised
 
     def counters(self) -> dict[str, int]:
         """For the manifest."""
@@ -70,39 +68,50 @@ class StepWatch:
             self.terminating = False
         return due
 
-    def before(self, *, skipped: bool) -> None:
+    @contextmanager
+    def at_boundary(self, call: Callable[[Due], object] | None) -> Iterator[None]:
+        """In the block this is called on all ranks after the step before which some rank was signalled."""
+        earlier, self._at_boundary = self._at_boundary, call
+        try:
+            yield
+        finally:
+            self._at_boundary = earlier
+
+    def before(self, flags: int, *, skipped: bool) -> None:
         """Before an optimizer's step.
+
+        Args:
+            flags: Those that all ranks have agreed upon since the last step; see `own_flags`.
+            skipped: The step is not to be taken.
 
         Raises:
             OSError, ValueError, RuntimeError: Why a save in the background failed, on this rank or on another.
         """
         self._skips = self._skips or skipped
-        flags = self._collect()
-        self._reducer.agreed_flags = 0
-        if flags & _SAVE_FAILED:
+        self._note(flags)
+        failed, self._save_failed = self._save_failed, False
+        if failed:
             self._saver.wait()
 
     def skip(self) -> None:
         """The step that goes on is not taken."""
         self._skips = True
 
-    def after(self) -> None:
-        """After the last optimizer's step; with a closure gradients were reduced since `before`."""
-        self._collect()
+    def after(self, flags: int) -> None:
+        """After the last optimizer's step; with a closure gradients were reduced, and flags agreed upon since."""
+        self._note(flags)
         if self._skips:
             self.skipped += 1
         else:
             self.taken += 1
         self._skips = False
-        if self._due and self.at_boundary is not None:
-            self.at_boundary(self.take_due())
+        if self._due and self._at_boundary is not None:
+            self._at_boundary(self.take_due())
 
-    def _collect(self) -> int:
-        """Note what the last reductions agreed upon; the rest of the flags."""
-        flags = self._reducer.agreed_flags
-        self._due |= Due(flags & (Due.SAVE | Due.END))
-        self._reducer.agreed_flags = flags & ~(Due.SAVE | Due.END)
-        return self._reducer.agreed_flags
-
-    def _raised(self) -> int:
+    def own_flags(self) -> int:
+        """What all ranks shall learn of with the next reduction."""
         return _SAVE_FAILED * self._saver.failed() | self.wanted()
+
+    def _note(self, flags: int) -> None:
+        self._due |= Due(flags & (Due.SAVE | Due.END))
+        self._save_failed |= bool(flags & _SAVE_FAILED)

@@ -99,17 +99,21 @@ class ParameterGatherer:
         prefetch: How many units to fetch ahead.
         release_after_forward: Release between forward and backward (else only after backward).
         release_after_backward: Release after backward (else only when an optimizer steps on them).
+        unit_done: Called with a unit's buckets when its backward is over.
 
     Attributes:
         trace: Units in the order in which they were used since the last `start_trace`.
         checksum: Tells the sequence of gathers so far, announced ones left out.
-        unit_done: Called with a unit's buckets when its backward is over.
-        announce: Called with the number of every unit whose gather is about to start, while ranks without data of their
-            own take part in this rank's gathers.
     """
 
     def __init__(
-        self, units: Sequence[Unit], prefetch: int, release_after_forward: bool, release_after_backward: bool = True
+        self,
+        units: Sequence[Unit],
+        prefetch: int,
+        release_after_forward: bool,
+        release_after_backward: bool = True,
+        *,
+        unit_done: Callable[[Sequence[ParameterBucket]], None],
     ) -> None:
         self.units, self.prefetch, self.release_after_forward = list(units), prefetch, release_after_forward
         self.release_after_backward = release_after_backward
@@ -118,8 +122,8 @@ class ParameterGatherer:
         self.trace: list[Unit] = []
         self.checksum = 0
         self._in_backward: dict[Unit, None] = {}
-        self.unit_done: Callable[[Sequence[ParameterBucket]], None] | None = None
-        self.announce: Callable[[int], None] | None = None
+        self._unit_done = unit_done
+        self._announce: Callable[[int], None] | None = None
         self._hints: dict[bool, list[Unit]] = {True: [], False: []}
         self._grad_trace = True
         self._next_call = self._replays = 0
@@ -177,7 +181,7 @@ class ParameterGatherer:
         if unit.buckets:
             self._launch(unit)
             unit.gather()
-            if not self.release_after_backward and torch.is_grad_enabled() and self.announce is None:
+            if not self.release_after_backward and torch.is_grad_enabled() and self._announce is None:
                 unit.keep()  # not where ranks that only follow hold nothing
             if len(self.trace) >= _TRACE_PER_UNIT * len(self.units):  # nobody calls the root, which would begin anew
                 self.start_trace()
@@ -190,10 +194,10 @@ class ParameterGatherer:
     def _launch(self, unit: Unit) -> None:
         if not unit.under_way:
             number = self._numbers[unit]
-            if self.announce is None:
+            if self._announce is None:
                 self.checksum = (self.checksum * 31 + number + 1) % 32749
             else:
-                self.announce(number)
+                self._announce(number)
             unit.start_gather()
 
     def start_trace(self) -> None:
@@ -230,10 +234,10 @@ class ParameterGatherer:
         unit.calls.discard(call)
         unit.awaited.discard(call)
         unit.release()
-        if not unit.awaited and self.unit_done is not None:
+        if not unit.awaited:
             self._queue_end()
             self._in_backward.pop(unit, None)
-            self.unit_done(unit.buckets)
+            self._unit_done(unit.buckets)
 
     def unfinished(self) -> Iterator[Unit]:
         """Units, the root apart, whose end in the last backward no input showed, in the order in which they began."""
@@ -277,6 +281,12 @@ class ParameterGatherer:
                 bucket.follow_edits()
                 bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)
             unit.release()
+
+    def announce_to(self, call: Callable[[int], None] | None) -> None:
+        """Call this with the number of every unit whose gather is about to start, while ranks without data of their own
+        take part in this rank's gathers; None: there are none.
+        """
+        self._announce = call
 
     def release_idle(self) -> None:
         """Release all that nobody uses, also what is kept."""

@@ -38,7 +38,7 @@ from zero_strategy.sharding.layout import build_layout
 from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
 from zero_strategy.sharding.parameters import ParameterBucket, master_name, weights_name
 from zero_strategy.sharding.placement import placement_for
-from zero_strategy.sharding.reducer import GradientReducer
+from zero_strategy.sharding.reducer import GradientReducer, StepAgreement
 from zero_strategy.sharding.reducer_hooks import Watcher
 from zero_strategy.sharding.registry import check_unsharded, owner_of, register
 from zero_strategy.sharding.units import UnitSpec, aliases, find_units
@@ -58,13 +58,17 @@ class ShardedModel:
         partly: Not initialised, and only those that were on the meta device are about to be loaded.
         optimizer_store: Where master weights and optimizer state are kept; None: in memory.
         parameter_store: Where the own slices of sharded parameters are kept; None: in memory.
+        gradient_store: Where reduced gradients are kept; None: in memory.
+        optimizers: The list of those that update it, which its owner fills.
+        agreement: What ranks tell each other at the end of a reduction.
+        further_norm_groups: See `norm_groups`; beyond those of the mesh.
 
     Attributes:
         units: The root first.
         buckets: All parameter buckets, in unit order.
         gradients: Their gradient buckets, in the same order.
-        optimizers: Those that update it; the engine's list.
-        norm_groups: Groups over which gradients are spread; a model-parallel face adds its own.
+        optimizers: Those that update it.
+        norm_groups: Groups over which gradients are spread.
         aliases: Further names of tied parameters: {alias: first name}.
         device: Where the module computes.
         told_of_reads: It was warned of a use of a released parameter.
@@ -85,6 +89,9 @@ class ShardedModel:
         optimizer_store: ChunkStore | None = None,
         parameter_store: ChunkStore | None = None,
         gradient_store: ChunkStore | None = None,
+        optimizers: list[Any] | None = None,
+        agreement: StepAgreement | None = None,
+        further_norm_groups: Sequence[Communicator] = (),
     ) -> None:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         self._gradient_store = gradient_store
@@ -102,8 +109,8 @@ class ShardedModel:
         for construction in self._constructions:  # what is whole just now stays so
             construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
         _check_same_on_all_ranks(module, mesh)
-        self.optimizers: list[Any] = []
-        self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor]
+        self.optimizers: list[Any] = [] if optimizers is None else optimizers
+        self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor, *further_norm_groups]
         if device is not None:
             move_buffers(module, device)
         specs = find_units(
@@ -129,12 +136,22 @@ class ShardedModel:
         self.gatherer: ParameterGatherer | None = None
         if self.placement.shard_parameters:
             self.gatherer = ParameterGatherer(
-                self.units, config.prefetch, config.release_after_forward, config.release_after_backward
+                self.units,
+                config.prefetch,
+                config.release_after_forward,
+                config.release_after_backward,
+                unit_done=self._unit_done,
             )
-        self.reducer = GradientReducer([self.gradient_of(bucket) for bucket in plan], mesh, per_step, self.gatherer)
-        self.reducer.step_torn = self._step_torn
         self.moved = MovedStates(self)
-        self.reducer.check_states = partial(self.moved.check, kinds=IN_BACKWARD)
+        self.reducer = GradientReducer(
+            [self.gradient_of(bucket) for bucket in plan],
+            mesh,
+            per_step,
+            self.gatherer,
+            agreement=agreement or StepAgreement(),
+            step_unfinished=self._step_torn,
+            check_states=partial(self.moved.check, kinds=IN_BACKWARD),
+        )
         self.guards = ModuleGuards(self)
         module.register_forward_pre_hook(Watcher(self.reducer, self.moved))
 
@@ -177,6 +194,9 @@ class ShardedModel:
             self.gradient_of(bucket).relocate(move, sums=sums, buffers=buffers)
         for sharded in self.optimizers:
             sharded.follow_masters()
+
+    def _unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
+        self.reducer.unit_done(buckets)
 
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)

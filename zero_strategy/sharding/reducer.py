@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,29 @@ MAX_IN_FLIGHT = 2
 """Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
 
 
+def _no_flags() -> int:
+    return 0
+
+
+def _same_rules(compared: bool) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What the ranks tell each other in the message that ends a reduction, besides which parameters have gradients.
+
+    Attributes:
+        own_flags: Gives the bits that all ranks shall learn of; `take_flags` gives those of all.
+        rules: Gives a hash of the rules by which this rank updates parameters; see `ReductionPlan.encode`.
+        rules_differ: Called on all ranks where such hashes differ, with whether this rank's was compared; raises.
+    """
+
+    own_flags: Callable[[], int] = _no_flags
+    rules: Callable[[], int] = _no_flags
+    rules_differ: Callable[[bool], None] = _same_rules
+
+
 class GradientReducer:
     """Collects gradients through hooks on parameters and reduces them bucket by bucket.
 
@@ -44,10 +68,21 @@ class GradientReducer:
         per_step: Reduce at the last backward of a step only (`no_sync` marks the others).
         gatherer: What gathers the parameters, None where they are whole. The sequence of its gathers is compared
             between ranks.
+        agreement: What else ranks tell each other at the end of a reduction.
+        step_unfinished: Whether an optimizer's step began and did not end.
+        check_states: Called with the name of what begins; raises if states that it needs are on the host.
     """
 
     def __init__(
-        self, buckets: Sequence[GradientBucket], mesh: Mesh, per_step: bool, gatherer: ParameterGatherer | None = None
+        self,
+        buckets: Sequence[GradientBucket],
+        mesh: Mesh,
+        per_step: bool,
+        gatherer: ParameterGatherer | None = None,
+        *,
+        agreement: StepAgreement,
+        step_unfinished: Callable[[], bool],
+        check_states: Callable[[str], None],
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
         self._reuse = BufferReuse()
@@ -55,20 +90,9 @@ class GradientReducer:
             bucket.own.reuse = self._reuse
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
         self._gatherer = gatherer
-        if gatherer is not None:
-            gatherer.unit_done = self.unit_done
-        self.step_torn: Callable[[], bool] = lambda: False
-        self.check_states: Callable[[str], None] = lambda call: None
-        """Called with the name of what begins; raises if states that it needs are on the host."""
-        self.raise_flags: Callable[[], int] = lambda: 0
-        """Gives the bits that all ranks shall learn of with the next reduction; they end up in `agreed_flags`."""
-        self.rules: Callable[[], int] = lambda: 0
-        """Gives a hash of the rules by which this rank updates parameters; see `ReductionPlan.encode`."""
-        self.rules_differ: Callable[[bool], None] = lambda compared: None
-        """Called on all ranks where such hashes differ, with whether this rank's was compared; raises."""
-        self.announce: Callable[[str, Any], None] | None = None
-        """Called before whatever ranks without data of their own must `follow`, while there are such ranks."""
-        self.agreed_flags = 0
+        self._agreement, self._step_unfinished, self._check_states = agreement, step_unfinished, check_states
+        self._announce: Callable[[str, Any], None] | None = None
+        self._agreed_flags = 0
         self.reductions = 0
         """How many have ended, on all ranks alike."""
         self.watchers: list[ReductionWatcher] = []
@@ -224,17 +248,26 @@ class GradientReducer:
             if number not in self._left and self.plan.trains(number):
                 self._launch(number)
 
+    def take_flags(self) -> int:
+        """The flags that ranks have agreed upon since the last call; see `StepAgreement.own_flags`."""
+        flags, self._agreed_flags = self._agreed_flags, 0
+        return flags
+
+    def announce_to(self, call: Callable[[str, Any], None] | None) -> None:
+        """Call this before whatever ranks without data of their own must `follow`; None: there are no such ranks."""
+        self._announce = call
+
     def begin_backward(self) -> None:
         """Ask autograd for a call at the end of the backward that is running.
 
         Raises:
             RuntimeError: If an optimizer's step raised before it was over, so that `zero_grad` missed the parameters.
         """
-        if self.step_torn():
+        if self._step_unfinished():
             raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
-        self.check_states("a backward")
-        if self.announce is not None:
-            self.announce("backward", self.shown())
+        self._check_states("a backward")
+        if self._announce is not None:
+            self._announce("backward", self.shown())
         self._divide_by = self.divisor()
         self._active = True
         if not (self._joined and self._began):
@@ -288,8 +321,8 @@ class GradientReducer:
             self._next += 1
 
     def _launch(self, number: int) -> None:
-        if self.announce is not None:
-            self.announce("launch", number)
+        if self._announce is not None:
+            self._announce("launch", number)
         self._start(number)
 
     def _start(self, number: int) -> None:
@@ -354,8 +387,8 @@ class GradientReducer:
                 for unit in self._gatherer.unfinished():  # on another rank an input may have shown its end
                     self._launch_unit(unit.buckets)
             self._begin_kept()
-            if self.announce is not None:
-                self.announce("agree", outside)
+            if self._announce is not None:
+                self._announce("agree", outside)
             agreed = self._agree(compares=True)
         self._reuse.close()
         self._check(agreed, compares=True)
@@ -413,7 +446,8 @@ class GradientReducer:
             number in self._left and bool(bucket.late or bucket.own.live)
             for number, bucket in enumerate(self.buckets)
         ]
-        message = self.plan.encode(touched, late, self._sequence(), self.raise_flags(), self.rules() if compares else 0)
+        rules = self._agreement.rules() if compares else 0
+        message = self.plan.encode(touched, late, self._sequence(), self._agreement.own_flags(), rules)
         order = list(self.plan.order)
         agreed = self.plan.learn(self.mesh.control.exchange_small(message, "the parameters that have gradients"))
         for number in order:
@@ -424,7 +458,7 @@ class GradientReducer:
                 bucket.finish()
                 bucket.admit_late()
                 self._start(number)
-        self.agreed_flags |= agreed.flags
+        self._agreed_flags |= agreed.flags
         self.reductions += 1
         self._next, self._unreduced = 0, False
         self._left.clear()
@@ -443,7 +477,7 @@ class GradientReducer:
     def _check(self, agreed: Agreement, *, compares: bool) -> None:
         _check_gathers(agreed.same_gathers)
         if not agreed.same_rules:
-            self.rules_differ(compares)
+            self._agreement.rules_differ(compares)
 
     def _sequence(self) -> int:
         """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
@@ -475,7 +509,7 @@ class GradientReducer:
             bucket.sync_handles()
             bucket.bucket.follow_edits()
         if self._unreduced:
-            self.check_states("a reduction of gradients")
+            self._check_states("a reduction of gradients")
             self.plan.expect_nothing()
             self._left.clear()
             self.reduce(outside=True)
