@@ -43,7 +43,6 @@ from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.ops.arguments import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.consistency import OptimizerConsistency
-from zero_strategy.optim.early import EarlyStepCounts
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.membership import check_all_held, check_twice
 from zero_strategy.optim.nonfinite_steps import IGNORE, NonfiniteSteps
@@ -241,12 +240,6 @@ class ZeroEngine:
     def checkpoint_timings(self) -> CheckpointTimings:
         """What `profile` of this process's activation checkpointing has measured; `as_metrics()` is for a logger."""
         return timings()
-
-    @property
-    def early_steps(self) -> EarlyStepCounts:
-        """What became of the parts of optimizer steps that were carried out during backward (`offload.early_step`)."""
-        found = [sharded.early.counts for sharded in self.optimizers if sharded.early is not None]
-        return EarlyStepCounts(sum(each.committed for each in found), sum(each.redone for each in found))
 
     # ---- optimizers ----
 

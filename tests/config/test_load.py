@@ -214,6 +214,19 @@ def test_unknown_key(values, key, meant):
         assert meant in str(error.value)
 
 
+@pytest.mark.parametrize("value", ["off", "auto"])
+def test_a_setting_that_was_removed_and_asks_for_nothing_is_a_warning(value):
+    with pytest.warns(UserWarning, match=r"offload.early_step was removed \[user: mapping\]: .*; leave it out"):
+        config = load_config({"offload": {"optimizer": "cpu", "early_step": value}})
+    assert config.offload.optimizer == "cpu" and "early_step" not in vars(config.offload)
+
+
+def test_a_setting_that_was_removed_and_asks_for_something_is_an_error():
+    reason = r"offload.early_step was removed, and is 'on' \[user: mapping\]: .*leave it out"
+    with pytest.raises(ValueError, match=reason):
+        load_config({"offload": {"optimizer": "cpu", "early_step": "on"}})
+
+
 def test_unknown_key_names_the_file(write):
     path = write("mesh:\n  shards: 2\n")
     with pytest.raises(ValueError) as error:

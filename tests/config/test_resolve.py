@@ -134,30 +134,8 @@ def test_gradients_follow_the_optimizer_once_they_are_reduced(stage, tier, reaso
     assert reason in resolved.config.origin_of("offload.gradients")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "parameters", "early", "reason"),
-    [
-        ("none", "none", "off", "offload.optimizer is 'none'"),
-        ("cpu", "none", "off", "offload.optimizer is 'cpu'"),
-        ("nvme", "none", "on", "disk only"),
-        ("nvme", "nvme", "on", "disk only"),
-        ("nvme", "cpu", "off", "host memory"),
-    ],
-)
-def test_steps_are_early_where_that_takes_disk_only(optimizer, parameters, early, reason):
-    offload = {"optimizer": optimizer, "parameters": parameters, "nvme_path": ["/nvme"], "early_step": "auto"}
-    found = resolve(load_config(stage=3, offload=offload), 2).config
-    assert found.offload.early_step == early and reason in found.origin_of("offload.early_step")
-    offload["early_step"] = "on"
-    if optimizer != "none":
-        assert resolve(load_config(stage=3, offload=offload), 2).config.offload.early_step == "on"
-    else:
-        with pytest.raises(ValueError, match=r"offload.early_step is 'on' and offload.optimizer is 'none'"):
-            load_config(stage=3, offload=offload)
-
-
 def test_what_is_set_is_not_derived():
-    mesh, offload = {"shard": 4, "replicate": 2, "tensor": 1}, {"gradients": "none", "early_step": "off"}
+    mesh, offload = {"shard": 4, "replicate": 2, "tensor": 1}, {"gradients": "none"}
     pipeline = {"chunks": 1, "micro_batches": 3, "gather_bytes": 5}
     config = load_config(
         stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload, pipeline=pipeline,

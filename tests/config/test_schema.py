@@ -75,7 +75,6 @@ DEFAULTS = {
     "offload.resident_bytes": 0,
     "offload.checksums": False,
     "offload.probe_seconds": 1.5,
-    "offload.early_step": "off",
     "activation_checkpointing.mode": "none",
     "activation_checkpointing.every_n": 2,
     "activation_checkpointing.budget": None,

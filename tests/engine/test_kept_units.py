@@ -209,7 +209,7 @@ def test_kept_units_with_master_weights_and_in_tiers(ranks: Launcher) -> None:
 
 
 def rows_turned(twin: Twin) -> None:
-    """After backward, when early steps are taken: sums of the bytes stay as they were."""
+    """Written after backward, in a way that leaves sums of the bytes as they were."""
     model = net()
     twin.shard(model)
     twin.attach(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -221,9 +221,9 @@ def rows_turned(twin: Twin) -> None:
         twin.zero_grad()
 
 
-def test_early_steps_notice_what_is_written(ranks: Launcher) -> None:
-    early = {"release_after_backward": False, "offload": {"optimizer": "cpu", "early_step": "on"}}
-    for wrong in ranks(2)(other_than_stage_2, rows_turned, [Setting(3, "per_micro_batch", early)]):
+def test_rows_turned_after_backward_are_stepped_from(ranks: Launcher) -> None:
+    settings = [Setting(3, "per_micro_batch", {"release_after_backward": False, "offload": {"optimizer": "cpu"}})]
+    for wrong in ranks(2)(other_than_stage_2, rows_turned, settings):
         assert not wrong
 
 

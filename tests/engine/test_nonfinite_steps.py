@@ -22,7 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "3": {"stage": 3},
     "2, offloaded": {"stage": 2, **OFFLOADED},
     "3, offloaded": {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
-    "3, offloaded, early": {"stage": 3, "offload": {"optimizer": "cpu", "early_step": "on"}},
+    "3, optimizer offloaded": {"stage": 3, "offload": {"optimizer": "cpu"}},
     "3, kept": {"stage": 3, "release_after_backward": False},
 }
 

@@ -454,7 +454,7 @@ def interrupted(folder: Path, tier: str) -> tuple[list[str], list[str]]:
     engine.save(folder / "saved")
     train(engine, optimizer, range(3, 6))
     expected = outcome(engine, optimizer)
-    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)[tier] | {"early_step": "off"})
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)[tier])
     store, said = engine.offloaded.optimizer, []
     assert store is not None
     train(engine, optimizer, range(2))

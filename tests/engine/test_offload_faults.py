@@ -129,7 +129,7 @@ def test_a_path_that_is_no_directory(ranks: Launcher, tmp_path: Path) -> None:
 
 def train_on_failing_drives(folder: Path, left: tuple[int, int], steps: int = 8) -> None:
     """Each rank's drive refuses writes of optimizer state after as many as `left` has for it."""
-    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["gradients in memory"] | {"early_step": "off"})
+    engine, optimizer = make(2, "adamw", torch.bfloat16, tiers(folder)["gradients in memory"])
     store = engine.offloaded.optimizer
     assert store is not None
     train(engine, optimizer, range(2))

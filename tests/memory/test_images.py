@@ -36,31 +36,29 @@ class Random:
         ratio, stays = self.chance.choice([(1.0, 0), (0.5, 0), (0.5, 9000), (1.0, 9000)])
         self.store = ChunkStore(tier, SIZE, cached_chunks=2, ratio=ratio, allowance=Allowance(stays))
         head = self.chance.choice([CPU, None])
-        twice = self.chance.random() < 0.6
         self.vectors = self.store.add(
             {
-                f"{seed} a": VectorSpec(NUMEL, torch.float32, 0.5, head, twice=twice),
-                f"{seed} b": VectorSpec(NUMEL, torch.bfloat16, 2.0, head, twice=twice),
+                f"{seed} a": VectorSpec(NUMEL, torch.float32, 0.5, head),
+                f"{seed} b": VectorSpec(NUMEL, torch.bfloat16, 2.0, head),
             }
         )
-        self.early = [n for n in range(len(self.first.chunks)) if twice and n >= self.first.cuts.heads]
 
     @property
     def first(self) -> OffloadedVector:
         return next(iter(self.vectors.values()))
 
-    def chunks(self, numbers: list[int], aside: bool = False) -> list[Chunk]:
-        return [Chunk(n, *self.first.chunks[n], self.vectors, aside=aside) for n in numbers]
+    def chunks(self, numbers: list[int]) -> list[Chunk]:
+        return [Chunk(n, *self.first.chunks[n], self.vectors) for n in numbers]
 
     def change(self) -> None:
-        """An edit of a range, a pass over some chunks, or one aside of which some chunks are adopted."""
+        """An edit of a range, or a pass over some chunks."""
         amount = self.chance.randint(1, 9)
 
         def add(_: Chunk, held: dict[str, Tensor]) -> None:
             for values in held.values():
                 values.add_(amount)
 
-        what = self.chance.choice(["write", "change", "pass", "aside"])
+        what = self.chance.choice(["write", "change", "pass"])
         vector = self.chance.choice(list(self.vectors.values()))
         low, high = sorted(self.chance.randint(0, NUMEL) for _ in range(2))
         if what == "write":
@@ -69,13 +67,9 @@ class Random:
             vector.change(low, high, lambda values: values.mul_(0.5))
         else:
             self.store.flush()
-            known = self.early if what == "aside" else list(range(len(self.first.chunks)))
+            known = range(len(self.first.chunks))
             numbers = sorted(self.chance.sample(known, self.chance.randint(0, len(known))))
-            self.slots.run(self.chunks(numbers, what == "aside"), add)
-            for number in numbers if what == "aside" else ():
-                if self.chance.random() < 0.7:
-                    for each in self.vectors.values():
-                        each.adopt(number)
+            self.slots.run(self.chunks(numbers), add)
 
 
 def test_images_hold_what_vectors_were(tmp_path: Path) -> None:

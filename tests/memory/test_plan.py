@@ -288,12 +288,12 @@ TIERS = [
     {"optimizer": "nvme", "gradients": "none"},
     {"optimizer": "nvme", "optimizer_ratio": 0.6, "parameters": "nvme"},
     {"optimizer": "nvme", "optimizer_ratio": 0.6, "gradients": "cpu"},
-    {"optimizer": "nvme", "early_step": "off", "resident_bytes": 60_000},
-    {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 30_000, "early_step": "on"},
+    {"optimizer": "nvme", "resident_bytes": 60_000},
+    {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 30_000},
     {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 90_000, "optimizer_ratio": 0.6},
     {"optimizer": "cpu", "parameters": "nvme", "resident_bytes": 20_000},
-    {"optimizer": "cpu", "optimizer_ratio": 0.3, "early_step": "on"},
-    {"optimizer": "nvme", "parameters": "cpu", "early_step": "on"},
+    {"optimizer": "cpu", "optimizer_ratio": 0.3},
+    {"optimizer": "nvme", "parameters": "cpu"},
 ]
 
 

@@ -36,18 +36,18 @@ def described(directory: Path) -> dict[str, Any]:
     return {"files": files, "optimizers": found["optimizers"], "digests": digests(directory)}
 
 
-def saved_while_training(folder: Path, tier: str, dtype: torch.dtype | None, early: str) -> dict[str, Any]:
+def saved_while_training(folder: Path, tier: str, dtype: torch.dtype | None) -> dict[str, Any]:
     (folder / "state").mkdir(parents=True, exist_ok=True)
-    settings = tiers(folder / "state")[tier.removesuffix(" at stage 0")] | {"early_step": early}
+    settings = tiers(folder / "state")[tier.removesuffix(" at stage 0")]
     engine, optimizer = make(TIERS[tier], "adamw", dtype, settings)
-    found: dict[str, Any] = {"early": []}
+    found: dict[str, Any] = {"while": []}
     train(engine, optimizer, range(3))
     for turn in range(2):  # the second finds room that the first has made
         engine.save(folder / f"now {turn}")
         with HeldBack() as held:
             pending = engine.save(folder / f"later {turn}", asynchronous=True)
             train(engine, optimizer, range(3 + 2 * turn, 5 + 2 * turn))
-            found["early"].append((pending.done(), engine.saver.busy()))
+            found["while"].append((pending.done(), engine.saver.busy()))
             held.go.set()
             pending.wait()
     found["memory"] = engine.saver.snapshot_bytes
@@ -64,22 +64,22 @@ def undisturbed(tier: str, dtype: torch.dtype | None) -> dict[str, Any]:
     return outcome(engine, optimizer)
 
 
-def all_tiers(folder: Path, names: list[str], dtype: torch.dtype | None, early: str) -> list[str]:
+def all_tiers(folder: Path, names: list[str], dtype: torch.dtype | None) -> list[str]:
     wrong = []
     for name in names:
-        found = saved_while_training(folder / name, name, dtype, early)
+        found = saved_while_training(folder / name, name, dtype)
         wrong += [f"{name}: {each}" for each in unequal(found["state"], undisturbed(name, dtype))]
-        if (found["early"], found["memory"]) != ([(False, True)] * 2, 0):
-            wrong.append(f"{name}: {found['early']} {found['memory']}")
+        if (found["while"], found["memory"]) != ([(False, True)] * 2, 0):
+            wrong.append(f"{name}: {found['while']} {found['memory']}")
     return wrong
 
 
-@pytest.mark.parametrize(("world", "dtype", "early"), [(2, torch.bfloat16, "on"), (1, None, "off")])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (1, None)])
 def test_it_holds_the_state_of_the_call(
-    ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None, early: str
+    ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None
 ) -> None:
     names = list(TIERS) if world == 2 else ["half resident"]
-    for wrong in ranks(world)(all_tiers, tmp_path, names, dtype, early):
+    for wrong in ranks(world)(all_tiers, tmp_path, names, dtype):
         assert wrong == []
     for name in names:
         for turn in range(2):
@@ -130,7 +130,7 @@ class FailingDrive(NvmeTier):
 def failing_meanwhile(folder: Path) -> list[str]:
     """The step that follows fails: the checkpoint under way is whole all the same, and training goes on from it."""
     (folder / "state").mkdir(exist_ok=True)
-    offload = tiers(folder / "state")["gradients in memory"] | {"early_step": "off"}
+    offload = tiers(folder / "state")["gradients in memory"]
     engine, optimizer = make(2, "adamw", torch.bfloat16, offload)
     train(engine, optimizer, range(2))
     engine.save(folder / "now")

@@ -12,7 +12,7 @@ from .rules import ACCEPTS, check_value, from_origin, wrong_type
 from .schema import OffloadConfig, ZeroConfig
 from .section import DEFAULT, Section, Setting, default_of, is_section, typed_fields
 from .sources import NVME_PATH, Layer, nvme_paths, plain, read_file, read_mapping
-from .unknown import DEEPSPEED_KEY, deepspeed_key, owned_key, unknown_key
+from .unknown import DEEPSPEED_KEY, deepspeed_key, is_removed, owned_key, unknown_key
 
 S = TypeVar("S", bound=Section)
 
@@ -125,6 +125,8 @@ def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> It
             place = f"a key of '{section.prefix[:-1]}'" if section.prefix else "a key"
             raise TypeError(wrong_type(place, name, "str", layer.origin))
         if name not in known:
+            if is_removed(section.prefix + name, raw, layer.origin):
+                continue
             raise ValueError(unknown_key(ZeroConfig, section, name, layer.origin))
         field, hint = known[name]
         key = section.prefix + name

@@ -86,7 +86,6 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
         config.record("gradient_reduction", reduction, f"derived: stage {config.stage}")
     _resolve_gradients(config)
     _resolve_pipeline(config)
-    _resolve_early_step(config)
     if config.activation_checkpointing.budget is None:
         origin = "derived: half, or more where units take more even if all are computed again"
         config.activation_checkpointing.record("budget", DEFAULT_BUDGET, origin)
@@ -178,18 +177,6 @@ def _resolve_pipeline(config: ZeroConfig) -> None:
         pipeline.record("micro_batches", pipeline.stages, "derived: pipeline.stages, the fewest that keep all at work")
     if pipeline.gather_bytes is None:
         pipeline.record("gather_bytes", 0 if pipeline.gather == "per_micro_batch" else _ALL, "derived: pipeline.gather")
-
-
-def _resolve_early_step(config: ZeroConfig) -> None:
-    offload = config.offload
-    if offload.early_step != "auto":
-        return
-    if offload.optimizer != "nvme":
-        offload.record("early_step", "off", f"derived: offload.optimizer is {offload.optimizer!r}")
-    elif offload.parameters == "cpu":
-        offload.record("early_step", "off", "derived: it would take host memory for parameters")
-    else:
-        offload.record("early_step", "on", "derived: offload.optimizer is 'nvme', it takes disk only")
 
 
 def _check_facts(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact]) -> None:

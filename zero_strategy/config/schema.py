@@ -221,12 +221,6 @@ class OffloadConfig(Section):
     """Bytes of host memory of each rank in which parameters, then reduced gradients, stay whose tier is ``nvme``; what
     does not fit is in files, and optimizer state always is. What stays is neither read nor written in a step."""
 
-    early_step: str = field(default="off", metadata=one_of("auto", "on", "off"))
-    """Whether the step of buckets whose gradients are reduced is carried out while the rest of backward runs; it is
-    dropped where the step turns out otherwise, such as clipped. It takes a second place for all state off the device,
-    and one for new weights. ``auto``: on where that costs only disk: with the optimizer's state in files, and
-    parameters not in host memory. It pays without clipping."""
-
     checksums: bool = False
     """Keep a checksum of all that is in files, and compare it whenever it is read: for drives that are suspected of
     changing bytes."""
@@ -257,11 +251,6 @@ class OffloadConfig(Section):
                 f"offload.gradients is {self.gradients!r} and offload.optimizer is 'none': gradients that are not on "
                 "the device serve an update on the host; set offload.optimizer: cpu or nvme, or leave "
                 "offload.gradients out"
-            )
-        if self.early_step == "on" and self.optimizer == "none":
-            raise ValueError(
-                "offload.early_step is 'on' and offload.optimizer is 'none': what is on the device is updated there, "
-                "when the step is asked for; set offload.optimizer: cpu or nvme, or leave offload.early_step out"
             )
         if self.parameters != "none" and self.optimizer == "none":
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator
 
 from .rules import from_origin
@@ -79,6 +80,15 @@ DEEPSPEED_KEY = "zero_optimization"
 """The key that gives a DeepSpeed JSON away."""
 
 
+_REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "offload.early_step": (
+        ("off", "auto"),
+        "optimizer steps are no longer begun while backward runs: where gradients are clipped that gained nothing",
+    ),
+}
+"""Settings of earlier versions: the values that ask for what is done now, and why others are not accepted."""
+
+
 def unknown_key(root: type[Section], section: type[Section], name: str, origin: str) -> str:
     """Message for a name that a section does not have.
 
@@ -150,3 +160,18 @@ def _keys(section: type[Section]) -> Iterator[str]:
         yield section.prefix + field.name
         if is_section(hint):
             yield from _keys(hint)
+
+
+def is_removed(key: str, value: object, origin: str | None) -> bool:
+    """Whether a key is a setting of an earlier version, with a value that may be left out; says so in a warning.
+
+    Raises:
+        ValueError: If it asks for what is no longer there.
+    """
+    if key not in _REMOVED:
+        return False
+    accepted, reason = _REMOVED[key]
+    if value not in accepted:
+        raise ValueError(f"{key} was removed, and is {value!r}{from_origin(origin)}: {reason}; leave it out")
+    warnings.warn(f"{key} was removed{from_origin(origin)}: {reason}; leave it out", UserWarning, stacklevel=2)
+    return True

@@ -9,9 +9,6 @@ that fails leaves chunks of two states, which are marked torn: their tier refuse
 
 The first chunks of a pass to come may be read before it (`read_ahead`), as many as there are slots. Whether they still
 are what was read is told by the versions of their vectors.
-
-What is written *aside* goes to a second place of each chunk, and nobody sees it before it is adopted: a pass that
-fails, or whose outcome is not wanted, leaves all as it was.
 """
 
 from __future__ import annotations
@@ -44,11 +41,7 @@ class ChunkedVector(Protocol):
 
     def resident(self, number: int, *, filled: bool = True) -> Tensor | None: ...
 
-    def resident_aside(self, number: int, *, copied: bool) -> Tensor: ...
-
     def record(self, number: int) -> str: ...
-
-    def aside(self, number: int) -> str: ...
 
     def target(self, number: int) -> str: ...
 
@@ -70,7 +63,6 @@ class Chunk(Generic[V]):
         vectors: By key.
         unread: Keys whose old values nobody needs.
         unchanged: Keys that are not written back.
-        aside: New values are written to the vectors' second places.
     """
 
     number: int
@@ -79,7 +71,6 @@ class Chunk(Generic[V]):
     vectors: Mapping[str, V]
     unread: frozenset[str] = frozenset()
     unchanged: frozenset[str] = frozenset()
-    aside: bool = False
 
 
 @dataclass
@@ -98,7 +89,7 @@ class _ReadAhead:
 
     def serves(self, chunk: Chunk[Any]) -> bool:
         """Whether this is what a pass over `chunk` would read now, but for keys that it leaves unchanged."""
-        return chunk.number == self.chunk.number and not chunk.aside and self.known == _what_to_read(chunk)
+        return chunk.number == self.chunk.number and self.known == _what_to_read(chunk)
 
 
 class ChunkSlots:
@@ -123,17 +114,6 @@ class ChunkSlots:
     def nbytes(self) -> int:
         """Bytes of host memory that have been taken."""
         return sum(memory.numel() for slot in self._slots for memory in slot.values())
-
-    def prepare(self, vectors: Mapping[str, ChunkedVector], chunks: int) -> None:
-        """Take all memory that passes will need, so that it does not depend on how chunks are divided among passes.
-
-        Args:
-            vectors: By key, of those that are read and written the widest.
-            chunks: Of all passes together.
-        """
-        for slot in range(min(chunks, len(self._slots))):
-            for key, vector in vectors.items():
-                self._room(vector, slot, key)
 
     def read_ahead(self, chunks: Sequence[Chunk[Any]]) -> None:
         """Begin to read the first of these chunks, what a pass leaves unchanged apart: it may change before the pass.
@@ -276,10 +256,8 @@ class ChunkSlots:
         for key, vector in chunk.vectors.items():
             if key in chunk.unchanged or vector.is_resident(chunk.number):
                 continue
-            record = vector.aside(chunk.number) if chunk.aside else vector.target(chunk.number)
-            pending.append(vector.tier.write(record, self._memory(chunk, slot, key)))
-            if not chunk.aside or record == vector.record(chunk.number):
-                vector.wrote(chunk.number)
+            pending.append(vector.tier.write(vector.target(chunk.number), self._memory(chunk, slot, key)))
+            vector.wrote(chunk.number)
 
     def _held(self, chunk: Chunk[Any], slot: int) -> dict[str, Tensor]:
         """The chunk's part of every vector, in memory."""
@@ -288,8 +266,6 @@ class ChunkSlots:
             resident = vector.resident(chunk.number, filled=key not in chunk.unread)
             if resident is None:
                 found[key] = self._memory(chunk, slot, key).view(vector.dtype)
-            elif chunk.aside and key not in chunk.unchanged:
-                found[key] = vector.resident_aside(chunk.number, copied=key not in chunk.unread)
             else:
                 found[key] = resident
         return found
@@ -311,8 +287,6 @@ def _what_to_read(chunk: Chunk[Any]) -> dict[str, tuple[ChunkedVector, str, int]
 
 def _mark_torn(chunks: Sequence[Chunk[Any]], cause: BaseException) -> None:
     for chunk in chunks:
-        if chunk.aside:  # what is there is of no use, and what counts is as it was
-            continue
         for key, vector in chunk.vectors.items():
             if key not in chunk.unchanged:
                 vector.mark_torn(chunk.number, f"a pass over it stopped half-way ({cause_of(cause)})")

@@ -139,10 +139,6 @@ def _in_a_tier(
     places: list[tuple[Tier, int, int]] = [("host", vector.in_tier[0], split), (tier, split, vector.numel)]
     for where, low, high in places:
         yield Entry(category, where, owner, asked(low, high), round_up((high - low) * vector.dtype.itemsize, BLOCK))
-        low = max(low, vector.cuts.head)
-        if vector.twice and low < high:
-            taken = round_up((high - low) * vector.dtype.itemsize, BLOCK)
-            yield Entry("early step", where, owner, asked(low, high), taken)
     if vector.kept is not None:
         taken = allocated(vector.kept.nbytes, vector.kept.device.type)
         yield Entry(category, "device", owner, asked(0, vector.in_tier[0]), taken)
@@ -152,9 +148,6 @@ def _add_optimizer_state(ledger: Ledger, engine: LedgeredEngine, owners: dict[in
     for sharded in engine.optimizers:
         for bucket, vector in sharded.offloaded():
             for entry in _in_a_tier("optimizer state", bucket, owners[id(bucket)], vector, bucket.owned.start):
-                ledger.add(entry)
-        for bucket, vector in sharded.waiting():
-            for entry in _in_a_tier("early step", bucket, owners[id(bucket)], vector, bucket.owned.start):
                 ledger.add(entry)
         for parameter in sharded.parameters():
             place = engine.model.place(parameter)

@@ -21,7 +21,6 @@ Category = Literal[
     "gradients",
     "master weights",
     "optimizer state",
-    "early step",
     "buffers",
     "gather buffers",
     "gradient buckets",
@@ -31,9 +30,9 @@ Category = Literal[
     "handles",
     "activations",
 ]
-"""`early step`: second places in tiers, for state and weights to come. `gather buffers`: units that are whole under
-stage 3. `gradient buckets`: local gradients on their way into slices. `staging`: between tiers. `snapshot`: of a
-checkpoint being saved. `handles`: what stands for released parameters and gradients."""
+"""`gather buffers`: units that are whole under stage 3. `gradient buckets`: local gradients on their way into slices.
+`staging`: between tiers. `snapshot`: of a checkpoint being saved. `handles`: what stands for released parameters and
+gradients."""
 
 Tier = Literal["device", "host", "nvme"]
 """`device`: where the module computes (its own memory, or the host's when it trains on the CPU)."""

@@ -20,7 +20,7 @@ from zero_strategy.runtime.observing import Observed
 class NvmeTier:
     """Records in files of this rank, which nobody else sees and which are gone with the process.
 
-    Threads may share it: a gather reads in a thread of its own, an early step reads and writes in another. The lock is
+    Threads may share it: a gather reads in a thread of its own, a save in the background in another. The lock is
     held while records are looked up and transfers begin or are ticked off, never while bytes move.
 
     Args:

@@ -25,7 +25,6 @@ class Offload:
         gradients: Of reduced gradients; None: the optimizer's, where gradients are reduced per micro-batch.
         staging_bytes: Host memory through which state in files passes.
         resident_bytes: Host memory in which parameters and gradients stay that would be in files.
-        early_step: Whether there are second places, for steps that begin during backward: "auto", "on", "off".
     """
 
     optimizer: str = "none"
@@ -33,7 +32,6 @@ class Offload:
     ratio: float = 1.0
     gradients: str | None = None
     staging_bytes: int = OffloadConfig().staging_bytes
-    early_step: str = "off"
     resident_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -43,12 +41,6 @@ class Offload:
         if self.gradients not in (None, "none") and self.optimizer == "none":
             raise ValueError(
                 f"offload.gradients is {self.gradients!r} and offload.optimizer is 'none': offload the optimizer too"
-            )
-        if self.early_step not in ("auto", "on", "off"):
-            raise ValueError(f"offload.early_step is {self.early_step!r}; accepted: auto, on, off")
-        if self.early_step == "on" and self.optimizer == "none":
-            raise ValueError(
-                "offload.early_step is 'on' and offload.optimizer is 'none': offload the optimizer, or leave it out"
             )
         if not 0.0 <= self.ratio <= 1.0:
             raise ValueError(f"offload.optimizer_ratio is {self.ratio:g}; accepted: 0 to 1")
@@ -62,14 +54,12 @@ class Offload:
     def of(cls, config: OffloadConfig) -> Offload:
         """What a config says."""
         explicit = None if config.is_derived("gradients") else config.gradients
-        early = "auto" if config.is_derived("early_step") else config.early_step
         return cls(
             config.optimizer,
             config.parameters,
             config.optimizer_ratio,
             explicit,
             config.staging_bytes,
-            early,
             config.resident_bytes,
         )
 
@@ -86,13 +76,6 @@ class Offload:
     def in_files(self) -> bool:
         """Whether anything is kept in files."""
         return "nvme" in (self.optimizer, self.parameters, self.gradients)
-
-    @property
-    def early(self) -> bool:
-        """Whether there are second places: unless it was decided, where they take disk only."""
-        if self.early_step == "auto":
-            return self.optimizer == "nvme" and self.parameters != "cpu"
-        return self.early_step == "on"
 
     def gradient_tier(self, reduction: str) -> str:
         """Of reduced gradients, under a `gradient_reduction`."""
@@ -116,6 +99,4 @@ class Offload:
             parts.append(f"gradients {self.gradients}")
         if self.resident_bytes and self.in_files:
             parts.append(f"resident bytes {self.resident_bytes}")
-        if self.early_step != "off":
-            parts.append(f"early step {self.early_step}")
         return ", ".join(parts) or "none"

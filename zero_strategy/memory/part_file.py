@@ -134,7 +134,7 @@ class PartFile:
         return OSError(
             code or errno.ENOSPC,
             f"{why}: the state needs {needed:,} bytes here, and {free:,} are free; make room, name another directory "
-            "or several to divide it among (offload.nvme_path), do without second places (offload.early_step: off), or "
+            "or several to divide it among (offload.nvme_path), or "
             "keep it in memory (offload.optimizer: cpu)",
             str(self.path.parent),
         )

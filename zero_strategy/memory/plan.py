@@ -187,7 +187,6 @@ class MemoryPlan:
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
         """What a step on state in files has in memory: for every vector in files, a chunk in each slot that is used."""
         slots, number = dict[tuple[int, str], int](), 0
-        early = self.offload.early
         gradients_in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
         placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
         stays = staying(units, self.resolved, self.offload)
@@ -201,8 +200,6 @@ class MemoryPlan:
                 keys["weights"] = bucket.dtype.itemsize
             if gradients_in_files:
                 keys["gradient"] = bucket.gradient_dtype.itemsize
-            if early and in_files and self.offload.parameters == "none":
-                keys["next weights"] = bucket.dtype.itemsize
             pieces = bucket.pieces(start, stop)
             cuts, here = self.offload.cuts(stop - start), stays[id(bucket)]
             first = {"weights": here.weights, "gradient": cuts.heads + here.gradients}
@@ -213,9 +210,6 @@ class MemoryPlan:
                         if index >= first.get(key, cuts.heads):
                             slots[place] = max(slots.get(place, 0), cuts.size * itemsize)
                     number += 1
-        if early:  # how chunks are divided into passes is a matter of time: all slots have all keys
-            widest = {key: max(nbytes for (_, k), nbytes in slots.items() if k == key) for _, key in slots}
-            slots = {(slot, key): nbytes for slot in range(min(number, SLOTS)) for key, nbytes in widest.items()}
         step = sum(slots.values()) + self._copy_rooms(units, rank)
         for name, nbytes in (("optimizer step", step), ("transfers", self._transfers(units, rank))):
             if nbytes:
@@ -338,8 +332,6 @@ class _BucketEntries:
         else:
             yield from self._state_buffers("gradients", tier, bucket.gradient_dtype.itemsize)
         yield from self._optimizer(_TIERS[offload.optimizer])
-        if offload.early:
-            yield from self._second_places()
 
     def _optimizer(self, tier: Tier) -> Iterator[Entry]:
         bucket, state = self.bucket, self.plan.optimizer
@@ -357,18 +349,6 @@ class _BucketEntries:
         counters = len(pieces) * state.scalar_bytes
         at: Tier = "device" if self.plan.device_type == "cpu" else "host"
         yield Entry("optimizer state", at, bucket.owner, counters, counters)
-
-    def _second_places(self) -> Iterator[Entry]:
-        """For the values to come of all in tiers that a step changes, and for weights that are on the device."""
-        bucket, offload, state = self.bucket, self.plan.offload, self.plan.optimizer
-        start, stop = self.owned
-        rest = (start + offload.cuts(stop - start).head, stop)
-        tier = _TIERS[offload.optimizer]
-        moment = (state.dtype or bucket.updated_dtype).itemsize
-        for itemsize in [moment] * state.moments + [4] * bucket.master:
-            yield self._buffer("early step", tier, rest, itemsize)
-        weights = tier if offload.parameters == "none" else _TIERS[offload.parameters]
-        yield from self._partly_staying("early step", weights, rest, self._weights_stop, bucket.dtype.itemsize)
 
     def _state_buffers(self, category: Category, tier: Tier, itemsize: int) -> Iterator[Entry]:
         """A vector of state: in its tier, and a head on the device."""

@@ -58,9 +58,6 @@ def stop_of(cuts: Cuts, count: int) -> int:
 
 
 def _weights_costs(bucket: BucketFacts, offload: Offload) -> list[int]:
-    """Bytes of each chunk of the slice, with its second place where steps are early."""
-    cuts, twice = offload.cuts(bucket.layout.slice_numel), offload.early and bucket.trainable
-    return [
-        (stop - start) * bucket.dtype.itemsize * (2 if twice and number >= cuts.heads else 1)
-        for number, (start, stop) in enumerate(cuts.chunks)
-    ]
+    """Bytes of each chunk of the slice."""
+    chunks = offload.cuts(bucket.layout.slice_numel).chunks
+    return [(stop - start) * bucket.dtype.itemsize for start, stop in chunks]

@@ -7,14 +7,13 @@ Vectors of one bucket are cut at the same elements, so a step takes one chunk of
 few chunks, however large a bucket or a parameter is. The head of a vector (`memory.cuts`) may be kept on the device.
 
     places of a chunk in files    present     its values
-                                  aside       values to come (early steps)
                                   held        what a save in the background reads; often the present ones
     new values                    go to the present place; where that is held, to the free one, the present one then
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,8 +31,8 @@ from zero_strategy.runtime.observing import Observed
 
 _ONLY = "values"
 _KEYS = frozenset({_ONLY})
-_FIRST, _SECOND, _SPARE, _NONE = 0, 1, 2, -1
-"""Places of a chunk: the one that all have, that of vectors which have them `twice`, the one of `spares`."""
+_FIRST, _SPARE, _NONE = 0, 1, -1
+"""Places of a chunk: the one that all have, and the one of `spares`."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,12 @@ class VectorSpec:
         dtype: Their dtype.
         fill: What elements are that were never written.
         device: Where its head is kept; None: in the tier, as the rest.
-        twice: Chunks of the rest have a second place, for values to come.
-        headless: It has no values for the head at all.
     """
 
     numel: int
     dtype: torch.dtype
     fill: float = 0.0
     device: torch.device | None = None
-    twice: bool = False
-    headless: bool = False
 
 
 def add_scaled(target: Tensor, values: Tensor, factor: float, *, first: bool) -> None:
@@ -114,7 +109,6 @@ class OffloadedVector:
         fill: What elements are that were never written.
         cuts: Of its chunks.
         kept: The head, where it is kept on the device.
-        twice: Chunks of the rest have a second place, for values to come.
         staying: How many of the first chunks in the tier stay in host memory instead.
         spares: Numbers of chunks that have one more place in the tier, so that what a save reads can stay.
         version: Grows with every change of its values.
@@ -124,13 +118,12 @@ class OffloadedVector:
         self.store, self.name, self.numel, self.dtype, self.fill = store, name, spec.numel, spec.dtype, spec.fill
         self.cuts = store.cuts(spec.numel)
         self.kept: Tensor | None = None
-        self.twice, self._headless, self.version, self.staying = spec.twice, spec.headless, 0, 0
+        self.version = self.staying = 0
         if spec.device is not None and self.cuts.head:
             self.kept = torch.empty(self.cuts.head, dtype=spec.dtype, device=spec.device)
         self.written = [False] * len(self.chunks)
         self.spares: set[int] = set()
         self._present = [_FIRST] * len(self.chunks)
-        self._aside = [_SECOND if spec.twice and n >= self.cuts.heads else _NONE for n in range(len(self.chunks))]
         self._held = [_NONE] * len(self.chunks)
 
     @property
@@ -145,7 +138,7 @@ class OffloadedVector:
     @property
     def _first(self) -> int:
         """The first chunk that is not kept on the device."""
-        return 0 if self.kept is None and not self._headless else self.cuts.heads
+        return 0 if self.kept is None else self.cuts.heads
 
     def resident(self, number: int, *, filled: bool = True) -> Tensor | None:
         """A chunk where it lies in memory (a kept head: the device's); None if it has to be read and written.
@@ -178,7 +171,7 @@ class OffloadedVector:
     @property
     def in_tier(self) -> tuple[int, int]:
         """First and one-past-last element that is not on the device."""
-        return (0 if self.kept is None and not self._headless else self.cuts.head), self.numel
+        return (0 if self.kept is None else self.cuts.head), self.numel
 
     @property
     def staying_stop(self) -> int:
@@ -187,23 +180,14 @@ class OffloadedVector:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements in the tier, second places left out."""
+        """Bytes of its elements in the tier, spare places left out."""
         return (self.numel - self.staying_stop) * self.dtype.itemsize
-
-    @property
-    def nbytes_aside(self) -> int:
-        """Bytes of second places in the tier."""
-        return (self.numel - max(self.cuts.head, self.staying_stop)) * self.dtype.itemsize if self.twice else 0
 
     def records_in(self, tier: Tier) -> dict[str, int]:
         """What it needs in one tier: bytes by record."""
         spare = self.spare_records(self.spares) if tier is self.store.tier else {}
-        return spare | {
-            record: size
-            for number, found in enumerate(self._records(), self._first)
-            if self.tier_of(number) is tier
-            for record, size in found.items()
-        }
+        own = (number for number in range(self._first, len(self.chunks)) if self.tier_of(number) is tier)
+        return spare | {self._place(number, _FIRST): self.chunk_bytes(number) for number in own}
 
     def spare_records(self, numbers: Iterable[int]) -> dict[str, int]:
         """One more place for each of these chunks: bytes by record."""
@@ -222,21 +206,11 @@ class OffloadedVector:
 
     def costs(self) -> list[int]:
         """What each chunk would take in host memory, in bytes, from the first on that is not on the device."""
-        return [sum(found.values()) for found in self._records()]
-
-    def _records(self) -> Iterator[dict[str, int]]:
-        """By chunk, from the first on that is not on the device: bytes by record."""
-        for number in range(self._first, len(self.chunks)):
-            places = [_FIRST] if self._aside[number] == _NONE else [_FIRST, _SECOND]
-            yield {self._place(number, place): self.chunk_bytes(number) for place in places}
+        return [self.chunk_bytes(number) for number in range(self._first, len(self.chunks))]
 
     def record(self, number: int) -> str:
         """The record of a chunk."""
         return self._place(number, self._present[number])
-
-    def aside(self, number: int) -> str:
-        """The record of a chunk's values to come; where there are no second places: that of its values."""
-        return self.record(number) if self._aside[number] == _NONE else self._place(number, self._aside[number])
 
     def target(self, number: int) -> str:
         """The record to which new values of a chunk are written: what is held stays as it is."""
@@ -268,32 +242,12 @@ class OffloadedVector:
         return self._free(number) if present == self._held[number] else present
 
     def _free(self, number: int) -> int:
-        """The place where neither values nor values to come are, nor what is held."""
-        taken = (self._present[number], self._aside[number], self._held[number])
-        return next(place for place in (_FIRST, _SPARE, _SECOND) if place not in taken)
+        """The place where neither its values are nor what is held."""
+        taken = (self._present[number], self._held[number])
+        return next(place for place in (_FIRST, _SPARE) if place not in taken)
 
     def _place(self, number: int, place: int) -> str:
         return f"{self.name}/{number}" + "+" * place
-
-    def resident_aside(self, number: int, *, copied: bool) -> Tensor:
-        """The memory of a resident chunk's values to come; with `copied` it begins with the present ones."""
-        memory = self.tier_of(number).resident(self.aside(number))
-        assert memory is not None and number >= self.cuts.heads
-        values = memory.view(self.dtype)
-        if copied and self.twice:
-            present = self.resident(number)
-            assert present is not None
-            values.copy_(present)
-        return values
-
-    def adopt(self, number: int) -> None:
-        """Let the values to come of a chunk be its values."""
-        assert self.twice and number >= self.cuts.heads
-        self.store.drop(self, number)
-        before, self._present[number] = self._present[number], self._aside[number]
-        self._aside[number] = self._free(number) if before == self._held[number] else before
-        self.written[number] = True
-        self.version += 1
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""

@@ -143,9 +143,8 @@ def _find(param: nn.Parameter) -> tuple[ShardedModel, ParameterBucket, int]:
 
 
 def _holder(model: ShardedModel, param: nn.Parameter) -> ShardedOptimizer:
-    attached: list[ShardedOptimizer] = model.optimizers
-    for sharded in attached:
-        if any(param is held for held in sharded.parameters()):
+    for sharded in model.optimizers:
+        if isinstance(sharded, ShardedOptimizer) and any(param is held for held in sharded.parameters()):
             return sharded
     raise ValueError(f"no attached optimizer holds this parameter of shape {tuple(param.shape)}")
 

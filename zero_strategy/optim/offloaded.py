@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_strategy import ops
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector, VectorSpec
-from zero_strategy.optim.early import EarlyStep
 from zero_strategy.optim.elementwise import reason_against
 from zero_strategy.optim.own_steps import OwnSteps
-from zero_strategy.optim.streamed import NEXT, StreamedStep, Update
+from zero_strategy.optim.streamed import StreamedStep, Update
 from zero_strategy.optim.update_rules import UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.model import ShardedModel
@@ -31,11 +30,6 @@ class OffloadedStates:
         rule: What takes its steps, if anything.
         model: The sharded model.
         store: Where the vectors go.
-        state_of: The state of a piece, as the last step left it.
-        foreign: Ids of buckets that another optimizer updates, too.
-
-    Attributes:
-        early: Steps while backward goes on; None: there are none.
 
     Raises:
         ValueError: If its steps cannot be taken chunk by chunk; names the way out.
@@ -49,21 +43,14 @@ class OffloadedStates:
         rule: UpdateRule | None,
         model: ShardedModel,
         store: ChunkStore,
-        state_of: Callable[[nn.Parameter], dict[str, Any]],
-        foreign: Callable[[], set[int]],
     ) -> None:
         self._optimizer, self._model, self._store = optimizer, model, store
-        self._twice = model.steps_early
         self._vectors: dict[int, dict[str, OffloadedVector]] = {}
         self._number = store.new_number()
         self._rule = self._check(rule)
         self._step = StreamedStep(store)
         ops.ensure("cpu")  # wherever the model is
         self.reserve()
-        model.reducer.before_backward.append(self._backward_begins)
-        self.early: EarlyStep | None = None
-        if self._twice:
-            self.early = EarlyStep(model, self._step, self._vectors, state_of, foreign)
 
     def _check(self, rule: UpdateRule | None) -> UpdateRule:
         name = type(self._optimizer).__name__
@@ -115,12 +102,9 @@ class OffloadedStates:
         places: dict[str, tuple[int, str]] = {}
         for bucket, group in self._trained():
             known, numel = self._vectors.get(id(bucket), {}), bucket.owned.stop - bucket.owned.start
-            if self._twice and bucket.shard_vector is None and NEXT not in known:
-                name = f"{self._number}/{bucket.names[0]}/{NEXT}"
-                wanted[name], places[name] = VectorSpec(numel, bucket.dtype, headless=True), (id(bucket), NEXT)
             for key, (dtype, fill) in (self._rule.vectors(group) or {}).items():
                 name = f"{self._number}/{bucket.names[0]}/{key}"
-                spec = VectorSpec(numel, dtype, fill, bucket.device, twice=self._twice)
+                spec = VectorSpec(numel, dtype, fill, bucket.device)
                 made = known.get(key)
                 before: VectorSpec | OffloadedVector = wanted.get(name, spec) if made is None else made
                 if (before.dtype, before.fill) != (dtype, fill):
@@ -153,34 +137,17 @@ class OffloadedStates:
                     assert place is not None
                     place.write(value)
                     update.state[key] = place
-        if self.early is None:
-            self._step.run(self._rule, updates, self._vectors, scale)
-            return
-        made, numbers = self.early.take(self._rule, updates, scale)
-        self._step.run(self._rule, updates, self._vectors, scale, made, numbers)
-        self.early.learn(self._rule, updates, scale)
+        self._step.run(self._rule, updates, self._vectors, scale)
 
-    def _backward_begins(self) -> None:
-        if self.early is None:
-            self._step.read_ahead()
-
-    def skip(self) -> None:
-        """A step was asked for and is not taken."""
-        if self.early is not None:
-            self.early.skip()
+    def reduction_begins(self) -> None:
+        """A backward begins: read what the next step begins with beside it."""
+        self._step.read_ahead()
 
     def vectors(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
         """All vectors of the state, and whose they are."""
         for bucket in self._model.buckets:
-            for key, vector in self._vectors.get(id(bucket), {}).items():
-                if key != NEXT:
-                    yield bucket, vector
-
-    def waiting(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
-        """The vectors in which new weights of an early step wait, and whose they are."""
-        for bucket in self._model.buckets:
-            if NEXT in (known := self._vectors.get(id(bucket), {})):
-                yield bucket, known[NEXT]
+            for vector in self._vectors.get(id(bucket), {}).values():
+                yield bucket, vector
 
     def nbytes(self) -> int:
         """Bytes of all vectors, heads on the device with them."""
@@ -193,10 +160,6 @@ class OffloadedStates:
 
     def close(self) -> None:
         """Give the room back; the states are lost."""
-        if self.early is not None:
-            self.early.close()
-        if self._backward_begins in self._model.reducer.before_backward:
-            self._model.reducer.before_backward.remove(self._backward_begins)
         self._step.close()
         self._store.remove([vector for vectors in self._vectors.values() for vector in vectors.values()])
         self._vectors.clear()

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from zero_strategy import ops
 from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector
-from zero_strategy.optim.early import EarlyStep
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import Shard
@@ -81,7 +80,7 @@ class ShardedOptimizer:
         self._offloaded: OffloadedStates | None = None
         if model.optimizer_store is not None:
             rule, store = self._rule(optimizer, model), model.optimizer_store
-            self._offloaded = OffloadedStates(optimizer, rule, model, store, self._state_of_piece, self._foreign)
+            self._offloaded = OffloadedStates(optimizer, rule, model, store)
         self._divide_existing_state()
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
@@ -220,8 +219,6 @@ class ShardedOptimizer:
             rule = None
         self._fused = rule is not None
         self._swap_in()
-        if self._offloaded is not None and self.skip_next:
-            self._offloaded.skip()
         if rule is not None and not self.skip_next:
             scale = kwargs.get("grad_scale", 1.0)
             try:
@@ -349,36 +346,21 @@ class ShardedOptimizer:
         else:
             state[key].copy_(values.view_as(state[key]))
 
-    def _state_of_piece(self, piece: nn.Parameter) -> dict[str, Any]:
-        found: dict[str, Any] = self.state.get(piece, {})
-        return found
-
-    def _foreign(self) -> set[int]:
-        """Ids of the buckets that other optimizers update, too."""
-        others = [sharded for sharded in self.model.optimizers if sharded is not self]
-        places = [self.model.place(parameter) for other in others for parameter in other.parameters()]
-        return {id(place[0]) for place in places if place is not None}
-
     def set_state_of(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Replace this rank's optimizer state of `parameter`."""
         piece = self.piece(parameter)
         if piece is not None:
             self.state[piece] = values
 
+    def reduction_begins(self) -> None:
+        """A backward begins that will reduce gradients."""
+        if self._offloaded is not None:
+            self._offloaded.reduction_begins()
+
     def offloaded(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
         """The vectors of its state in a tier, and whose they are."""
         if self._offloaded is not None:
             yield from self._offloaded.vectors()
-
-    def waiting(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
-        """The vectors in which new weights of an early step wait, and whose they are."""
-        if self._offloaded is not None:
-            yield from self._offloaded.waiting()
-
-    @property
-    def early(self) -> EarlyStep | None:
-        """What takes parts of its steps while backward goes on, if anything."""
-        return None if self._offloaded is None else self._offloaded.early
 
     def tensors_of(self, parameter: nn.Parameter) -> list[Tensor]:
         """This rank's optimizer state of `parameter` that is in memory."""

@@ -7,22 +7,19 @@ its state on the device.
 
 What changes goes on being written when a step returns, beside the next forward. While the next backward runs, the first
 chunks of the next step are read, as many as there are slots; neither depends on what gradients are multiplied by.
-
-A part of a step may be carried out aside, before it is asked for (`early.py`): new values then wait in second places,
-those of weights on the device in a vector of their own, and the step adopts them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots, cause_of
+from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.device_copies import DeviceCopies
 from zero_strategy.memory.opening import SLOTS
@@ -32,8 +29,8 @@ from zero_strategy.optim.update_rules import Segment, UpdateRule
 from zero_strategy.sharding.layout import Piece
 from zero_strategy.sharding.parameters import ParameterBucket
 
-MASTER, WEIGHTS, GRADIENT, NEXT = "master weights", "weights", "gradient", "next weights"
-"""Keys of a chunk's vectors beside those of the optimizer's state. `NEXT`: where weights on the device wait aside."""
+MASTER, WEIGHTS, GRADIENT = "master weights", "weights", "gradient"
+"""Keys of a chunk's vectors beside those of the optimizer's state."""
 ChunkKey = tuple[int, int]
 """The id of a bucket, and the number of a chunk of its vectors."""
 Numbers = dict[int, dict[str, Any]]
@@ -73,24 +70,10 @@ class Work(Chunk[OffloadedVector]):
     Attributes:
         on_device: Its state is kept there.
         updates: Of all parameters that have elements in it.
-        adopted: The update was carried out aside, and has become the chunk's state; new weights may be left to fetch.
-        checksum: Of the weights on the device that were updated aside, where there are no others.
     """
 
     on_device: bool = False
     updates: list[Update] = field(default_factory=list)
-    adopted: bool = False
-    checksum: int | None = None
-
-    @property
-    def key(self) -> ChunkKey:
-        """Tells it from others."""
-        return id(self.updates[0].bucket), self.number
-
-    def present_checksum(self) -> int:
-        """Of the weights on the device now: writes that no version counter shows change it."""
-        weights = self.updates[0].bucket.owned_values[self.start : self.stop]
-        return int(weights.view(torch.int64).sum())  # buckets and chunks are of an even number of elements
 
 
 @dataclass
@@ -141,18 +124,14 @@ class StreamedStep:
         updates: Sequence[Update],
         vectors: dict[int, dict[str, OffloadedVector]],
         scale: float,
-        early: Mapping[ChunkKey, Work] | None = None,
-        numbers: Numbers | None = None,
     ) -> None:
         """Take one step.
 
         Args:
             rule: An elementwise one.
             updates: All that it changes.
-            vectors: By the id of a bucket: those of the optimizer's state, by key; and `NEXT`, where steps are early.
+            vectors: By the id of a bucket: those of the optimizer's state, by key.
             scale: What gradients are multiplied by first.
-            early: Chunks whose update was carried out aside, to be adopted.
-            numbers: What states of their parameters are then.
 
         Raises:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
@@ -160,35 +139,25 @@ class StreamedStep:
         """
         self._slots.tell_failure()
         chunks = self.chunks(updates, vectors)
-        self._prepare(chunks, vectors)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
         self._slots.check_ahead(chunks)
         for chunk in chunks:
             for key, vector in chunk.vectors.items():
                 vector.version += key not in chunk.unchanged
-        steps: Numbers = dict(numbers or {})
-        chunks = [(early or {}).get(chunk.key, chunk) for chunk in chunks]
-        waiting = [_adopt(chunk) if chunk.aside else chunk for chunk in chunks]
-        waiting = [chunk for chunk in waiting if chunk.vectors or not chunk.adopted]
-        copies = self._begin_copies([chunk for chunk in waiting if not chunk.adopted])
+        steps: Numbers = {}
+        copies = self._begin_copies(chunks)
 
         def work(chunk: Chunk[OffloadedVector], held: dict[str, Tensor]) -> None:
             assert isinstance(chunk, Work)
-            if chunk.adopted:
-                _fetch(chunk, held[NEXT])
-            else:
-                self._update(rule, chunk, held, scale, steps, copies)
+            self._update(rule, chunk, held, scale, steps, copies)
 
         try:
-            self._slots.run(waiting, work, wait=early is not None)
-        except BaseException as error:
-            _tear([chunk for chunk in chunks if chunk.aside], error)
-            raise
+            self._slots.run(chunks, work, wait=False)
         finally:
             if copies is not None:
                 copies.end()
-        self._last = list(map(_bare, chunks)) if early is None else []
+        self._last = list(map(_bare, chunks))
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
@@ -259,81 +228,25 @@ class StreamedStep:
         self.forget()
         self._store.passes.remove(self._slots)
 
-    @torch.no_grad()
-    def run_aside(
-        self, rule: UpdateRule, chunks: Sequence[Work], scale: float, look: Callable[[Work], Numbers | None]
-    ) -> None:
-        """Carry out what `chunks(..., aside=True)` has given, and let nobody see it. In a thread of its own.
-
-        Args:
-            rule, scale: As for `run`.
-            chunks: Of any buckets.
-            look: Called before each; gives where its numbers go, or None if nobody wants it any more.
-
-        Raises:
-            OSError: If the tier fails; all is then as it was before.
-        """
-        for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
-            store.write_changes()
-
-        def work(chunk: Chunk[OffloadedVector], held: dict[str, Tensor]) -> None:
-            assert isinstance(chunk, Work)
-            steps = look(chunk)
-            if steps is not None:
-                self._update(rule, chunk, held, scale, steps)
-
-        self._slots.run(chunks, work)
-
-    def _prepare(self, chunks: Sequence[Work], vectors: dict[int, dict[str, OffloadedVector]]) -> None:
-        """Where steps are early, which chunks make up a pass is a matter of time; what memory it takes is none."""
-        if not any(NEXT in known or any(v.twice for v in known.values()) for known in vectors.values()):
-            return
-        widest: dict[str, OffloadedVector] = {}
-        for chunk in chunks:
-            held = dict(chunk.vectors)
-            if not chunk.on_device and NEXT in (known := vectors.get(chunk.key[0], {})):
-                held[NEXT] = known[NEXT]
-            for key, vector in held.items():
-                known_width = widest[key].dtype.itemsize if key in widest else 0
-                if not vector.is_resident(chunk.number) and vector.dtype.itemsize > known_width:
-                    widest[key] = vector
-        self._slots.prepare(widest, len(chunks))
-
-    def chunks(
-        self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]], *, aside: bool = False
-    ) -> list[Work]:
-        """Those that hold something to update, in the order of buckets and elements.
-
-        With `aside` only those that can be updated so: what is kept on the device cannot.
-        """
+    def chunks(self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]]) -> list[Work]:
+        """Those that hold something to update, in the order of buckets and elements."""
         found: dict[ChunkKey, Work] = {}
         for update in updates:
             bucket, cut = update.bucket, update.cut
             cuts = self._store.cuts(bucket.owned.stop - bucket.owned.start)
             for number, *_ in cuts.overlapping(cut.offset, cut.offset + cut.numel) if cut.numel else ():
                 key = (id(bucket), number)
-                if aside and number < cuts.heads:
-                    continue
                 if key not in found:
                     held = dict(vectors.get(id(bucket), {}))
-                    after = held.pop(NEXT, None)
                     if bucket.master_vector is not None:
                         held[MASTER] = bucket.master_vector
                     if bucket.shard_vector is not None:
                         held[WEIGHTS] = bucket.shard_vector
-                    elif aside and after is not None:
-                        held[NEXT] = after
                     if isinstance(update.gradient, OffloadedPart):
                         held[GRADIENT] = update.gradient.vector
                     place, on_device = cuts.chunks[number], number < cuts.heads
                     found[key] = Work(
-                        number,
-                        *place,
-                        held,
-                        unread=frozenset([NEXT]),
-                        unchanged=frozenset([GRADIENT]),
-                        aside=aside,
-                        on_device=on_device,
+                        number, *place, held, unchanged=frozenset([GRADIENT]), on_device=on_device
                     )
                 found[key].updates.append(update)
         return list(found.values())
@@ -345,22 +258,16 @@ class StreamedStep:
         held: dict[str, Tensor],
         scale: float,
         steps: Numbers,
-        copies: StepCopies | None = None,
+        copies: StepCopies | None,
     ) -> None:
         segments, back = [], []
         brought = {} if copies is None else self._brought(chunk, copies)
-        if NEXT in held and MASTER not in held:
-            chunk.checksum = chunk.present_checksum()
         for number, update in enumerate(chunk.updates):
             low, high = _overlap(update, chunk)
             here = slice(low - chunk.start, high - chunk.start)
             home = update.bucket.device if chunk.on_device else _HOST
             weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.owned_values[low:high]
-            if NEXT in held:
-                weights = held[NEXT][here]
-                if MASTER not in held:
-                    weights.copy_(update.bucket.owned_values[low:high])
-            elif (here_too := brought.get(number)) is not None:
+            if (here_too := brought.get(number)) is not None:
                 weights = weights if here_too.weights is None else here_too.weights
             elif weights.device != home or (self._forced and chunk.on_device and WEIGHTS in held):
                 away, weights = weights, weights.to(home, copy=True)
@@ -390,40 +297,6 @@ class StreamedStep:
 def _bare(chunk: Work) -> Chunk[OffloadedVector]:
     """The chunk alone, which keeps no gradient alive."""
     return Chunk(chunk.number, chunk.start, chunk.stop, chunk.vectors, chunk.unread, chunk.unchanged)
-
-
-def can_go_aside(chunk: Work) -> bool:
-    """Whether all that its update changes has a second place, and there are present values to begin with."""
-    if WEIGHTS not in chunk.vectors and NEXT not in chunk.vectors:
-        return False
-    changed = [(key, vector) for key, vector in chunk.vectors.items() if key not in (GRADIENT, NEXT)]
-    return all(vector.twice and vector.written[chunk.number] for _, vector in changed)
-
-
-def _adopt(chunk: Work) -> Work:
-    """Let what was written aside be the chunk's state; gives what is left to do: fetching new weights, or nothing."""
-    for key, vector in chunk.vectors.items():
-        if key not in (GRADIENT, NEXT):
-            vector.adopt(chunk.number)
-    left = {NEXT: chunk.vectors[NEXT]} if NEXT in chunk.vectors else {}
-    return Work(
-        chunk.number, chunk.start, chunk.stop, left, unchanged=frozenset([NEXT]), updates=chunk.updates, adopted=True
-    )
-
-
-def _fetch(chunk: Work, values: Tensor) -> None:
-    """Bring new weights to the device."""
-    for update in chunk.updates:
-        low, high = _overlap(update, chunk)
-        update.bucket.owned_values[low:high].copy_(values[low - chunk.start : high - chunk.start])
-
-
-def _tear(chunks: Sequence[Work], cause: BaseException) -> None:
-    """Of a step that stopped half-way, those that have taken it already."""
-    for chunk in chunks:
-        for key, vector in chunk.vectors.items():
-            if key not in (GRADIENT, NEXT):
-                vector.mark_torn(chunk.number, f"a step stopped half-way ({cause_of(cause)})")
 
 
 def _overlap(update: Update, chunk: Work) -> tuple[int, int]:

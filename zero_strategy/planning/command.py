@@ -17,10 +17,10 @@ Computes what every rank of a run will hold, before anything is allocated: by ti
 padding included. Held against what this machine has, or the sizes you give, it says whether that fits, and if not the
 smallest change after which it does.
 
-Categories: parameters, gradients, master weights (fp32 copies of low-precision parameters), optimizer state, early step
-(second places off the device, where steps begin during backward), buffers (of modules), gather buffers (units that are
-whole under stage 3), gradient buckets (local gradients on their way), staging (between tiers), snapshot (a checkpoint
-written in the background), communication (gloo's exchanges), handles.
+Categories: parameters, gradients, master weights (fp32 copies of low-precision parameters), optimizer state,
+buffers (of modules), gather buffers (units that are whole under stage 3), gradient buckets (local gradients on their
+way), staging (between tiers), snapshot (a checkpoint written in the background), communication (gloo's exchanges),
+handles.
 What lives "inside a step" is counted at its largest. Activations are computed for plain numbers, with --micro-batch (no
 matrix of attention scores is kept); for other models reserve them with --activations.
 
@@ -113,7 +113,6 @@ def _add_offload(offload: Any) -> None:
     offload.add_argument(
         "--resident", type=parse_size, metavar="4GB", help="of parameters and gradients in files, kept in host memory"
     )
-    offload.add_argument("--early-step", choices=("auto", "on", "off"), help="steps begin while backward goes on")
 
 
 def run_plan_command(options: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from zero_strategy.runtime.terminal import size
 _MOST_RANKS = 4096
 _SMALL_SHM = 1 << 30
 _NO_SNAPSHOTS = "checkpoint.asynchronous: false"
-_LATE = "offload.early_step: off"
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def changes_that_fit(plan: MemoryPlan, budget: Budget) -> list[Change]:
     nothing helps, or it fits as it is.
     """
     found = []
-    groups = (_synchronous, _late_steps, _less_staying, _stages, _present_ranks, _to_host, _to_drives, _more_ranks)
+    groups = (_synchronous, _less_staying, _stages, _present_ranks, _to_host, _to_drives, _more_ranks)
     for group in groups:
         first = next((change for change in group(plan, budget) if fits(change.plan, budget)), None)
         if first is None and plan.snapshots and group is not _synchronous:
@@ -124,12 +123,6 @@ def changes_that_fit(plan: MemoryPlan, budget: Budget) -> list[Change]:
 def _synchronous(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
     if plan.snapshots:
         yield Change((_NO_SNAPSHOTS,), plan.changed(snapshots=False))
-
-
-def _late_steps(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
-    """No second places for state that is offloaded already."""
-    if plan.offload.early:
-        yield Change((_LATE,), plan.changed(offload=replace(plan.offload, early_step="off")))
 
 
 def _less_staying(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
@@ -236,9 +229,6 @@ def _offloads(plan: MemoryPlan, tier: str) -> Iterator[Change]:
                 settings: dict[str, object] = {} if stage == now else {"stage": stage}
                 what = [f"offload.{part}: {where}" for part, where in wanted.items()]
                 yield _change(settings, plan.changed(settings=settings, offload=offload), *what)
-                if offload.early:
-                    late = replace(offload, early_step="off")
-                    yield _change(settings, plan.changed(settings=settings, offload=late), *what, _LATE)
 
 
 def _offloaded(before: Offload, optimizer: str | None = None, parameters: str | None = None) -> Offload:

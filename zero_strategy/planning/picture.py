@@ -15,7 +15,7 @@ _VISIBLE = 0.002
 _NEAR = 2.5
 """Times the tallest bar: memory that is farther above it is told in words, for bars would be flat beside its line."""
 _COLORS = (
-    "#4477aa", "#66a5d9", "#228877", "#55bb88", "#a3c94f", "#ddaa33", "#ee7744", "#cc3355", "#aa4499", "#8877bb",
+    "#4477aa", "#66a5d9", "#228877", "#55bb88", "#ddaa33", "#ee7744", "#cc3355", "#aa4499", "#8877bb",
     "#777777", "#bbbbbb", "#332288",
 )  # fmt: skip
 _TOO_LARGE, _INK, _PALE = "#c01830", "#222222", "#777777"

@@ -49,7 +49,6 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
         "gradients": options.offload_gradients,
         "parameters": options.offload_parameters,
         "resident_bytes": options.resident,
-        "early_step": options.early_step,
     }
     offload = replace(Offload.of(config.offload), **{key: value for key, value in given.items() if value is not None})
     if deepspeed is None:

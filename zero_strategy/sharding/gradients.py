@@ -485,14 +485,6 @@ class GradientBucket:
             return part
         return None if self.reduced is None else self.reduced[piece.offset : piece.offset + piece.numel]
 
-    def reduced_early(self, index: int) -> Tensor | OffloadedPart | None:
-        """This rank's part of a gradient whose reduction has just ended, before ranks agree who has one.
-
-        None if it owns none of it, or if `p.grad` is the gradient itself, to which anybody may write unseen.
-        """
-        piece = self.bucket.piece_of.get(index)
-        return None if piece is None or self._shows_gradient or self._earlier is not None else self._owned(piece)
-
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger."""
         for own in self.own.held():

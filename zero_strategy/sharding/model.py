@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,21 @@ from zero_strategy.sharding.registry import check_unsharded, owner_of, register
 from zero_strategy.sharding.units import UnitSpec, aliases, find_units
 
 
+class UpdatingOptimizer(Protocol):
+    """An optimizer as the model that it updates sees it; see `optim.sharded.ShardedOptimizer`."""
+
+    @property
+    def torn(self) -> bool: ...
+
+    def refresh_pieces(self) -> None: ...
+
+    def relocate(self, move: Move) -> None: ...
+
+    def follow_masters(self) -> None: ...
+
+    def reduction_begins(self) -> None: ...
+
+
 class ShardedModel:
     """Units, buckets and the machinery that moves them, for one module.
 
@@ -72,7 +87,6 @@ class ShardedModel:
         aliases: Further names of tied parameters: {alias: first name}.
         device: Where the module computes.
         told_of_reads: It was warned of a use of a released parameter.
-        steps_early: State has second places, so that steps may be carried out while backward goes on.
         moved: What is on the host for a while.
     """
 
@@ -89,7 +103,7 @@ class ShardedModel:
         optimizer_store: ChunkStore | None = None,
         parameter_store: ChunkStore | None = None,
         gradient_store: ChunkStore | None = None,
-        optimizers: list[Any] | None = None,
+        optimizers: Sequence[UpdatingOptimizer] = (),
         agreement: StepAgreement | None = None,
         further_norm_groups: Sequence[Communicator] = (),
     ) -> None:
@@ -101,7 +115,6 @@ class ShardedModel:
         self.device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config)
-        self.steps_early = optimizer_store is not None and config.offload.early_step == "on"
         self.told_of_reads = False
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
@@ -109,7 +122,7 @@ class ShardedModel:
         for construction in self._constructions:  # what is whole just now stays so
             construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
         _check_same_on_all_ranks(module, mesh)
-        self.optimizers: list[Any] = [] if optimizers is None else optimizers
+        self.optimizers = optimizers
         self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor, *further_norm_groups]
         if device is not None:
             move_buffers(module, device)
@@ -150,6 +163,7 @@ class ShardedModel:
             self.gatherer,
             agreement=agreement or StepAgreement(),
             step_unfinished=self._step_torn,
+            reduction_begins=self._reduction_begins,
             check_states=partial(self.moved.check, kinds=IN_BACKWARD),
         )
         self.guards = ModuleGuards(self)
@@ -198,6 +212,10 @@ class ShardedModel:
     def _unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
         self.reducer.unit_done(buckets)
 
+    def _reduction_begins(self) -> None:
+        for sharded in self.optimizers:
+            sharded.reduction_begins()
+
     def _step_torn(self) -> bool:
         return any(sharded.torn for sharded in self.optimizers)
 
@@ -219,11 +237,11 @@ class ShardedModel:
             layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas)
             first, trainable = named[0][0], named[0][1].requires_grad
             if self._parameter_store is not None:
-                spec = VectorSpec(layout.slice_numel, dtype, twice=self.steps_early and trainable)
+                spec = VectorSpec(layout.slice_numel, dtype)
                 wanted.setdefault(self._parameter_store, {})[weights_name(first)] = spec
             if self.optimizer_store is not None and trainable and dtype in LOW_PRECISION:
                 owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
-                spec = VectorSpec(owned, torch.float32, device=self.device, twice=self.steps_early)
+                spec = VectorSpec(owned, torch.float32, device=self.device)
                 wanted.setdefault(self.optimizer_store, {})[master_name(first)] = spec
             if self._gradient_store is not None and trainable:
                 owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
@@ -255,7 +273,6 @@ class ShardedModel:
                 blank=not initialise and not kept,
                 store=self.optimizer_store,
                 shard_store=self._parameter_store,
-                twice=self.steps_early,
             )
             for dtype, named in self._buckets_of(spec)
             for kept in [any(id(parameter) in real for _, parameter in named)]

@@ -41,7 +41,6 @@ class ParameterBucket:
         blank: The parameters' values are about to be loaded: do not look at the present ones.
         store: Where the master copy is kept; None: in memory.
         shard_store: Where the own slice is kept (sharded parameters); None: in memory.
-        twice: What is trained has second places in tiers, for steps that are carried out early.
 
     Attributes:
         parameters: The parameter objects, in bucket order.
@@ -76,7 +75,6 @@ class ParameterBucket:
         blank: bool = False,
         store: ChunkStore | None = None,
         shard_store: ChunkStore | None = None,
-        twice: bool = False,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -84,7 +82,7 @@ class ParameterBucket:
         self.device = self.parameters[0].device
         self.trainable = self.parameters[0].requires_grad
         self._keep_master = master_weights and dtype in LOW_PRECISION
-        self._store, self._shard_store, self._twice = store, shard_store, twice
+        self._store, self._shard_store = store, shard_store
         self.shard_vector: OffloadedVector | None = None
         self.shard: Tensor
         self.master_vector: OffloadedVector | None = None
@@ -159,7 +157,7 @@ class ParameterBucket:
             own = self.flat[self.slice]
             self.shard = torch.zeros_like(own) if values is None else values.clone()
             return
-        spec = VectorSpec(numel, self.dtype, twice=self._twice and self.trainable)
+        spec = VectorSpec(numel, self.dtype)
         self.shard_vector = self._shard_store.take(weights_name(self.names[0]), spec)
         self.shard = torch.empty(0, dtype=self.dtype)
         if values is not None:
@@ -259,7 +257,7 @@ class ParameterBucket:
         if self._store is None:
             self.master = source.to(torch.float32, copy=True)
             return
-        spec = VectorSpec(source.numel(), torch.float32, device=self.device, twice=self._twice)
+        spec = VectorSpec(source.numel(), torch.float32, device=self.device)
         self.master_vector = self._store.take(master_name(self.names[0]), spec)
         self.master = torch.empty(0)
         for start, stop in self.master_vector.chunks:

@@ -30,7 +30,7 @@ from zero_strategy.sharding.gatherer import ParameterGatherer
 from zero_strategy.sharding.gradients import GradientBucket
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.plan import Agreement, ReductionPlan
-from zero_strategy.sharding.reducer_hooks import ParameterHook, ReductionWatcher
+from zero_strategy.sharding.reducer_hooks import ParameterHook
 
 MAX_IN_FLIGHT = 2
 """Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
@@ -71,6 +71,7 @@ class GradientReducer:
         agreement: What else ranks tell each other at the end of a reduction.
         step_unfinished: Whether an optimizer's step began and did not end.
         check_states: Called with the name of what begins; raises if states that it needs are on the host.
+        reduction_begins: Called when a backward begins that will reduce gradients.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class GradientReducer:
         agreement: StepAgreement,
         step_unfinished: Callable[[], bool],
         check_states: Callable[[str], None],
+        reduction_begins: Callable[[], None],
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
         self._reuse = BufferReuse()
@@ -91,13 +93,11 @@ class GradientReducer:
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
         self._gatherer = gatherer
         self._agreement, self._step_unfinished, self._check_states = agreement, step_unfinished, check_states
+        self._reduction_begins = reduction_begins
         self._announce: Callable[[str, Any], None] | None = None
         self._agreed_flags = 0
         self.reductions = 0
         """How many have ended, on all ranks alike."""
-        self.watchers: list[ReductionWatcher] = []
-        self.before_backward: list[Callable[[], None]] = []
-        """Called when a backward begins that will reduce gradients."""
         self.divisor: Callable[[], int] = lambda: 1
         """Asked when a backward begins: by what its gradients are to be divided."""
         self._divide_by = 1
@@ -273,16 +273,10 @@ class GradientReducer:
         if not (self._joined and self._began):
             self._reuse.open()
             self._forget_backward()
-            self._tell_begin()
+            if self._reduces:
+                self._reduction_begins()
         self._began = True
         Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _tell_begin(self) -> None:
-        if self._reduces:
-            for call in self.before_backward:
-                call()
-            for watcher in self.watchers:
-                watcher.backward_begins()
 
     def _forget_backward(self) -> None:
         self._next = 0
@@ -333,23 +327,18 @@ class GradientReducer:
         self._seen[number] |= bucket.own.live
         self._left[number] = None
         if self._bounded(bucket) and len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._complete(self._in_flight.popleft())
+            self._in_flight.popleft().finish()
         bucket.launch()
         self._in_flight.append(bucket)
 
     def _bounded(self, bucket: GradientBucket) -> bool:
-        """Whether few may be under way: each takes memory, or somebody waits for it.
+        """Whether few may be under way: each takes memory.
 
         Sums over copies are waited for where a reduction is completed. So with copies all ranks do it at the same
         point, although buckets may keep whole gradients on some of them only.
         """
         copies = self.mesh.world_size > self.mesh.shard_size > 1
-        return bool(self.watchers) or copies or not bucket.keeps_whole
-
-    def _complete(self, bucket: GradientBucket) -> None:
-        bucket.finish()
-        for watcher in self.watchers:
-            watcher.reduced(bucket)
+        return copies or not bucket.keeps_whole
 
     def _end_backward(self) -> None:
         self._active = False
@@ -422,7 +411,8 @@ class GradientReducer:
         """Take part in what a rank with data announces, without data. A collective, as there."""
         if what == "backward":
             self._forget_backward()
-            self._tell_begin()
+            if self._reduces:
+                self._reduction_begins()
             self.follow_shown(value)
         elif what == "launch":
             self._start(value)
@@ -470,8 +460,6 @@ class GradientReducer:
             for index in indices:
                 bucket.live.add(index)
                 bucket.show(index)
-            for watcher in self.watchers if indices else ():
-                watcher.reduced(bucket)
         return agreed
 
     def _check(self, agreed: Agreement, *, compares: bool) -> None:
@@ -494,8 +482,6 @@ class GradientReducer:
             self._in_flight.clear()
             self._reuse.close()
             self._active, self._next, self._unreduced = False, 0, False
-        for watcher in self.watchers:
-            watcher.reset()
 
     def settle(self) -> None:
         """Before gradients are used: reduce what `no_sync` kept back, follow what the user did to `p` and `p.grad`.

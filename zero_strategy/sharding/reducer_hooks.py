@@ -1,8 +1,8 @@
-"""What calls the reducer, and whom it calls: hooks of the module and of its parameters; users of what is reduced."""
+"""Hooks of the module and of its parameters that call the reducer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -11,25 +11,6 @@ from torch import Tensor, nn
 from zero_strategy.memory.moved_states import PARAMETERS, MovedStates
 from zero_strategy.runtime.uncompiled import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
-
-if TYPE_CHECKING:
-    from zero_strategy.sharding.gradients import GradientBucket
-
-
-class ReductionWatcher(Protocol):
-    """Somebody who uses gradients as soon as they are reduced."""
-
-    def backward_begins(self) -> None:
-        """A backward begins that will reduce gradients."""
-
-    def reduced(self, gradients: GradientBucket) -> None:
-        """The gradients of a bucket are reduced, and will stay as they are unless more come late in this backward.
-
-        Called while the backward runs, and at its end again for all buckets that any rank touched.
-        """
-
-    def reset(self) -> None:
-        """Gradients were dropped; wait for nothing that was to come."""
 
 
 class HookedReducer(Protocol):
