@@ -75,8 +75,8 @@ def leaks(pipelines: bool) -> list[tuple[int, list[str]]]:
 
 
 @pytest.mark.parametrize("pipelines", [False, True])
-def test_nothing_is_left_of_closed_engines(ranks: Launcher, pipelines: bool) -> None:
-    for rank in ranks(2, timeout=120)(leaks, pipelines):
+def test_nothing_is_left_of_closed_engines(fresh_ranks: Launcher, pipelines: bool) -> None:
+    for rank in fresh_ranks(2, timeout=120)(leaks, pipelines):
         if pipelines:  # what the module has made is the module's
             for before, after in zip(rank[1::2], rank[2::2]):
                 assert after[0] <= before[0] and len(after[1]) <= len(before[1]), rank
