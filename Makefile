@@ -23,7 +23,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-all coverage torture bench conformance lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -49,12 +49,25 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
-test test-rest test-all coverage: export OMP_NUM_THREADS = 1
+test test-rest test-torch test-all coverage: export OMP_NUM_THREADS = 1
 test: lint
 	$(BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
 
 test-rest: $(STAMP)
 	$(BIN)/python -m pytest --tier rest $(PYTEST_ARGS)
+
+# The quick tests on another version of torch, in an environment of its own: make test-torch VERSION=2.11.0
+VERSION ?= 2.11.0
+TORCH_VENV := .venv-torch-$(VERSION)
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	sed '/^torch==/d' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(TORCH_VENV)/constraints.txt 'torch==$(VERSION)' -e '.[test]'
+	touch $@
+
+test-torch: $(TORCH_VENV)/.installed
+	$(TORCH_VENV)/bin/python -m pytest --tier quick $(PYTEST_ARGS)
 
 test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

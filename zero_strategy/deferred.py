@@ -22,6 +22,7 @@ from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.plan import FileKind
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.checkpoint.state_reader import Wanted, check_out
+from zero_strategy.runtime.torch_private import map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -217,7 +218,7 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         vars(owner).pop(_SLOT).detach()
         vars(owner)[_OPENED] = directory
     if device is not None:
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        map_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return DeferredReader(directory, places)
 
 

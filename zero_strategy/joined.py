@@ -25,9 +25,9 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from zero_strategy.distributed import Mesh
+from zero_strategy.runtime.torch_private import tree_map
 
 WAYS_OUT = (
     "give all ranks as many (drop what is left over, repeat samples, or end the loop earlier), or set uneven_batches: "

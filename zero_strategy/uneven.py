@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_strategy.runtime.uncompiled import uncompiled
+from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sharding import ShardedModel
 from zero_strategy.sharding.gatherer import InertHook
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero_strategy.activation.kept_inputs import KeptInputs, KeptRecord
@@ -25,7 +23,15 @@ from zero_strategy.activation.rng import CudaRNGStatesTracker
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.activation.timings import CheckpointTimings, InBackward, Stopwatch
 from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.runtime.uncompiled import uncompiled
+from zero_strategy.runtime.torch_private import (
+    TreeSpec,
+    in_backward,
+    tree_flatten,
+    tree_unflatten,
+    uncompiled,
+    version_of,
+    when_backward_ends,
+)
 
 
 class Checkpointer:
@@ -179,9 +185,9 @@ class _Run:
     def _again(self, *leaves: Any) -> Any:
         if self._watch is not None:
             self._watch.backward_begins()
-            if torch._C._current_graph_task_id() != -1:  # not where somebody only looks at a saved tensor
+            if in_backward():  # not where somebody only looks at a saved tensor
                 # An input that gets no gradient, or is a leaf, does not tell the end.
-                Variable._execution_engine.queue_callback(self._watch.backward_ends)
+                when_backward_ends(self._watch.backward_ends)
         rewound = nullcontext() if self._tracker is None else self._tracker.rewound(self._states)
         with rewound, self._running.inside():
             return _call(self._function, self._tree, *leaves)
@@ -247,10 +253,10 @@ class _Alias:
 
     def __init__(self, tensor: Tensor) -> None:
         # A parameter as itself, since its data may be another tensor by then (stage 3).
-        self._tensor, self._version = tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        self._tensor, self._version = tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)
 
     def tensor(self) -> Tensor:
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             raise RuntimeError(
                 f"an input of a checkpoint, of shape {tuple(self._tensor.shape)}, was modified in place before it was "
                 "needed for the recomputation; give the checkpoint a copy"

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_strategy.activation.host_blocks import HostBlocks
 from zero_strategy.activation.storages import is_plain, storage_keys
 from zero_strategy.runtime.aligned import PAGE
+from zero_strategy.runtime.torch_private import storage_key, version_of
 
 
 class ActivationStore:
@@ -83,10 +84,10 @@ class _UnitMemory:
         if not is_plain(tensor) or tensor.is_meta:
             return here
         storage = tensor.untyped_storage()
-        if storage.nbytes() < PAGE or storage._cdata in self._stays:
+        if storage.nbytes() < PAGE or storage_key(storage) in self._stays:
             return here
         # What is changed in place afterwards is other memory.
-        key = (StorageWeakRef(storage), tensor._version)
+        key = (StorageWeakRef(storage), version_of(tensor))
         moved = self.store.moved.get(key)
         if moved is None:
             moved = self.store.moved[key] = _Moved(self.store, tensor)

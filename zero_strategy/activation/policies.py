@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
+from zero_strategy.runtime.torch_private import schema_of
+
 KEPT_OPS = frozenset(
     {
         "aten::mm",
@@ -55,7 +57,7 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 def _name(op: Any) -> str:
     """Of an op without its overload; of a higher-order op its only one."""
-    schema = getattr(op, "_schema", None)
+    schema = schema_of(op)
     return schema.name if schema is not None else str(op)
 
 
@@ -63,7 +65,7 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call takes numbers from a random generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(schema_of(op).arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(given)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zero_strategy.activation.budget import Profile, UnitCall
 from zero_strategy.activation.storages import Storages, add_storage, storage_keys
+from zero_strategy.runtime.torch_private import TorchDispatchMode, packet_of, schema_of
 from zero_strategy.sharding.gatherer import tensors_in
 
 _PER_ELEMENT = 64
@@ -143,10 +143,10 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula: Any = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula: Any = flop_registry.get(packet_of(func))
         if formula is not None:
             self.cost += int(formula(*args, **kwargs, out_val=result))
-        elif str(getattr(func, "_schema", "")).startswith("aten::_scaled_dot_product"):
+        elif str(schema_of(func)).startswith("aten::_scaled_dot_product"):
             self.cost += int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
         elif not getattr(func, "is_view", False):
             self.cost += _PER_ELEMENT * sum(tensor.numel() for tensor in tensors_in(result))

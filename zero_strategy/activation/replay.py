@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.runtime.torch_private import buffers_of, version_of
+
 
 class Replay:
     """A forward, the first time with the caller's own arguments, then with the tensors that were kept.
@@ -123,9 +125,9 @@ class BufferStates:
     def before(self) -> list[BufferState]:
         """To be called before a forward."""
         return [
-            BufferState(owner, name, buffer, buffer._version, self._copy(owner, name, buffer))
+            BufferState(owner, name, buffer, version_of(buffer), self._copy(owner, name, buffer))
             for owner in self._module.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
 
@@ -139,7 +141,7 @@ class BufferStates:
         return [s for s in states if s.copy is not None and (id(s.owner), s.name) in self._changing]
 
     def _has_changed(self, state: BufferState) -> bool:
-        if state.owner._buffers.get(state.name) is not state.buffer or state.buffer._version != state.version:
+        if buffers_of(state.owner).get(state.name) is not state.buffer or version_of(state.buffer) != state.version:
             return True
         return self._learning and state.copy is not None and not torch.equal(state.copy, state.buffer)
 
@@ -147,12 +149,12 @@ class BufferStates:
     @contextmanager
     def restored(changed: Sequence[BufferState]) -> Iterator[None]:
         """Inside, modules have the values of before the forward; outside nothing of what was written."""
-        present = [state.owner._buffers[state.name] for state in changed]
+        present = [buffers_of(state.owner)[state.name] for state in changed]
         for state in changed:
             assert state.copy is not None
-            state.owner._buffers[state.name] = state.copy.clone()
+            buffers_of(state.owner)[state.name] = state.copy.clone()
         try:
             yield
         finally:
             for state, buffer in zip(changed, present, strict=True):
-                state.owner._buffers[state.name] = buffer
+                buffers_of(state.owner)[state.name] = buffer

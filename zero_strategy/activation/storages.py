@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zero_strategy.runtime.torch_private import storage_key
 from zero_strategy.sharding.model import ShardedModel
 
 Storages = dict[StorageWeakRef, int]
@@ -16,7 +17,7 @@ Storages = dict[StorageWeakRef, int]
 
 def add_storage(found: Storages, tensor: Tensor, known: frozenset[int]) -> None:
     """Note the memory of a tensor that is kept, unless it is among `known`."""
-    if is_plain(tensor) and tensor.untyped_storage()._cdata not in known:
+    if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in known:
         storage = tensor.untyped_storage()
         found[StorageWeakRef(storage)] = storage.nbytes()
 
@@ -33,4 +34,4 @@ def model_storages(model: ShardedModel) -> frozenset[int]:
 
 def storage_keys(tensors: Iterable[Tensor]) -> frozenset[int]:
     """By what the memory of living tensors is known."""
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+    return frozenset(storage_key(tensor.untyped_storage()) for tensor in tensors)

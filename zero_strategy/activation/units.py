@@ -27,7 +27,7 @@ from zero_strategy.activation.replay import Around, BufferState, BufferStates, R
 from zero_strategy.activation.storages import model_storages
 from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig
 from zero_strategy.distributed import Communicator
-from zero_strategy.runtime.uncompiled import uncompiled
+from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sharding.gatherer import ParameterGatherer, Unit
 from zero_strategy.sharding.model import ShardedModel
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_strategy.runtime.uncompiled import uncompiled
+from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
 
 

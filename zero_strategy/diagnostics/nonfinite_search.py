@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from zero_strategy.diagnostics.nonfinite_calls import Call, floating
+from zero_strategy.runtime.torch_private import tree_map
 
 FINITE, INF, NAN = 0, 1, 2
 KINDS = ("finite", "inf", "nan")

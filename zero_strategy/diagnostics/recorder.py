@@ -27,6 +27,7 @@ from zero_strategy.diagnostics.step_record import StepRecord
 from zero_strategy.diagnostics.traffic import Flow, Moved, Traffic
 from zero_strategy.diagnostics.work import FlopMeter, amount, peak_operations
 from zero_strategy.runtime.observing import Mark, Span, Transfer
+from zero_strategy.runtime.torch_private import in_backward
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
@@ -212,7 +213,7 @@ class StepRecorder:
 
     def _in_front(self) -> bool:
         """Whether this is the thread that trains, or autograd's, for which that one waits."""
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        return threading.get_ident() == self._thread or in_backward()
 
     def _begin(self) -> None:
         if self._clock.running:

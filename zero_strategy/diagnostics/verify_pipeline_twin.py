@@ -23,6 +23,7 @@ from zero_strategy.diagnostics.verify_twin import StepRecord, Tensors, Twin, add
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.tables import Table
+from zero_strategy.runtime.torch_private import buffers_of, parameters_of
 from zero_strategy.sharding.grouping import gradient_dtypes
 
 _GIVES_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -101,7 +102,7 @@ class PipelineTwin(Twin):
         before = set(self._owners)
         modules = {name: one for layer in module.layer_modules()[start:stop] for name, one in layer.items()}
         for child in (child for one in modules.values() for child in one.modules()):
-            for key, parameter in child._parameters.items():
+            for key, parameter in parameters_of(child).items():
                 if parameter is None:
                     continue
                 name = names[id(parameter)]
@@ -112,7 +113,8 @@ class PipelineTwin(Twin):
                 if name not in stage.leaves:
                     stage.leaves[name] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                 stage.swaps.append((child, key, parameter, stage.leaves[name]))
-            stage.buffers += [(child, key, buffers[id(at)]) for key, at in child._buffers.items() if id(at) in buffers]
+            own = buffers_of(child).items()
+            stage.buffers += [(child, key, buffers[id(at)]) for key, at in own if id(at) in buffers]
         return stage
 
     # ---- gradients in the order of the schedule ----
@@ -213,16 +215,16 @@ class PipelineTwin(Twin):
         stage, buffers = self._stages[number], self._buffers[rank]
         self._random[rank].restore()
         for child, key, _, leaf in stage.swaps:
-            child._parameters[key] = leaf
+            parameters_of(child)[key] = leaf
         for child, key, name in stage.buffers:
-            child._buffers[key] = buffers[name]
+            buffers_of(child)[key] = buffers[name]
         try:
             yield
         finally:
             for child, key, name in stage.buffers:
-                buffers[name] = child._buffers[key]
+                buffers[name] = buffers_of(child)[key]
             for child, key, parameter, _ in stage.swaps:
-                child._parameters[key] = parameter
+                parameters_of(child)[key] = parameter
             self._random[rank] = RandomState.now()
 
     def _mean_losses(self, record: StepRecord) -> None:

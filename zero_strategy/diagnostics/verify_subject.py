@@ -29,7 +29,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+
+from zero_strategy.runtime.torch_private import tree_map
 
 Factory = Callable[[], Any] | str
 """A function without arguments, or where it is: "path.py:function" or "package.module:function"."""

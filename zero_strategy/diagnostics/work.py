@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from zero_strategy.runtime.torch_private import (
+    TorchDispatchMode,
+    in_backward,
+    is_compiled_in_place,
+    packet_of,
+    schema_of,
+)
 from zero_strategy.sharding.gatherer import tensors_in
 
 MOST_SHAPES = 8
@@ -91,7 +97,7 @@ class FlopMeter:
     def __init__(self, module: nn.Module) -> None:
         self._counted: dict[Any, int] = {}
         self._amounts: dict[Any, int] = {}
-        self._compiled = any(part._compiled_call_impl is not None for part in module.modules())
+        self._compiled = any(is_compiled_in_place(part) for part in module.modules())
 
     @contextmanager
     def count(self, inputs: Any) -> Iterator[None]:
@@ -143,12 +149,12 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # a backward, or what is computed again in one
+        if in_backward():  # a backward, or what is computed again in one
             return result
-        formula: Any = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula: Any = flop_registry.get(packet_of(func))
         if formula is not None:
             operations = int(formula(*args, **kwargs, out_val=result))
-        elif str(getattr(func, "_schema", "")).startswith("aten::_scaled_dot_product"):
+        elif str(schema_of(func)).startswith("aten::_scaled_dot_product"):
             operations = int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
         else:
             return result

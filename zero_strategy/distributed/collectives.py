@@ -35,6 +35,7 @@ from zero_strategy.distributed.shared_memory import (
 from zero_strategy.distributed.tracks import Subject, Track, TransportError, Watched
 from zero_strategy.distributed.watched_waits import Group
 from zero_strategy.runtime.observing import Observed, Span, Transfer
+from zero_strategy.runtime.torch_private import backend_of, timeout_of
 
 if TYPE_CHECKING:
     from zero_strategy.distributed.guard import Guard
@@ -92,7 +93,7 @@ class Communicator:
         if self.group is None:
             return True
         try:
-            return self.group._get_backend(torch.device("cpu")) is not None
+            return backend_of(self.group, "cpu") is not None
         except RuntimeError:
             return False
 
@@ -118,7 +119,7 @@ class Communicator:
         if self.group is not None:
             for device in ("cpu", "cuda"):
                 with suppress(RuntimeError):  # this group has nothing for such a device
-                    backend = self.group._get_backend(torch.device(device))
+                    backend = backend_of(self.group, device)
                     Group(backend, list(range(self.size))).abort()
 
     @property
@@ -403,9 +404,7 @@ class Communicator:
     def _timeout(self) -> float:
         """Seconds, as the group was made with."""
         assert self.group is not None
-        options: Any = self.group._get_backend(torch.device("cpu"))
-        seconds: float = options.options._timeout.total_seconds()
-        return seconds
+        return timeout_of(backend_of(self.group, "cpu"))
 
     def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
         # Messages of other lengths are kept apart: gloo ends the process that receives more than it asked for.

@@ -10,8 +10,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
+
+from zero_strategy.runtime.torch_private import backend_of
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
@@ -66,7 +67,7 @@ def _end_dropped(group: ProcessGroup, pid: int) -> None:
 def _on_gpus(group: ProcessGroup) -> bool:
     """Whether anything but gloo connects its GPUs."""
     try:
-        return not isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
+        return not isinstance(backend_of(group, "cuda"), dist.ProcessGroupGloo)
     except RuntimeError:  # nothing does
         return False
 

@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from zero_strategy.distributed.sealed import KEY_VARIABLE, new_key
+from zero_strategy.runtime.torch_private import FileStore
 
 _CALL, _STORE = "call", "store"
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_strategy.runtime.torch_private import flattened_meshes
+
 
 def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False) -> list[str]:
     """Names of a mesh's axes, then those of axes that were flattened of several.
@@ -22,8 +24,7 @@ def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: boo
 
 def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
     """The meshes of one axis that were made of several axes of this one, by name."""
-    # torch keeps no public record of them.
-    found: dict[str, DeviceMesh] = getattr(mesh._get_root_mesh(), "_flatten_mapping", {})
+    found = flattened_meshes(mesh)
     own, ranks = mesh.mesh_dim_names or (), set(mesh.mesh.flatten().tolist())
     return {
         name: flat for name, flat in found.items() if name not in own and ranks.issuperset(flat.mesh.flatten().tolist())

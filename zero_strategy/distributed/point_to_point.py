@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from zero_strategy.distributed.background import BackgroundWorker
 from zero_strategy.distributed.counters import CommunicationCounters
@@ -26,6 +25,7 @@ from zero_strategy.distributed.failure_board import FailureBoard
 from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.save_board import own_store
 from zero_strategy.distributed.watched_waits import Awaited, Group, WatchedWaits
+from zero_strategy.runtime.torch_private import PrefixStore, default_store
 
 _LARGE_BYTES = 1 << 20
 """Of a message that a thread posts: posting copies to the socket as much as it takes."""
@@ -217,7 +217,7 @@ def _unused_key(name: str, rank: int, size: int) -> str:
     """A name in the store that no transport of these ranks has had before: each rank counts its own."""
     if size == 1:
         return name
-    store: Any = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+    store: Any = default_store()
     return f"{name}/{store.add(f'zero_strategy/{name}/made/{rank}', 1)}"
 
 
@@ -232,7 +232,7 @@ def _make_groups(
     if len(ranks) == 1:
         return {}
     own, timeout = ranks.index(dist.get_rank()), timedelta(seconds=seconds)
-    store: Any = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+    store: Any = default_store()
 
     def place(name: str) -> PrefixStore:
         return PrefixStore(f"zero_strategy/{key}/{name}", store)

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from zero_strategy.distributed.tracks import Track
+from zero_strategy.runtime.torch_private import default_store
 
 
 class RendezvousError(RuntimeError):
@@ -52,7 +53,7 @@ class StoreRendezvous:
             self._meet(call)
 
     def _meet(self, call: str) -> None:
-        store = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+        store = default_store()
         self._round += 1
         key = f"zero_strategy/{self.prefix}/{self._round}"
         store.set(f"{key}/{self.rank}", call)
@@ -88,7 +89,7 @@ def next_number(what: str) -> int:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 1
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     return int(store.add(f"zero_strategy/{what}/of{dist.get_rank()}", 1))
 
 
@@ -108,7 +109,7 @@ def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
     prefix, limit = f"zero_strategy/{name}", timedelta(seconds=timeout)
     call = f"the construction of a ZeroEngine needs all {world} ranks"
     if rank == 0:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
+from zero_strategy.runtime.torch_private import default_store
 
 _BEAT_SECONDS = 1.0
 _LONGEST_PAUSE = 0.01
@@ -195,7 +195,7 @@ def own_store(world_size: int) -> Any:
     """
     if world_size == 1:
         return None
-    store: Any = dist.distributed_c10d._get_default_store()  # the store has no public accessor
+    store: Any = default_store()
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):  # not every kind of store can

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+
+from zero_strategy.runtime.torch_private import HashStore
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=30)

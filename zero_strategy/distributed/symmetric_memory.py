@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy.runtime.torch_private import symmetric_memory
+
 logger = logging.getLogger(__name__)
 
 
@@ -66,11 +68,10 @@ class GlobalSymmetricMemoryBuffer:
         return self.symm_buffer[: numel * dtype.itemsize].view(dtype)
 
     def _open(self, nbytes: int, group: dist.ProcessGroup | None) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
+        symmetric = symmetric_memory()
         device = torch.device("cuda", torch.cuda.current_device())
         buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        self.symm_mem_hdl = symmetric.rendezvous(buffer, group or dist.group.WORLD)  # type: ignore[arg-type]
+        self.symm_mem_hdl = symmetric.rendezvous(buffer, group or dist.group.WORLD)
         self.symm_buffer = buffer
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from zero_strategy.config import LossScaleConfig, ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import LossScaler
+from zero_strategy.runtime.torch_private import tree_map_only
 
 _SETTINGS = {
     "init_scale": "initial",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch.nn.modules.batchnorm import _BatchNorm
+from zero_strategy.runtime.torch_private import AnyBatchNorm
 
 _NAMESPACES = ("lightning.", "pytorch_lightning.")
 
@@ -52,7 +52,7 @@ def restore_param_groups(trainer: Any, module: Any) -> None:
             own = [parameter for parameter in child.parameters(recurse=False) if id(parameter) in added]
             for parameter in own:
                 parameter.requires_grad_(True)
-            if own and isinstance(child, _BatchNorm):
+            if own and isinstance(child, AnyBatchNorm):
                 child.track_running_stats = True
 
 

@@ -12,6 +12,7 @@ from zero_strategy.config import ResolvedConfig
 from zero_strategy.deferred import is_deferred
 from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.runtime.torch_private import map_tensors
 from zero_strategy.sharding.gatherer import InertHook
 from zero_strategy.sharding.released import ANOTHER_STRATEGY
 
@@ -126,4 +127,4 @@ def move_to(module: nn.Module, device: torch.device) -> None:
         return
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.device not in (device, torch.device("meta")) for tensor in tensors):
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        map_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))

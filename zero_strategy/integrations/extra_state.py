@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from zero_strategy.runtime.torch_private import saves_tensors_itself
+
 EXTRA_KEY = "zero_strategy.extra_state"
 """Its key in the framework's file."""
 
@@ -51,7 +53,7 @@ def _is_own(child: nn.Module) -> bool:
     cls = type(child)
     overrides = (
         cls.state_dict is not nn.Module.state_dict
-        or cls._save_to_state_dict is not nn.Module._save_to_state_dict
+        or saves_tensors_itself(cls)
         or cls.get_extra_state is not nn.Module.get_extra_state
     )
     return overrides and not any(True for _ in child.parameters())

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_strategy.runtime.torch_private import version_of
+
 
 class StateOnDemand(MutableMapping[str, Any]):
     """A state dict that `make` makes at the first access; under stage 3 all ranks must then access it.
@@ -42,7 +44,7 @@ class StateOnDemand(MutableMapping[str, Any]):
             self._made = dict(self._make())
             self._original = dict(self._made)
             tensors = {key: value for key, value in self._made.items() if isinstance(value, Tensor)}
-            self._versions = {key: value._version for key, value in tensors.items() if not value.is_inference()}
+            self._versions = {key: version_of(value) for key, value in tensors.items() if not value.is_inference()}
         return self._made
 
     def take_part(self) -> None:
@@ -59,7 +61,7 @@ class StateOnDemand(MutableMapping[str, Any]):
             return True
         if any(self._made[key] is not value for key, value in self._original.items()):
             return True
-        return any(self._original[key]._version != version for key, version in self._versions.items())
+        return any(version_of(self._original[key]) != version for key, version in self._versions.items())
 
     def __getitem__(self, key: str) -> Any:
         return self.whole()[key]

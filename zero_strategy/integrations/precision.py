@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from zero_strategy.config import LossScaleConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_of
 from zero_strategy.optim import LossScaler
+from zero_strategy.runtime.torch_private import tree_map_only
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def precision_of(plugin: Any, owner: str) -> str:
         )
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():  # torch disables one for CUDA where there is none
-        given = (scaler._init_scale, scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval)
+        rates = scaler.get_growth_factor(), scaler.get_backoff_factor()
+        given = (scaler.get_scale(), *rates, scaler.get_growth_interval())
         if given != (65536.0, 2.0, 0.5, 2000):
             raise ValueError(
                 f"{cls.__qualname__} has a gradient scaler with settings of its own (initial scale, growth, backoff, "

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig, UnitsConfig
+from zero_strategy.runtime.torch_private import non_persistent_buffers
 from zero_strategy.sharding.units import aliases, find_units
 
 _ANYWHERE = torch.device("cpu")
@@ -177,7 +178,7 @@ def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:
         id(buffer)
         for child in module.modules()
         for key, buffer in child.named_buffers(recurse=False)
-        if key in child._non_persistent_buffers_set
+        if key in non_persistent_buffers(child)
     }
     return {
         name: BufferShape(buffer.numel(), buffer.dtype, id(buffer) not in fleeting)

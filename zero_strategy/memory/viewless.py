@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from zero_strategy.runtime.torch_private import base_of
+
 T = TypeVar("T")
 
 
@@ -52,7 +54,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
         requires_grad: Of the result, where it is a new leaf.
         keep_graph: Gradients of the result reach `inp`; otherwise it is a leaf.
     """
-    if inp._base is None:
+    if base_of(inp) is None:
         return inp
     if keep_graph:
         out: Tensor = MakeViewlessTensor.apply(inp, requires_grad)
@@ -73,9 +75,9 @@ def assert_viewless_tensor(tensor: T, extra_msg: str | None = None) -> T:
     if isinstance(tensor, list):
         for element in tensor:
             assert_viewless_tensor(element, extra_msg)
-    elif isinstance(tensor, Tensor) and tensor._base is not None:
+    elif isinstance(tensor, Tensor) and (base := base_of(tensor)) is not None:
         raise AssertionError(
-            f"this tensor of shape {list(tensor.shape)} is a view of one of shape {list(tensor._base.shape)}, whose "
+            f"this tensor of shape {list(tensor.shape)} is a view of one of shape {list(base.shape)}, whose "
             "memory it would keep; make_viewless_tensor() makes it one that is none"
             + (f". {extra_msg}" if extra_msg else "")
         )

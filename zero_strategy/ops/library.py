@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from zero_strategy.runtime import torch_private
+
 NAMESPACE = "zero_strategy"
 _library = Library(NAMESPACE, "DEF")
 _names: list[str] = []
@@ -58,7 +60,7 @@ def differentiate(
 
 
 def _name_of(op: Any) -> str:
-    return f"{op.namespace}::{op._opname}"
+    return f"{op.namespace}::{torch_private.op_name(op)}"
 
 
 def op_names() -> list[str]:
@@ -68,7 +70,7 @@ def op_names() -> list[str]:
 
 def has_kernel(name: str, key: str) -> bool:
     """Whether op `name` has a native kernel under dispatch key `key` ("CPU", "CUDA")."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+    return torch_private.has_kernel(f"{NAMESPACE}::{name}", key)
 
 
 def _no_result(*args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from zero_strategy.distributed.script_groups import ScriptCommunicator
 from zero_strategy.ops.arguments import norm_order
 from zero_strategy.optim.norm import global_norm as norm_over
+from zero_strategy.runtime.torch_private import foreach_mul_
 from zero_strategy.sharding.parallel_marks import (
     bwc_tensor_model_parallel_rank,
     is_expert_parameter,
@@ -157,7 +158,7 @@ def _check_bound(max_norm: float) -> None:
 def _scale(tensors: Sequence[Tensor], norm: float, max_norm: float, eps: float = 1e-6) -> None:
     coefficient = math.nan if math.isnan(norm) else max_norm / (norm + eps)
     if tensors and not coefficient >= 1.0:
-        torch._foreach_mul_(list(tensors), coefficient)
+        foreach_mul_(list(tensors), coefficient)
 
 
 def _with_gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

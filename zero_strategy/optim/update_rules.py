@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_strategy import ops
+from zero_strategy.runtime.torch_private import foreach_add_
 
 Combine = Callable[[Sequence["Segment"], Tensor], Tensor]
 """Adds up (segments, k) float64 sums over the pieces of the same parameter, on this rank and others."""
@@ -129,7 +130,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 def _count(segments: Sequence[Segment]) -> list[float]:
     """Adds one to every step count, and returns them."""
     steps = [segment.state["step"] for segment in segments]
-    torch._foreach_add_(steps, 1)
+    foreach_add_(steps, 1)
     found: list[float] = torch.stack(steps).tolist()
     return found
 

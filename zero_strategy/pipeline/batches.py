@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from zero_strategy.runtime.torch_private import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 if TYPE_CHECKING:
     from typing import Any as _Base

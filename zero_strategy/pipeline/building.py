@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zero_strategy.pipeline.seeding import LayerSeeds
 from zero_strategy.pipeline.specs import LayerSpec, ModelLayer, TiedLayerSpec, layer_class_name
+from zero_strategy.runtime.torch_private import children_of
 
 TIED = "tied_modules"
 """Where modules of `TiedLayerSpec`s are registered, by their keys."""
@@ -113,7 +114,7 @@ def name_layers(layers: Iterable[Any]) -> list[NamedLayer]:
             "zero_strategy.pipeline.recipes.pipeline_layers(model, blocks=...) makes one of a model"
         )
     if isinstance(given, nn.Module):
-        named = [NamedLayer(i, name, module) for i, (name, module) in enumerate(given._modules.items())]
+        named = [NamedLayer(i, name, module) for i, (name, module) in enumerate(children_of(given).items())]
     else:
         named = [NamedLayer(i, _name(i, layer), layer) for i, layer in enumerate(given)]
     if not named:
@@ -184,13 +185,13 @@ def register(root: nn.Module, name: str, module: nn.Module) -> None:
     *path, last = name.split(".")
     owner = root
     for step, part in enumerate(path):
-        inner = owner._modules.get(part)
+        inner = children_of(owner).get(part)
         if inner is None:
             follows = [*path, last][step + 1]
             inner = nn.ModuleDict() if follows.isdigit() else nn.Module()
             _add(owner, part, inner, name)
         owner = inner
-    if owner._modules.get(last) is not module:
+    if children_of(owner).get(last) is not module:
         _add(owner, last, module, name)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from zero_strategy.pipeline.errors import DataEndedError
+from zero_strategy.runtime.torch_private import tree_map
 
 BatchFunction = Callable[[Any], Any]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_strategy.pipeline.partition import balanced_bounds
 from zero_strategy.pipeline.seeding import LayerSeeds, random_state_kept
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec, layer_class_name, modules_of
+from zero_strategy.runtime.torch_private import storage_key, tree_leaves, tree_map
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, type)
 
@@ -138,7 +138,7 @@ def _trainable(module: nn.Module) -> int:
 def _profile_one(modules: list[nn.Module], call: Any, sample: Any, repeats: int) -> tuple[LayerProfile, Any]:
     tensors: list[Tensor] = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     state = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    own = {tensor.untyped_storage()._cdata for tensor in tensors}
+    own = {storage_key(tensor.untyped_storage()) for tensor in tensors}
     seconds, kept, output = [], 0, None
     for attempt in range(repeats + 1):
         inputs = tree_map(_fresh, sample)
@@ -161,8 +161,8 @@ def _counting(own: set[int]) -> Iterator[dict[int, int]]:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            storages[storage._cdata] = storage.nbytes()
+        if storage_key(storage) not in own:
+            storages[storage_key(storage)] = storage.nbytes()
         return tensor.detach()  # else a result that is kept would hold itself
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

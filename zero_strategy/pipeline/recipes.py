@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zero_strategy.deferred import hand_over
 from zero_strategy.pipeline.specs import ModelLayer
+from zero_strategy.runtime.torch_private import non_persistent_buffers
 
 Part = str | Sequence[str] | ModelLayer | None
 
@@ -99,7 +100,7 @@ def _state_buffers(model: nn.Module) -> dict[str, Tensor]:
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in non_persistent_buffers(module)
     }
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zero_strategy.distributed.collectives import Communicator
 from zero_strategy.pipeline.ties import Tie
+from zero_strategy.runtime.torch_private import parameters_of, version_of
 from zero_strategy.sharding.dtensors import held_by, like, local_gradient
 
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
@@ -195,8 +196,8 @@ def _replace(
         tensor.requires_grad_().register_post_accumulate_grad_hook(replica.collect)
     tensor.requires_grad_(weight.requires_grad)
     for child in module.modules():
-        for key in [key for key, parameter in child._parameters.items() if parameter is weight]:
-            del child._parameters[key]
+        for key in [key for key, parameter in parameters_of(child).items() if parameter is weight]:
+            del parameters_of(child)[key]
             setattr(child, key, tensor)
     return replica
 
@@ -208,7 +209,7 @@ def _source(tie: Tie) -> int:
 
 def _versions(weights: Sequence[nn.Parameter]) -> list[int]:
     """Differ when somebody has written to the weights in place."""
-    return [weight._version for weight in weights]
+    return [version_of(weight) for weight in weights]
 
 
 def _zeros(weight: Tensor) -> Tensor:

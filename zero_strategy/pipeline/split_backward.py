@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zero_strategy.runtime.torch_private import FunctionNode, has_tensor_hooks
+
 Root = GradientEdge | Tensor
 _Edge = tuple[Any, int]
 """A node of the graph and the number of one of its outputs (seen from the forward)."""
@@ -261,7 +263,7 @@ class _Part:
         with contextlib.ExitStack() as stack:
             if self.early:
                 for (leaf, _), gradient in zip(self.roots, self.gradients):
-                    if leaf.variable._backward_hooks:  # they have run when the gradient was captured
+                    if has_tensor_hooks(leaf.variable):  # they have run when the gradient was captured
                         stack.callback(leaf.register_prehook(partial(_replaced, gradient)).remove)
             torch.autograd.backward([GradientEdge(*edge) for edge in self.roots], self.gradients)
         self.roots, self.gradients = [], []
@@ -325,7 +327,7 @@ def _edge_of(root: Root) -> _Edge:
 
 def _runs_once(node: Any) -> bool:
     """Whether a second run would do again what the first one did, or could not be done."""
-    if isinstance(node, torch._C._FunctionBase):
+    if isinstance(node, FunctionNode):
         return True
     return any(saved.unpack_hook is not None for saved in _saved(node))
 

@@ -19,6 +19,7 @@ from zero_strategy.checkpoint import FileKind, LatePiece, Piece
 from zero_strategy.memory.images import VectorReader, live_values
 from zero_strategy.memory.vectors import OffloadedPart
 from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.runtime.torch_private import buffers_of, children_of, non_persistent_buffers, parameters_of
 from zero_strategy.saving.tensor_pieces import pieces_in_whole
 from zero_strategy.sharding import layout
 from zero_strategy.sharding.dtensors import held_by
@@ -64,13 +65,13 @@ def state_dict_entries(module: nn.Module, *, tied: bool = False) -> Iterator[tup
     seen: set[int] = set()
 
     def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or key in module._non_persistent_buffers_set or id(tensor) in seen:
+        for key, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+            if tensor is None or key in non_persistent_buffers(module) or id(tensor) in seen:
                 continue
             if not tied:
                 seen.add(id(tensor))
             yield prefix + key, tensor
-        for key, child in module._modules.items():
+        for key, child in children_of(module).items():
             if child is not None:
                 yield from visit(child, f"{prefix}{key}.")
 

@@ -21,6 +21,7 @@ from zero_strategy.distributed.start import discover, init_distributed, require_
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.runtime.torch_private import map_tensors
 from zero_strategy.scripts.arguments import argument, config_of
 from zero_strategy.scripts.engine import ScriptEngine
 from zero_strategy.scripts.named import make_optimizer, make_scheduler
@@ -131,7 +132,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
     """Bring a model to its device; one that is there stays untouched, for torch would make its DTensors anew."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        map_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _tensor_ranks(model: nn.Module) -> int:

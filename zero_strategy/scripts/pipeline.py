@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -31,6 +30,7 @@ from zero_strategy.pipeline.feed import BatchFunction
 from zero_strategy.pipeline.grid import PipelineParallelGrid
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.runtime.torch_private import tree_map
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.scripts.data import RepeatingLoader
 from zero_strategy.scripts.engine import ScriptEngine

@@ -39,6 +39,7 @@ from zero_strategy.distributed.guard import Guard
 from zero_strategy.distributed.processes import own_card
 from zero_strategy.distributed.rendezvous import next_number
 from zero_strategy.distributed.save_board import own_store
+from zero_strategy.runtime.torch_private import children_of, is_used_elsewhere, parameters_of
 from zero_strategy.sharding.registry import owner_of
 from zero_strategy.sharding.sharded_parameter import ShardedParameter, Slice
 
@@ -152,10 +153,10 @@ class Construction:
         while pending:
             each = pending.pop()
             if not _built_apart(each):
-                for key, parameter in each._parameters.items():
+                for key, parameter in parameters_of(each).items():
                     if parameter is not None:
                         self._note(parameter, each, key)
-                pending += [child for child in each._modules.values() if child is not None]
+                pending += [child for child in children_of(each).values() if child is not None]
         self.shard_complete(building=building.keys())
 
     def _note(self, parameter: nn.Parameter, owner: nn.Module | None, name: str) -> None:
@@ -389,9 +390,7 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
 
 def _is_viewed(parameter: nn.Parameter) -> bool:
     """Whether something else than the parameter needs its memory: a view, a graph, a gradient."""
-    storage = parameter.untyped_storage()  # a holder as well
-    held = torch._C._storage_Use_Count(storage._cdata) > 2 or cast(Any, parameter)._use_count() > 1
-    return held or parameter.grad is not None
+    return is_used_elsewhere(parameter) or parameter.grad is not None
 
 
 def _placeholder(found: Slice) -> Tensor:

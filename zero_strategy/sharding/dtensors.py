@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.distributed.dtensors import is_dtensor
+from zero_strategy.runtime.torch_private import hooks_kept
 from zero_strategy.sharding.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -138,9 +139,8 @@ def recast(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) ->
     if not is_dtensor(parameter) or (local.dtype == dtype and local.device == device):
         return
     moved = torch.empty_like(local, dtype=dtype, device=device) if local.is_meta else local.to(device, dtype)
-    kept: Any = parameter
-    hooks, after = kept._backward_hooks, kept._post_accumulate_grad_hooks
+    put_back = hooks_kept(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(like(parameter, moved), parameter.requires_grad))
     # Their tables stay with the object and are called by what went: hooks to come would never be.
-    kept._backward_hooks, kept._post_accumulate_grad_hooks = hooks, after
+    put_back()
 

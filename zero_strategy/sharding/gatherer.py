@@ -18,11 +18,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_strategy.runtime.uncompiled import uncompiled
+from zero_strategy.runtime.torch_private import (
+    children_of,
+    in_backward,
+    tree_flatten,
+    tree_unflatten,
+    uncompiled,
+    when_backward_ends,
+)
 from zero_strategy.sharding.parameters import ParameterBucket
 
 UNIT_OUTPUT = "zero_strategy.unit_output"
@@ -247,7 +252,7 @@ class ParameterGatherer:
         if not self._backward_queued:
             self._backward_queued = True
             self._in_backward.clear()
-            Variable._execution_engine.queue_callback(self._backward_over)
+            when_backward_ends(self._backward_over)
 
     def _backward_over(self) -> None:
         self._backward_queued = False
@@ -409,13 +414,13 @@ class _ForwardHook:
         backward_follows = False
         if torch.is_grad_enabled() and self.unit.open_calls:
             call = self.unit.open_calls.pop()
-            in_backward = torch._C._current_graph_task_id() != -1  # a recomputation, whose graph may not be used
+            again = in_backward()  # a recomputation, whose graph may not be used
             for tensor in (*tensors_in(output), *self._left_in(module)):
                 if tensor.requires_grad:
                     _mark_output(tensor)
                     tensor.register_hook(_OutputHook(self.gatherer, self.unit, call))
                     backward_follows = True
-            if backward_follows and not in_backward:
+            if backward_follows and not again:
                 self.unit.awaited.add(call)
         is_root = self.unit is self.gatherer.units[0]
         self.gatherer.leave(self.unit, backward_follows=backward_follows or (is_root and torch.is_grad_enabled()))
@@ -424,7 +429,7 @@ class _ForwardHook:
         """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""
         parts, seen = [module], {id(module)}
         for part in parts:
-            for child in part._modules.values():
+            for child in children_of(part).values():
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     parts.append(child)

@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from zero_strategy.runtime.torch_private import in_backward
 from zero_strategy.sharding.assemble import assemble_segment
 from zero_strategy.sharding.dtensors import whole_of
 from zero_strategy.sharding.parameters import ParameterBucket
@@ -59,7 +60,7 @@ def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
         RendezvousError: If another rank does not read it.
     """
     bucket, name = gradients.bucket, gradients.bucket.names[index]
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         raise RuntimeError(
             f"the gradient of parameter {name!r} is not complete while a backward is running: read p.grad after it"
         )

@@ -25,6 +25,7 @@ from torch import Tensor
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.vectors import OffloadedPart, OffloadedVector, VectorSpec, add_scaled
 from zero_strategy.ops.arguments import FLOATS
+from zero_strategy.runtime.torch_private import foreach_mul_
 from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.handles import GradientHandle
 from zero_strategy.sharding.layout import Piece
@@ -439,7 +440,7 @@ class GradientBucket:
         self.version += bool(indices)
         parts = [values for index in indices for values in self._reduced_parts(index)]
         if parts and self.dtype == torch.float32:
-            torch._foreach_mul_(parts, factor)
+            foreach_mul_(parts, factor)
         else:  # on the CPU it rounds the factor to the gradients' dtype, which `mul_` does not
             for values in parts:
                 values.mul_(factor)

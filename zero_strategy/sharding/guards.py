@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from zero_strategy.distributed import Mesh
 from zero_strategy.memory.moved_states import MovedStates
+from zero_strategy.runtime.torch_private import replace_map_tensors
 from zero_strategy.sharding.gatherer import InertHook, Unit, owners, released_message
 from zero_strategy.sharding.parameters import ParameterBucket
 from zero_strategy.sharding.placement import Placement
@@ -51,8 +53,7 @@ class ModuleGuards:
         for module in model.module.modules():
             if not any(id(parameter) in sharded for parameter in module.parameters()):
                 continue  # metrics and the like move as they do
-            # An instance attribute: the module's own cast methods look `_apply` up on the object.
-            object.__setattr__(module, "_apply", ApplyGuard(module, type(module)._apply))
+            replace_map_tensors(module, partial(ApplyGuard, module))
 
     def enter(self, model: GuardedModel, call: str) -> None:
         """The outermost call of a recursion meets the other ranks where a gather follows."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_strategy.runtime.torch_private import DisableTorchFunctionSubclass, foreach_zero_
+
 _STANDS_FOR = {
     Tensor.zero_,
     Tensor.detach_,
@@ -27,7 +29,7 @@ _STANDS_FOR = {
     Tensor.is_floating_point,
     Tensor.is_complex,
     Tensor.__len__,
-    torch._foreach_zero_,
+    foreach_zero_,
 }
 """What `zero_grad` in all its forms does, and questions about the shape."""
 _FLAGS = {Tensor.detach_, Tensor.requires_grad_}
@@ -68,7 +70,7 @@ class GradientHandle(Tensor):
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach  # of the same version counter, so that `p.grad.data.zero_()` is noticed
         if func in _STANDS_FOR or call in ("__get__", "__set__"):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             if func is Tensor.detach:  # no way around
                 return GradientHandle.of(result, args[0].name, args[0].stage, args[0].fetch)
@@ -123,7 +125,7 @@ class FetchedGradient(Tensor):
         fetched: dict[int, FetchedGradient] = {}
         args, kwargs = _fetch(args, fetched), _fetch(kwargs, fetched)
         inputs = list(_instances(FetchedGradient, (args, kwargs)))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             owners = {value.untyped_storage().data_ptr(): value for value in inputs if value.numel()}
         if func in (Tensor.numpy, Tensor.__array__):
@@ -176,7 +178,7 @@ def _seal(result: Any, owners: dict[int, FetchedGradient]) -> Any:
         return items if type(result) is list else tuple(items) if type(result) is tuple else result
     if type(result) not in (Tensor, FetchedGradient) or result.layout != torch.strided:
         return result
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         owner = owners.get(result.untyped_storage().data_ptr())
     return result if owner is None else FetchedGradient.of(result, owner.name, owner.stage)
 

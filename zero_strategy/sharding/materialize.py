@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zero_strategy.distributed.dtensors import is_dtensor
+from zero_strategy.runtime.torch_private import buffers_of, parameters_of
 from zero_strategy.sharding.dtensors import held_by, like, part_of, recast
 from zero_strategy.sharding.units import UnitSpec
 
@@ -93,7 +94,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
     for owner in module.modules():
         for key, buffer in list(owner.named_buffers(recurse=False)):
             if not buffer.is_meta and buffer.device != device:
-                owner._buffers[key] = buffer.to(device)
+                buffers_of(owner)[key] = buffer.to(device)
 
 
 def _initialise(module: nn.Module, new: Collection[str]) -> None:
@@ -110,15 +111,15 @@ def _initialise(module: nn.Module, new: Collection[str]) -> None:
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     for key, parameter in divided.items():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        module._parameters[key] = nn.Parameter(whole, parameter.requires_grad)
+        parameters_of(module)[key] = nn.Parameter(whole, parameter.requires_grad)
     try:
         module.reset_parameters()  # type: ignore[operator]
         for key in divided.keys() & new:
-            made = module._parameters[key]
+            made = parameters_of(module)[key]
             assert made is not None
             held_by(divided[key]).copy_(part_of(divided[key]).of_whole(made.data))
     finally:
-        module._parameters.update(divided)
+        parameters_of(module).update(divided)
         for parameter, value in zip(settled, values, strict=True):
             parameter.data = value
 

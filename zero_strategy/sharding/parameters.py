@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zero_strategy.distributed import Mesh, PendingWork
 from zero_strategy.memory.chunked import ChunkStore
 from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
+from zero_strategy.runtime.torch_private import version_of
 from zero_strategy.sharding.dtensors import held_by, local_values, part_of, recast
 from zero_strategy.sharding.edits import EditWatch
 from zero_strategy.sharding.grouping import LOW_PRECISION
@@ -460,7 +461,7 @@ class ParameterBucket:
     def present_versions(self) -> list[tuple[int, int]]:
         """Torch's counts of writes to each parameter, and to what a `DTensor` holds, which `to_local()` shows."""
         pairs = zip(self.parameters, self.tensors, strict=True)
-        return [(parameter._version, tensor._version) for parameter, tensor in pairs]
+        return [(version_of(parameter), version_of(tensor)) for parameter, tensor in pairs]
 
     def split_owned(self, owned: Tensor) -> dict[int, Tensor]:
         """Views of all pieces in a flat tensor of owned elements, by parameter index, in one call of torch."""

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from zero_strategy.distributed import Mesh
+from zero_strategy.runtime.torch_private import in_backward, when_backward_ends
 from zero_strategy.sharding.buffer_reuse import BufferReuse
 from zero_strategy.sharding.dtensors import local_values
 from zero_strategy.sharding.gatherer import ParameterGatherer
@@ -188,7 +188,7 @@ class GradientReducer:
 
     def before_forward(self) -> None:
         """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart."""
-        if self._active and torch._C._current_graph_task_id() == -1:
+        if self._active and not in_backward():
             warnings.warn("an earlier backward did not finish: gradients since the last step are dropped", stacklevel=2)
             self.reset()
         if not self._active:
@@ -276,7 +276,7 @@ class GradientReducer:
             if self._reduces:
                 self._reduction_begins()
         self._began = True
-        Variable._execution_engine.queue_callback(self._end_backward)
+        when_backward_ends(self._end_backward)
 
     def _forget_backward(self) -> None:
         self._next = 0
@@ -530,7 +530,7 @@ class GradientReducer:
         Raises:
             RuntimeError: If the last backward did not finish.
         """
-        if self._active and torch._C._current_graph_task_id() == -1:
+        if self._active and not in_backward():
             raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.memory.moved_states import PARAMETERS, MovedStates
-from zero_strategy.runtime.uncompiled import uncompiled
+from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
 
 

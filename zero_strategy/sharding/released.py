@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from zero_strategy.runtime.torch_private import DisableTorchFunctionSubclass, qualified_name, tree_leaves
 from zero_strategy.sharding.registry import owner_of
 from zero_strategy.sharding.sharded_parameter import METADATA, STRIDES
 
@@ -60,7 +60,7 @@ class _Released:
             RuntimeError: If values would leave the process; names the parameter.
         """
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func in METADATA or func in _PLACES:
                 if func is Tensor.is_complex and _in_collective(sys._getframe(1)):
                     raise RuntimeError(_message(args[0], "sending it"))
@@ -115,15 +115,15 @@ def _quick(name: str) -> property:
     plain = getattr(Tensor, name)
 
     def get(self: Tensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return plain.__get__(self)
 
     def put(self: Tensor, value: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             plain.__set__(self, value)
 
     def remove(self: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             plain.__delete__(self)
 
     return property(get, put, remove)
@@ -172,7 +172,7 @@ def _leaves(func: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
         return call
     if func is Tensor.to and any(_is_cpu(leaf) for leaf in [*args[1:], *kwargs.values()]):
         return "to('cpu')"
-    op = str(getattr(func, "_qualified_op_name", ""))  # of functional collectives
+    op = qualified_name(func)  # of functional collectives
     sends = "c10d" in op or str(getattr(func, "__module__", "")).startswith(_COLLECTIVES)
     return f"{getattr(func, '__name__', op)}()" if sends else None
 

@@ -16,21 +16,26 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import init
-from torch.utils._pytree import tree_leaves
+
+from zero_strategy.runtime.torch_private import (
+    METADATA_GETTERS,
+    METADATA_SETTERS,
+    DisableTorchFunctionSubclass,
+    has_compatible_shallow_copy_type,
+    tree_leaves,
+)
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 METADATA = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in (
-            "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "_grad",
+            "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad",
             "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps",
-            "is_xpu", "is_xla", "is_nested", "names", "retains_grad", "output_nr", "itemsize", "nbytes", "_version",
-            "_backward_hooks", "_post_accumulate_grad_hooks",
+            "is_xpu", "is_xla", "is_nested", "names", "retains_grad", "output_nr", "itemsize", "nbytes",
         ) if hasattr(Tensor, name)),
-        *(getattr(Tensor, name).__set__ for name in (
-            "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks",
-        )),
+        *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+        *METADATA_GETTERS, *METADATA_SETTERS,
         cast(Any, Tensor.grad).__delete__,
         Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size,
         Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_inference, Tensor.get_device,
@@ -38,7 +43,7 @@ METADATA = frozenset(
         torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.get_device,
         torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
         Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
-        torch.is_same_size, torch.result_type, torch._has_compatible_shallow_copy_type,
+        torch.is_same_size, torch.result_type, has_compatible_shallow_copy_type,
     }
 )  # fmt: skip
 """Functions whose answer does not depend on a parameter's values, nor on where they are."""
@@ -56,7 +61,7 @@ _OVERWRITING = frozenset(
 )  # fmt: skip
 """Functions that give all elements of their first tensor new values, without a look at the old ones."""
 
-_LOCATING = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage})
+_LOCATING = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage})
 """Functions that tell where values are: these have to stay there from then on."""
 
 
@@ -113,7 +118,7 @@ class ShardedParameter(nn.Parameter):
         """Answer what concerns metadata alone; else unshard all such parameters among the arguments first."""
         kwargs = kwargs or {}
         if func in METADATA or (func is Tensor.type and len(args) == 1 and not kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in STRIDES and isinstance(args[0], cls):
             return func(args[0].slice.without_values(), *args[1:], **kwargs)

@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from zero_strategy.runtime.torch_private import version_of
 from zero_strategy.sharding.dtensors import held_by, like, local_values
 from zero_strategy.sharding.gradient_reading import ReadableGradients, reader_of
 from zero_strategy.sharding.handles import GradientHandle, unwritable
@@ -50,7 +51,7 @@ class ShownGradients:
             known = self._stand_ins.get(index)
             if known is not None:
                 self._handles[index] = known
-                self._versions[index] = self._poisons[index]._version
+                self._versions[index] = version_of(self._poisons[index])
                 return known
             shape = self._bucket.parts[index].shape
             # A tensor of its own per parameter, so that its version counter tells who was written to.
@@ -62,7 +63,7 @@ class ShownGradients:
             self._handles[index] = self._stand_ins[index] = GradientHandle.of(
                 plain, name, stage, reader_of(gradients, index)
             )
-            self._versions[index] = plain._version
+            self._versions[index] = version_of(plain)
         return self._handles[index]
 
     def is_known(self, index: int, shown: Tensor) -> bool:
@@ -71,7 +72,7 @@ class ShownGradients:
 
     def written(self, index: int) -> bool:
         """Whether what stands for the gradient was written to."""
-        return index in self._versions and self._poisons[index]._version != self._versions[index]
+        return index in self._versions and version_of(self._poisons[index]) != self._versions[index]
 
     def zeroed(self, index: int) -> bool:
         """Whether that has left zeros, the one change that a handle stands for."""

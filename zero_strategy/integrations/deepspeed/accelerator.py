@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zero_strategy.diagnostics.memory_use import MemoryUse
 from zero_strategy.integrations.deepspeed.names import named
+from zero_strategy.runtime.torch_private import call_when_cuda_starts
 
 
 class Accelerator:
@@ -249,7 +250,7 @@ class Accelerator:
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Call it, on CUDA once that is initialised."""
         if self._cuda:
-            torch.cuda._lazy_call(callback)
+            call_when_cuda_starts(callback)
             return None
         return callback()
 

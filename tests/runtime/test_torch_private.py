@@ -1,0 +1,385 @@
+"""Every use of torch's private API does what its name says, and there is no other use in the package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.lr_scheduler import LRScheduler
+
+from tests.launcher import Launcher
+from zero_strategy import ops
+from zero_strategy.runtime import torch_private as private
+
+PACKAGE = Path(private.__file__).parents[1]
+OWNERS: tuple[Any, ...] = (
+    torch, torch._C, torch.cuda, Tensor, nn.Linear(1, 1), torch.UntypedStorage, Variable, DeviceMesh,
+    dist.ProcessGroup, dist.distributed_c10d, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler("cpu"),
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.Function,
+)  # fmt: skip
+"""What an undocumented attribute may be of, beside modules of torch."""
+
+
+class Unit(nn.Module):
+    """With one of everything that modules keep tables of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.child = self.same = nn.Linear(2, 2)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("left", torch.zeros(1), persistent=False)
+        self.register_parameter("none", None)
+
+
+# ---- no other use ----
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Undocumented names of torch's that a module mentions, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and not node.level:
+            words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, word) for word in words if word.startswith("_"))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                first, *words = alias.name.split(".")
+                yield from ((node.lineno, word) for word in words if first == "torch" and word.startswith("_"))
+        elif isinstance(node, ast.Attribute) and not _is_own(node.value):
+            yield from _of_torch(node.lineno, node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) and not _is_own(node.args[0]):
+                yield from _of_torch(node.lineno, str(node.args[1].value))
+
+
+def _is_own(value: ast.expr) -> bool:
+    """`self`, `cls` and `super()`: what a class of ours has, or may override."""
+    return getattr(value, "id", "") in ("self", "cls") or getattr(getattr(value, "func", None), "id", "") == "super"
+
+
+def _of_torch(line: int, name: str) -> Iterator[tuple[int, str]]:
+    if name.startswith("_") and not name.startswith("__") and any(hasattr(owner, name) for owner in OWNERS):
+        yield line, name
+
+
+def test_nothing_else_uses_what_torch_does_not_document() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path != Path(private.__file__):
+            for line, name in private_names(ast.parse(path.read_text())):
+                found.append(f"{path.relative_to(PACKAGE)}:{line}: {name}")
+    assert not found, "move to runtime/torch_private.py:\n" + "\n".join(found)
+
+
+def test_uses_are_found() -> None:
+    text = (
+        "import torch._dynamo\nfrom torch._C import x\nfrom torch.utils import _pytree\nt._version\n"
+        "getattr(m, '_modules')\nself._version\nm._own_thing\ntorch.optim\n"
+    )
+    assert [line for line, _ in private_names(ast.parse(text))] == [1, 2, 3, 4, 5]
+
+
+# ---- autograd ----
+
+
+def test_in_backward_and_its_end() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+
+    def look(gradient: Tensor) -> None:
+        seen.append(("inside", private.in_backward()))
+        private.when_backward_ends(lambda: seen.append(("end", private.in_backward())))
+
+    y = x * 2
+    y.register_hook(look)
+    assert not private.in_backward()
+    y.sum().backward()
+    seen.append(("after", private.in_backward()))
+    assert seen == [("inside", True), ("end", seen[1][1]), ("after", False)]
+    with pytest.raises(RuntimeError):
+        private.when_backward_ends(lambda: None)
+
+
+def test_an_error_at_the_end_of_a_backward_is_raised_by_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def fail() -> None:
+        raise ArithmeticError("at its end")
+
+    y = x * 2
+    y.register_hook(lambda gradient: private.when_backward_ends(fail))
+    with pytest.raises(ArithmeticError, match="at its end"):
+        y.sum().backward()
+
+
+def test_versions_and_bases() -> None:
+    x = torch.zeros(4)
+    view, before = x[:2], private.version_of(x)
+    view.add_(1)
+    assert private.version_of(x) == private.version_of(view) == before + 1
+    assert private.base_of(view) is x and private.base_of(x) is None
+    x.data.add_(1)
+    assert private.version_of(x) == before + 1
+
+
+def test_function_nodes() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * 2
+
+    x = torch.ones(2, requires_grad=True)
+    assert isinstance(Double.apply(x).grad_fn, private.FunctionNode)
+    assert not isinstance((x * 2).grad_fn, private.FunctionNode)
+
+
+def test_hooks_outlive_a_swap() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    assert not private.has_tensor_hooks(parameter)
+    parameter.register_hook(lambda gradient: calls.append("gradient"))
+    parameter.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
+    assert private.has_tensor_hooks(parameter)
+    put_back = private.hooks_kept(parameter)
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(3)))
+    put_back()
+    parameter.sum().backward()
+    assert calls == ["gradient", "after"] and parameter.shape == (3,)
+
+
+# ---- tensors and their memory ----
+
+
+def test_storages_are_told_apart() -> None:
+    x, y = torch.zeros(4), torch.zeros(4)
+    key = private.storage_key(x.untyped_storage())
+    assert key == private.storage_key(x[1:].untyped_storage()) != private.storage_key(y.untyped_storage())
+
+
+@pytest.mark.parametrize("holder", ["nothing", "view", "graph", "detached"])
+def test_what_else_uses_a_parameter(holder: str) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    held: Any = None
+    if holder == "view":
+        held = parameter[1:]
+    elif holder == "graph":
+        held = parameter.exp().mul(parameter)
+    elif holder == "detached":
+        held = parameter.detach()
+    assert private.is_used_elsewhere(parameter) == (holder != "nothing")
+    del held
+
+
+class Logged(Tensor):
+    calls: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func)
+        with private.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_functions_that_read_metadata_are_those_that_subclasses_see() -> None:
+    tensor = torch.zeros(2).as_subclass(Logged)
+    for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"):
+        Logged.calls.clear()
+        getattr(tensor, name)
+        assert len(Logged.calls) == 1 and Logged.calls[0] in private.METADATA_GETTERS, name
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        Logged.calls.clear()
+        setattr(tensor, name, None)
+        assert len(Logged.calls) == 1 and Logged.calls[0] in private.METADATA_SETTERS, name
+    Logged.calls.clear()
+    private.has_compatible_shallow_copy_type(tensor, torch.zeros(2))
+    assert Logged.calls == [private.has_compatible_shallow_copy_type]
+
+
+def test_without_torch_function_the_subclass_is_not_asked() -> None:
+    tensor = torch.zeros(2).as_subclass(Logged)
+    Logged.calls.clear()
+    with private.DisableTorchFunctionSubclass():
+        tensor + 1
+    assert Logged.calls == []
+    tensor + 1
+    assert len(Logged.calls) == 1
+
+
+def test_operations_on_lists() -> None:
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    private.foreach_add_(tensors, 1)
+    private.foreach_mul_(tensors, 3)
+    assert [t.tolist() for t in tensors] == [[6, 6], [9, 9, 9]]
+    private.foreach_zero_(tensors)
+    assert not any(t.any() for t in tensors)
+
+
+# ---- operators ----
+
+
+def test_ops_and_their_names() -> None:
+    op = torch.ops.aten.add.Tensor
+    assert private.schema_of(op).name == "aten::add" and private.schema_of(print) is None
+    assert private.packet_of(op) is torch.ops.aten.add and private.packet_of(print) is None
+    assert private.qualified_name(torch.ops.aten.add) == "aten::add" and private.qualified_name(print) == ""
+    assert private.op_name(op) == "add"
+    assert private.has_kernel("aten::add.Tensor", "CPU") and not private.has_kernel("aten::add.Tensor", "FPGA")
+
+
+def test_own_ops_have_kernels_once_they_are_compiled() -> None:
+    ops.ensure("cpu")
+    assert private.has_kernel("zero_strategy::adam_", "CPU")
+
+
+def test_a_dispatch_mode_sees_ops() -> None:
+    class Seen(private.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(private.schema_of(func).name)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        torch.ones(2) + 1
+    assert "aten::add" in seen.names
+
+
+# ---- modules ----
+
+
+def test_tables_of_modules() -> None:
+    module = Unit()
+    assert list(private.parameters_of(module)) == ["weight", "none"]
+    assert list(private.buffers_of(module)) == ["kept", "left"]
+    assert list(private.children_of(module)) == ["child", "same"]
+    assert private.non_persistent_buffers(module) == {"left"}
+    private.buffers_of(module)["kept"] = torch.ones(2)
+    private.parameters_of(module)["weight"] = nn.Parameter(torch.zeros(3))
+    assert module.kept.tolist() == [1, 1] and not module.weight.any()
+
+
+def test_modules_that_save_their_own_way() -> None:
+    class Own(nn.Module):
+        def _save_to_state_dict(self, *args: Any) -> None:
+            pass
+
+    assert private.saves_tensors_itself(Own) and not private.saves_tensors_itself(Unit)
+
+
+def test_tensors_are_mapped_and_the_mapping_replaced() -> None:
+    module = private.map_tensors(Unit(), lambda tensor: tensor.double())
+    assert module.weight.dtype == module.kept.dtype == module.child.weight.dtype == torch.float64
+    calls = []
+
+    def make(original: Any) -> Any:
+        def replaced(function: Any, recurse: bool = True) -> nn.Module:
+            calls.append(recurse)
+            return original(module, function, recurse)
+
+        return replaced
+
+    private.replace_map_tensors(module, make)
+    module.float()
+    assert calls == [True] and module.weight.dtype == torch.float32
+
+
+def test_what_is_compiled_and_what_is_not() -> None:
+    module = Unit()
+    assert not private.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert private.is_compiled_in_place(module)
+
+    calls = []
+
+    def note() -> None:
+        calls.append(torch.compiler.is_compiling())
+
+    left_out = private.uncompiled(note)
+
+    @torch.compile(backend="eager")
+    def function(x: Tensor) -> Tensor:
+        left_out()
+        return x + 1
+
+    assert function(torch.zeros(1)).item() == 1 and calls == [False]
+
+
+def test_trees() -> None:
+    tree = {"a": [1, (2, None)], "b": torch.ones(1)}
+    leaves, spec = private.tree_flatten(tree)
+    assert isinstance(spec, private.TreeSpec) and leaves[:3] == [1, 2, None] == private.tree_leaves(tree)[:3]
+    assert private.tree_unflatten([5, 6, 7, 8], spec) == {"a": [5, (6, 7)], "b": 8}
+    assert private.tree_map_only(int, lambda value: -value, tree)["a"] == [-1, (-2, None)]
+    assert private.tree_map(str, {"a": 1}) == {"a": "1"}
+    assert len(private.tree_flatten_with_path(tree)[0]) == 4
+
+
+# ---- processes and devices ----
+
+
+def of_processes(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    store = private.default_store()
+    store.set(f"key {dist.get_rank()}", "value")
+    found["store"] = store.get(f"key {1 - dist.get_rank()}")
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    found["backend"] = isinstance(private.backend_of(group, "cpu"), dist.ProcessGroupGloo)
+    found["seconds"] = private.timeout_of(private.backend_of(group, "cpu"))
+    try:
+        private.backend_of(group, "xpu")
+        found["none"] = "no error"
+    except RuntimeError:
+        found["none"] = "error"
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    mesh["a", "b"]._flatten("ab")
+    found["meshes"] = list(private.flattened_meshes(mesh))
+    shared = private.FileStore(str(folder / "store"), 2)
+    inner = private.PrefixStore("p", shared)
+    inner.set(str(dist.get_rank()), "here")
+    found["file"] = inner.get(str(1 - dist.get_rank()))
+    return found
+
+
+def test_stores_groups_and_meshes(ranks: Launcher, tmp_path: Path) -> None:
+    for found in ranks(2)(of_processes, tmp_path):
+        assert found == {
+            "store": b"value", "backend": True, "seconds": 77, "none": "error", "meshes": ["ab"], "file": b"here",
+        }
+
+
+def test_a_store_of_one_process() -> None:
+    store = private.HashStore()
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+
+
+def test_symmetric_memory_is_there() -> None:
+    module = private.symmetric_memory()
+    assert callable(module.empty) and callable(module.rendezvous)
+
+
+def test_calls_wait_for_cuda() -> None:
+    if torch.cuda.is_available():
+        calls = []
+        torch.cuda.init()
+        private.call_when_cuda_starts(lambda: calls.append(1))
+        assert calls == [1]
+    else:
+        before = len(torch.cuda._queued_calls)
+        private.call_when_cuda_starts(lambda: None)
+        assert len(torch.cuda._queued_calls) == before + 1
+        torch.cuda._queued_calls.pop()

@@ -1,0 +1,254 @@
+"""What this package uses of torch that torch does not document, in one place, under names that say what it is for.
+
+No other module may name an attribute of torch's that begins with an underscore (`tests/runtime/test_torch_private.py`
+looks), and that file tests every function here, so a new version of torch is tried by `make test-torch
+VERSION=2.12.0`. Written for torch 2.11 to 2.13. The tree functions of `torch.utils._pytree` are what torch's own
+public modules take trees apart with; `torch.utils.pytree` has no public counterpart for them before 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._C._distributed_c10d import FileStore as FileStore
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# ---- autograd ----
+
+FunctionNode: type = torch._C._FunctionBase
+"""The class of graph nodes that a `torch.autograd.Function` makes."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Call it when the backward that this thread runs is over, before `backward()` returns. An error is raised there.
+
+    Raises:
+        RuntimeError: Outside of a backward.
+    """
+    Variable._execution_engine.queue_callback(call)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor, or another one that shares its version counter, was written to in place."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor of which this one is a view to autograd; None if it is none."""
+    return tensor._base
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether hooks on its gradient are registered."""
+    return bool(tensor._backward_hooks)
+
+
+def hooks_kept(parameter: Tensor) -> Callable[[], None]:
+    """Note the parameter's tables of hooks; the result puts them back, after `torch.utils.swap_tensors`."""
+    kept: Any = parameter
+    hooks, after = kept._backward_hooks, kept._post_accumulate_grad_hooks
+
+    def put_back() -> None:
+        kept._backward_hooks, kept._post_accumulate_grad_hooks = hooks, after
+
+    return put_back
+
+
+# ---- tensors and their memory ----
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Tells storages apart: equal for all objects that stand for one, as long as one of them lives."""
+    key: int = storage._cdata
+    return key
+
+
+def is_used_elsewhere(tensor: Tensor) -> bool:
+    """Whether something beside this object keeps the tensor or its memory: a view, an autograd graph."""
+    storage = tensor.untyped_storage()  # a holder as well
+    counted: Any = tensor
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or counted._use_count() > 1)
+
+
+METADATA_GETTERS = tuple(
+    getattr(Tensor, name).__get__
+    for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+    if hasattr(Tensor, name)
+)
+"""Functions, as `__torch_function__` sees them, that read a tensor's undocumented attributes; none reads values."""
+
+METADATA_SETTERS = tuple(getattr(Tensor, name).__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+"""Functions, as `__torch_function__` sees them, that write such attributes."""
+
+has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
+"""Whether `tensor.data = other` is possible; `nn.Module.to` asks."""
+
+foreach_add_: Any = torch._foreach_add_
+foreach_mul_: Any = torch._foreach_mul_
+foreach_zero_: Any = torch._foreach_zero_
+"""An operation on each of a list of tensors, in one launch where they are on a GPU."""
+
+# ---- operators ----
+
+
+def has_kernel(qualified: str, key: str) -> bool:
+    """Whether the op "namespace::name" has a kernel of its own under a dispatch key ("CPU", "CUDA")."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key)
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an op overload; None for what is none."""
+    return getattr(op, "_schema", None)
+
+
+def packet_of(op: Any) -> Any:
+    """The op that an overload belongs to; None for what is no overload."""
+    return getattr(op, "_overloadpacket", None)
+
+
+def op_name(op: Any) -> str:
+    """The name of an op overload, or of a custom op's definition, without namespace and overload."""
+    return str(op._opname)
+
+
+def qualified_name(op: Any) -> str:
+    """"namespace::name" of an op packet or overload; "" for anything else."""
+    return str(getattr(op, "_qualified_op_name", ""))
+
+
+# ---- modules ----
+
+
+def parameters_of(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]:
+    """The module's own table of its direct parameters."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
+    """The module's own table of its direct buffers."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> MutableMapping[str, nn.Module | None]:
+    """The module's own table of its direct children, one that is there under two names under both."""
+    return module._modules
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of its direct buffers that are not in the state dict."""
+    return module._non_persistent_buffers_set
+
+
+def saves_tensors_itself(cls: type[nn.Module]) -> bool:
+    """Whether a class of modules writes its own tensors into the state dict in a way of its own."""
+    return cls._save_to_state_dict is not nn.Module._save_to_state_dict
+
+
+def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Replace every parameter and buffer below a module by what the function gives, as `module.to` does."""
+    module._apply(function)
+    return module
+
+
+def replace_map_tensors(module: nn.Module, make: Callable[[Any], Any]) -> None:
+    """Let `module.to`, `.half()` and their like call `make(original)` on this module instead of the class's method.
+
+    `original` is the class's function, which takes the module, the function and `recurse`.
+    """
+    # The module's own cast methods look `_apply` up on the object.
+    object.__setattr__(module, "_apply", make(type(module)._apply))
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+AnyBatchNorm = _BatchNorm
+"""The base class of all modules for batch normalization."""
+
+
+def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[P, T]:
+    """The function, left alone by `torch.compile`.
+
+    As `torch.compiler.disable`, which loads the compiler, a second's work, where a class is defined. This loads it when
+    the function is called first, by when the first optimizer of the process has.
+
+    Args:
+        function: Anything, a method too.
+        recursive: What it calls is left alone as well.
+    """
+    return _disable_dynamo(function, recursive)
+
+
+# ---- processes and devices ----
+
+
+def default_store() -> Any:
+    """The `Store` of the default process group.
+
+    Raises:
+        ValueError: If there is no default group.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def backend_of(group: dist.ProcessGroup, device: str) -> Any:
+    """What carries a group's messages between devices of a type ("cpu", "cuda").
+
+    Raises:
+        RuntimeError: If nothing does.
+    """
+    return group._get_backend(torch.device(device))
+
+
+def timeout_of(backend: Any) -> float:
+    """Seconds after which gloo gives a message up."""
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
+
+
+def symmetric_memory() -> Any:
+    """The module by which ranks write into each other's GPU memory (`empty`, `rendezvous`)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric
+
+
+def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Meshes of one axis that were made of several axes, of this mesh or of one that it is a part of, by name."""
+    found: dict[str, DeviceMesh] = getattr(mesh._get_root_mesh(), "_flatten_mapping", {})
+    return found
+
+
+def call_when_cuda_starts(call: Callable[[], object]) -> None:
+    """Call it once CUDA is initialised, at once if it is."""
+    torch.cuda._lazy_call(call)
