@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -25,7 +26,7 @@ class OnDevice {
     // The guard speaks to torch's CUDA runtime; this library may have one of its own, with its own current device.
     STD_CUDA_CHECK(cudaSetDevice(index_));
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &current));
     stream = static_cast<cudaStream_t>(current);
   }
 
