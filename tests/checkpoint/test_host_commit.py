@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,10 @@ def test_a_rename_that_fails_on_one_host_is_told_and_nothing_is_lost(
 def test_pieces_that_overlap_or_leave_a_hole_cannot_be_committed(tmp_path: Path) -> None:
     save(on_hosts(hosts(tmp_path), "old"), OLD, world_size=3)
     jobs = jobs_of(on_hosts(hosts(tmp_path), "new"), NEW, world_size=3)
-    jobs[1].pieces = jobs[0].pieces
+    jobs[1] = replace(jobs[1], pieces=jobs[0].pieces)
     failures = run_jobs(jobs)
     assert len(failures) == 3 and "overlap" in str(failures[0])
     jobs = jobs_of(on_hosts(hosts(tmp_path), "new"), NEW, world_size=3)
-    jobs[1].pieces = ()
+    jobs[1] = replace(jobs[1], pieces=())
     assert "written by no rank: 'w'" in str(run_jobs(jobs)[0])
     assert saves(tmp_path) == ["old", "old"]

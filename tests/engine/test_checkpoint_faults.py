@@ -28,7 +28,7 @@ from zero_strategy.checkpoint.verify import verify
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.loading import open_together
-from zero_strategy.saving.saver import PendingSave
+from zero_strategy.saving.job import PendingSave
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mounts and resource limits")
 BACKGROUND = [False, True]

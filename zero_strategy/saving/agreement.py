@@ -6,7 +6,6 @@ rank say all; the tables themselves travel when a rank's have changed.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from zero_strategy.distributed.save_board import FailedElsewhereError
 from zero_strategy.optim.sharded import ShardedOptimizer
 from zero_strategy.saving import references
 from zero_strategy.saving.contents import OptimizerTable, States, own_table
-from zero_strategy.saving.places import SavePlaces
+from zero_strategy.saving.places import SavePlace
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
@@ -35,11 +34,13 @@ class Agreed:
         tables: Of each optimizer, all ranks' entries together.
         token: Names this save; equal on all ranks.
         references: Parameter name -> digest, of frozen weights that are not stored.
+        known: Whether all ranks know the folder that the checkpoint goes into.
     """
 
     tables: list[OptimizerTable]
     token: str
     references: dict[str, str]
+    known: bool
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,19 @@ class Agreement:
         self,
         saved: list[ShardedOptimizer],
         states: list[States],
-        directory: str | os.PathLike[str],
+        place: SavePlace,
         *,
         frozen: Collection[str],
         busy: bool,
-        places: SavePlaces,
     ) -> Agreed:
         """Whatever is wrong on one rank is raised on all.
 
         Args:
             saved: The optimizers.
             states: This rank's state of each.
-            directory: The target.
+            place: Where the checkpoint goes.
             frozen: Parameters that are named by their digest.
             busy: Whether this rank still writes the checkpoint before.
-            places: Forgets the target's folder unless all ranks know it: all find out about it, or none.
 
         Raises:
             TypeError: Naming a state that cannot be stored.
@@ -93,17 +92,21 @@ class Agreement:
         except Exception as caught:
             error = caught
         as_before = error is None and not frozen and self._is_as_before(own)
-        flags = _AS_BEFORE * as_before | _BUSY * busy | _KNOWS_PLACE * places.knows(directory)
+        flags = _AS_BEFORE * as_before | _BUSY * busy | _KNOWS_PLACE * place.known
         row = torch.tensor([flags, uuid.uuid4().int >> 80, _digest(own) if as_before else 0])
         rows = [row.tolist() for row in self._engine.mesh.team.control.exchange_small(row)]
         if all(flags & _AS_BEFORE for flags, _, _ in rows) and len({digest for _, _, digest in rows}) == 1:
             tables, referenced = self._with_scalars_of(own), dict[str, str]()
         else:
             tables, referenced = self._gather(own, digests, error, frozen)
-        self._refuse_if([rank for rank, (flags, _, _) in enumerate(rows) if flags & _BUSY], directory)
-        if not all(flags & _KNOWS_PLACE for flags, _, _ in rows):
-            places.forget(directory)
-        return Agreed(tables, f"{rows[0][1]:012x}", referenced)
+        writing = [rank for rank, (flags, _, _) in enumerate(rows) if flags & _BUSY]
+        if writing and self._engine.config.config.checkpoint.while_saving == "refuse":
+            raise RuntimeError(
+                f"{place.path}: the last checkpoint is still being written (by ranks {writing}), and "
+                "checkpoint.while_saving is 'refuse'; save less often, or set it to 'wait'"
+            )
+        known = all(flags & _KNOWS_PLACE for flags, _, _ in rows)
+        return Agreed(tables, f"{rows[0][1]:012x}", referenced, known)
 
     def _gather(
         self, own: list[OptimizerTable], digests: dict[str, int], error: Exception | None, frozen: Collection[str]
@@ -143,13 +146,6 @@ class Agreement:
             )
             for table, total in zip(own, self._all, strict=True)
         ]
-
-    def _refuse_if(self, busy: list[int], directory: str | os.PathLike[str]) -> None:
-        if busy and self._engine.config.config.checkpoint.while_saving == "refuse":
-            raise RuntimeError(
-                f"{os.fspath(directory)}: the last checkpoint is still being written (by ranks {busy}), and "
-                "checkpoint.while_saving is 'refuse'; save less often, or set it to 'wait'"
-            )
 
 
 def _same_form(a: OptimizerTable, b: OptimizerTable) -> bool:

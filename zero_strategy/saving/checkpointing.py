@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.saving.saver import PendingSave, Saver
+from zero_strategy.saving.job import PendingSave
+from zero_strategy.saving.saver import Saver
 from zero_strategy.saving.step_watch import StepWatch
 from zero_strategy.train_state import TrainState
 

@@ -7,10 +7,8 @@ on all ranks, by the next save, by `wait()`, and at exit.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from zero_strategy.checkpoint import CheckpointPlan, FileKind, TensorSpec
-from zero_strategy.checkpoint.remote import is_remote
+from zero_strategy.checkpoint import CheckpointPlan, FileKind, Manifest, TensorSpec
 from zero_strategy.checkpoint.retention import prune
 from zero_strategy.checkpoint.save_writer import in_file_order
 from zero_strategy.checkpoint.snapshot import Snapshot
@@ -29,7 +26,6 @@ from zero_strategy.distributed.save_board import SaveBoard, own_store
 from zero_strategy.distributed.together import together
 from zero_strategy.memory.images import StateImages
 from zero_strategy.memory.tier import Tier
-from zero_strategy.runtime.progress import progress
 from zero_strategy.saving import random_state, references
 from zero_strategy.saving.agreement import Agreed, Agreement
 from zero_strategy.saving.catalog import Catalog, catalog_of, union_of_groups
@@ -43,123 +39,16 @@ from zero_strategy.saving.contents import (
     stored_dtype,
 )
 from zero_strategy.saving.file_snapshot import AnyPiece, FileSnapshot
-from zero_strategy.saving.job import SaveJob
-from zero_strategy.saving.places import SavePlaces, parent_of, prune_remote
+from zero_strategy.saving.job import PendingSave, SaveJob
+from zero_strategy.saving.places import SavePlace, SavePlaces, prune_remote
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
 
 OWN = "zero_strategy"
 """Key of the engine's own entry in the manifest's user metadata."""
-_IO_THREADS = 2
 Fixed = tuple[StateImages, list[tuple[FileKind, AnyPiece]]]
 """Images of state in tiers, and the pieces that are to be saved."""
-
-
-class PendingSave:
-    """A save that may still be going on.
-
-    Attributes:
-        directory: The checkpoint.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self._over, self._process = threading.Event(), os.getpid()
-        self._cleaned = threading.Event()
-        self._over.set()
-        self._cleaned.set()
-        self._error: BaseException | None = None
-        self._raised = False
-        self._afterwards: list[tuple[Callable[[], object], bool]] | None = None
-        self._lock = threading.Lock()
-
-    def done(self) -> bool:
-        """Whether it is over on this rank, well or not."""
-        return self._over.is_set()
-
-    def failed(self) -> bool:
-        """Whether it is over and has failed, and nobody was told yet."""
-        return self.done() and self._error is not None and not self._raised
-
-    def join(self) -> None:
-        """Return when it is over, well or not."""
-        if self._process == os.getpid():  # a forked child has no such thread
-            self._over.wait()  # not the thread's `join`, which does not survive an interruption
-
-    def wait(self) -> None:
-        """Return when the checkpoint is there.
-
-        Raises:
-            OSError, ValueError, RuntimeError: Why it is not, on this rank or on another; once.
-        """
-        self.join()
-        atexit.unregister(self.wait)
-        if self._error is not None and not self._raised:
-            self._raised = True
-            raise self._error
-
-    def then(self, action: Callable[[], object], *, failed: bool = False) -> None:
-        """Do something once the checkpoint is there, or (`failed`) cannot be: now, in the background, or never.
-
-        What goes wrong with it is a warning: the save is over, on all ranks alike.
-        """
-        with self._lock:
-            if self._afterwards is not None:
-                self._afterwards.append((action, failed))
-                return
-        if failed == (self._error is not None):
-            action()
-
-    def finish(self) -> None:
-        """`wait`, and return when what it replaced is removed, too."""
-        self.wait()
-        if self._process == os.getpid():
-            self._cleaned.wait()
-
-    def start(
-        self, job: SaveJob, bytes_per_second: float | None, before: PendingSave | None, *, written: bool = False
-    ) -> None:
-        """Run a job, or what is left to do if it is `written`, in a thread that keeps the process alive until then.
-
-        Args:
-            job: The job.
-            bytes_per_second: Bound on its speed.
-            before: The save before, which may still be cleaning up.
-            written: It has been run.
-        """
-
-        def run() -> None:
-            try:
-                if not written:
-                    job.run(threads=0, bytes_per_second=bytes_per_second)
-            except BaseException as error:
-                self._error = error
-            self.then(job.clean_up)
-            self._over.set()
-            try:
-                if before is not None:
-                    before._cleaned.wait()
-                self._do_afterwards()
-            finally:
-                self._cleaned.set()
-
-        self._afterwards = []
-        self._cleaned.clear()
-        if not written:
-            self._over.clear()
-        atexit.register(self.wait)  # the interpreter prints what it raises
-        threading.Thread(target=run, name="checkpoint", daemon=False).start()
-
-    def _do_afterwards(self) -> None:
-        with self._lock:
-            actions, self._afterwards = self._afterwards, None
-        for action, failed in actions or []:
-            if failed == (self._error is not None):
-                try:
-                    action()
-                except Exception as error:
-                    warnings.warn(f"after saving {self.directory}: {type(error).__name__}: {error}", stacklevel=1)
 
 
 class Saver:
@@ -254,18 +143,16 @@ class Saver:
         engine.mesh.team.rendezvous.meet(f"save({os.fspath(directory)!r})")
         engine.model.reducer.check_whole()
         engine.model.follow_edits()
+        place = self._places.place_of(directory)
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
         whole = catalog_of(engine)
         referenced = whole.frozen if (frozen or settings.frozen) == "reference" else frozenset[str]()
-        agreed = self._agreement.reach(
-            saved, states, directory, frozen=referenced, busy=self.busy(), places=self._places
-        )
+        agreed = self._agreement.reach(saved, states, place, frozen=referenced, busy=self.busy())
         if settings.while_saving == "refuse":
             self.wait()  # it is over on all ranks
         assert not self.busy(), "one save at a time: they share the snapshot's memory"
         board = self._next_board()
-        pending = PendingSave(os.fspath(directory))
         try:
             order = [item for item in state_dict_entries(engine.module) if item[0] not in referenced]
             fixed: Fixed | None = None
@@ -275,22 +162,27 @@ class Saver:
                 asynchronous = fixed is not None
             plan = self._plan(whole.without(referenced), agreed.tables, weights_dtype)
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
-            job = self._job(directory, plan, whole, agreed, board, groups, dict(user), dict(counters), update_latest)
-            job.extra_files = {**extra_files, **extra_state_file(engine)}
-            job.own_files = {**own_files, random_state.path_of(engine.mesh.team.rank): random_state.capture()}
-            job.pieces = self._pieces(job.plan, pieces, fixed, asynchronous)
+            manifest = self._manifest(plan, whole, agreed, groups, user, counters)
+            job = SaveJob(  # in this order on all ranks: what meets or exchanges
+                writer=self._places.writer(place, board, agreed.token, known=agreed.known),
+                board=board,
+                plan=plan,
+                extra_files={**extra_files, **extra_state_file(engine)},
+                own_files={**own_files, random_state.path_of(engine.mesh.team.rank): random_state.capture()},
+                pieces=self._pieces(plan, pieces, fixed, asynchronous),
+                manifest=manifest,
+                update_latest=update_latest,
+                committed=partial(_prune, place, settings),
+            )
         except BaseException as error:
             board.fail(f"{type(error).__name__}: {error}")
             raise
-        before, self._last = self._last, pending
+        pending = self._last = PendingSave(place.path, job, before=self._last)
         if asynchronous:
             self._pending = pending
-            pending.start(job, settings.bytes_per_second or None, before)
+            pending.start(settings.bytes_per_second or None)
         else:
-            nbytes = sum(piece.numel * piece.dtype.itemsize for _, piece in job.pieces)
-            with progress("saving", nbytes, engine.mesh.team.rank) as tell:
-                job.run(threads=_IO_THREADS, bytes_per_second=None, tell=tell)
-            pending.start(job, None, before, written=True)
+            pending.run()
         return pending
 
     def _room_in_files(self, tier: Tier, pieces: Callable[..., Iterable[tuple[FileKind, AnyPiece]]]) -> Fixed | None:
@@ -327,43 +219,29 @@ class Saver:
             return self._file_snapshot.take(plan, *fixed)
         return self._snapshot.take(plan, pieces()) if asynchronous else in_file_order(plan, pieces())
 
-    def _job(
+    def _manifest(
         self,
-        directory: str | os.PathLike[str],
         plan: CheckpointPlan,
         whole: Catalog,
         agreed: Agreed,
-        board: SaveBoard,
         groups: list[list[dict[str, Any]]],
-        user: dict[str, Any],
-        counters: dict[str, Any],
-        update_latest: bool,
-    ) -> SaveJob:
-        engine, team = self._engine, self._engine.mesh.team
-        tables, settings = agreed.tables, engine.config.config.checkpoint
+        user: Mapping[str, Any],
+        counters: Mapping[str, Any],
+    ) -> Manifest:
+        """What is written down of the training beside its tensors."""
+        engine, tables = self._engine, agreed.tables
         own = {
             "scalar_dtypes": [table.scalar_dtypes for table in tables],
             "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
             references.KEY: references.describe(whole, agreed.references),
         }
-        manifest = plan.manifest(
-            world_size=team.world_size,
+        return plan.manifest(
+            world_size=engine.mesh.team.world_size,
             stage=engine.stage,
             scalars={str(number): table.scalars for number, table in enumerate(tables)},
             param_groups={str(number): each for number, each in enumerate(groups)},
-            counters=counters,
-            user={**copy.deepcopy(user), OWN: own},
-        )
-        return SaveJob(
-            writer=self._places.writer(directory, board, agreed.token),
-            board=board,
-            plan=plan,
-            pieces=(),
-            own_files={},
-            manifest=manifest,
-            extra_files={},
-            update_latest=update_latest,
-            committed=partial(_prune, parent_of(directory), settings),
+            counters=dict(counters),
+            user={**copy.deepcopy(dict(user)), OWN: own},
         )
 
     def _plan(self, whole: Catalog, tables: Sequence[OptimizerTable], dtype: torch.dtype | None) -> CheckpointPlan:
@@ -401,10 +279,10 @@ class Saver:
         return self._board
 
 
-def _prune(folder: str, settings: CheckpointConfig) -> None:
+def _prune(place: SavePlace, settings: CheckpointConfig) -> None:
     """Remove what the settings no longer keep; a checkpoint too many is no reason to fail."""
     if settings.keep_last:
         try:
-            (prune_remote if is_remote(folder) else prune)(folder, settings.keep_last, settings.keep_every)
+            (prune_remote if place.remote else prune)(place.parent, settings.keep_last, settings.keep_every)
         except Exception as error:
-            warnings.warn(f"{folder}: an old checkpoint could not be removed: {error}", stacklevel=2)
+            warnings.warn(f"{place.parent}: an old checkpoint could not be removed: {error}", stacklevel=2)

@@ -23,7 +23,7 @@ from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, join
 if TYPE_CHECKING:
     from zero_strategy.checkpoint import StateReader
     from zero_strategy.saving.checkpointing import CheckpointingEngine
-    from zero_strategy.saving.saver import PendingSave
+    from zero_strategy.saving.job import PendingSave
 
 CLIENT_FILE = "client_state.pt"
 """torch.save({"client_state": dict, "lr_scheduler": dict or None})"""
