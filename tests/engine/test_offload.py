@@ -80,6 +80,25 @@ class Own(Optimizer):
                     p.grad.zero_()
 
 
+class Made(Optimizer):
+    """A user's, whose constructor makes its states, as torch's Adagrad did until 2.13."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"sum": torch.full_like(p, 0.5), "count": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["count"] += 1
+                    self.state[p]["sum"].add_(p.grad * p.grad)  # one rounding each: addcmul_ has others in its tail
+                    p.sub_(group["lr"] * (p.grad / self.state[p]["sum"].sqrt()))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -90,6 +109,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "lion": lambda p: FusedLion(p, lr=0.001),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001, centered=True, momentum=0.9),
     "own": lambda p: Own(p),
+    "own, states made at once": lambda p: Made(p),
     "adamw in bf16": lambda p: FusedAdamW(p, lr=0.01, moment_dtype="bfloat16"),
 }
 
@@ -97,7 +117,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def make(
     stage: int, optimizer: str, dtype: torch.dtype | None, offload: dict[str, Any]
 ) -> tuple[ZeroEngine, Optimizer]:
-    common = {"units": {"min_numel": 0}, "rendezvous_seconds": 20.0, "elementwise_optimizers": ["Own"]}
+    common = {"units": {"min_numel": 0}, "rendezvous_seconds": 20.0, "elementwise_optimizers": ["Own", "Made"]}
     config = load_config(stage=stage, offload=offload, **common)
     engine = ZeroEngine(Net(), config, compute_dtype=dtype)
     half = list(engine.module.parameters())

@@ -29,8 +29,19 @@ def released() -> tuple[ShardedTwin, nn.Module, nn.Parameter]:
     return twin, model, model.get_parameter(NAME)
 
 
+def several(tensor: Tensor) -> list[Tensor]:
+    return [torch.empty(tensor.shape) for _ in range(dist.get_world_size())]
+
+
 def gathered_into(tensor: Tensor) -> None:
-    dist.all_gather([torch.empty(tensor.shape) for _ in range(dist.get_world_size())], tensor)
+    dist.all_gather(several(tensor), tensor)
+
+
+def scattered(tensor: Tensor) -> None:
+    if dist.get_rank() == 0:
+        dist.scatter(torch.empty(tensor.shape), [tensor for _ in several(tensor)], 0)
+    else:
+        dist.scatter(tensor, None, 0)
 
 
 LEAVING: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -51,10 +62,16 @@ LEAVING: dict[str, Callable[[nn.Parameter], Any]] = {
     "broadcast data": lambda p: dist.broadcast(p.data, 0),
     "broadcast a copy": lambda p: dist.broadcast(p.data.to(torch.bfloat16).contiguous(), 0),
     "all_reduce": lambda p: dist.all_reduce(p.detach()),
-    "reduce": lambda p: dist.reduce(p.data, 0),
+    **({} if torch.__version__ < "2.12" else {"reduce": lambda p: dist.reduce(p.data, 0)}),  # see docs/usage.md
+    "gather": lambda p: dist.gather(p.data, several(p) if dist.get_rank() == 0 else None, 0),
+    "gather the parameter": lambda p: dist.gather(p, several(p) if dist.get_rank() == 0 else None, 0),
+    "reduce_scatter": lambda p: dist.reduce_scatter(torch.empty(p.shape), [p.data for _ in several(p)]),
+    "reduce_scatter the parameter": lambda p: dist.reduce_scatter(torch.empty(p.shape), [p for _ in several(p)]),
     "all_gather": lambda p: gathered_into(p.data),
     "send": lambda p: dist.send(p.data, 1 - dist.get_rank()),
     "isend": lambda p: dist.isend(p.data, 1 - dist.get_rank()),
+    "scatter": lambda p: scattered(p.data),
+    "scatter the parameter": lambda p: scattered(p),
     "object": lambda p: dist.broadcast_object_list([p.data], 0) if dist.get_rank() == 0 else pickle.dumps(p),
 }
 

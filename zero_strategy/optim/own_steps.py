@@ -5,11 +5,13 @@
     param groups             ---->   the same hyper-parameters; parameters are views of the parts
     state by parameter       ---->   the parts' own
 
-Which states there are per element is learnt from two steps on a small tensor, with each group's hyper-parameters.
+Which states there are per element is learnt from two steps on a small tensor, with each group's hyper-parameters; where
+the class makes its states in its constructor (torch's Adagrad did until 2.13), that tensor begins with such states.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -26,10 +28,16 @@ _TRIAL_NUMEL = 3
 
 
 class OwnSteps(UpdateRule):
-    """Steps of one optimizer, which must be elementwise (`elementwise.check_elementwise`)."""
+    """Steps of one optimizer, which must be elementwise (`elementwise.check_elementwise`).
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        optimizer: The optimizer.
+        begins_with: `trial_state` of it, taken before its state was divided; None: of its state now.
+    """
+
+    def __init__(self, optimizer: Optimizer, begins_with: dict[str, Any] | None = None) -> None:
         self._optimizer = optimizer
+        self._begins_with = trial_state(optimizer) if begins_with is None else begins_with
         self._vectors: dict[int, dict[str, tuple[torch.dtype, float]] | None] = {}
 
     def refuses(self, group: dict[str, Any]) -> str | None:
@@ -45,9 +53,13 @@ class OwnSteps(UpdateRule):
 
     def _try_out(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
         state: dict[str, Any] = {}
-        for _ in range(2):
-            part = torch.ones(_TRIAL_NUMEL)
-            self._step([Segment(_copied(group), part, torch.ones(_TRIAL_NUMEL), state, like=part)])
+        try:
+            self._try_steps(group, state)
+        except Exception:
+            if not self._begins_with:
+                raise
+            state = _copied(self._begins_with)  # it may need what its constructor makes
+            self._try_steps(group, state)
         found = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == (_TRIAL_NUMEL,):
@@ -55,6 +67,11 @@ class OwnSteps(UpdateRule):
             elif not (value is None or isinstance(value, (bool, int, float)) or _is_number(value)):
                 return None
         return found
+
+    def _try_steps(self, group: dict[str, Any], state: dict[str, Any]) -> None:
+        for _ in range(2):
+            part = torch.ones(_TRIAL_NUMEL)
+            self._step([Segment(_copied(group), part, torch.ones(_TRIAL_NUMEL), state, like=part)])
 
     def check_state(self, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Raise if a group's options were changed to some that need other states than there are.
@@ -104,15 +121,37 @@ class OwnSteps(UpdateRule):
                 segment.state.update(states[part])
 
 
-def rule_for_parts(optimizer: Optimizer, asserted: Sequence[str]) -> UpdateRule | None:
+def trial_state(optimizer: Optimizer) -> dict[str, Any]:
+    """A state like those that the optimizer holds now, for a parameter of a few elements; {} if it holds none."""
+    for parameter, state in optimizer.state.items():
+        if state and parameter.dim() and parameter.numel():
+            return {
+                key: _trial_value(value, parameter.dtype)
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else copy.deepcopy(value)
+                for key, value in state.items()
+            }
+    return {}
+
+
+def _trial_value(value: Tensor, parameter_dtype: torch.dtype) -> Tensor:
+    """A state of a few elements; in the dtype of the master weights where it had the parameter's."""
+    dtype = torch.float32 if value.dtype == parameter_dtype else value.dtype
+    return value.detach().flatten()[:1].to("cpu", dtype).expand(_TRIAL_NUMEL).clone()
+
+
+def rule_for_parts(
+    optimizer: Optimizer, asserted: Sequence[str], begins_with: dict[str, Any] | None = None
+) -> UpdateRule | None:
     """What takes an optimizer's steps on parts of parameters: a rule of ours, or its own code; None: nothing can.
 
     Args:
         optimizer: The optimizer.
         asserted: Class names that the user declares to be elementwise.
+        begins_with: See `OwnSteps`.
     """
     rule = rule_for(optimizer, any_implementation=True)  # torch's fused and foreach are the same algorithm
-    return OwnSteps(optimizer) if rule is None and is_elementwise(optimizer, asserted) else rule
+    return OwnSteps(optimizer, begins_with) if rule is None and is_elementwise(optimizer, asserted) else rule
 
 
 def _scaled(segment: Segment, scale: float) -> Segment:

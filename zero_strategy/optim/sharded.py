@@ -23,7 +23,7 @@ from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.norm import Shard
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor
 from zero_strategy.optim.own_gradients import OwnGradients
-from zero_strategy.optim.own_steps import rule_for_parts
+from zero_strategy.optim.own_steps import rule_for_parts, trial_state
 from zero_strategy.optim.streamed import Update
 from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_in_memory
 from zero_strategy.sharding.dtensors import local_values
@@ -64,10 +64,11 @@ class ShardedOptimizer:
                 f"{type(optimizer).__name__} keeps float32 master weights, which precision.master_weights=False rules "
                 "out: remove that setting, or use the torch.optim class"
             )
-        if self._rule(optimizer, model) is not None:
+        self.optimizer, self.model = optimizer, model
+        self._begins_with = trial_state(optimizer)
+        if self._rule() is not None:
             for device in _devices(model):
                 ops.ensure(device)
-        self.optimizer, self.model = optimizer, model
         self.skip_next = self.skipped = self._fused = False
         self._declines = declines
         self._pieces: dict[int, tuple[nn.Parameter, Piece, Tensor]] = {}
@@ -79,7 +80,7 @@ class ShardedOptimizer:
         self._check_groups()
         self._offloaded: OffloadedStates | None = None
         if model.optimizer_store is not None:
-            rule, store = self._rule(optimizer, model), model.optimizer_store
+            rule, store = self._rule(), model.optimizer_store
             self._offloaded = OffloadedStates(optimizer, rule, model, store)
         self._divide_existing_state()
         self._handles = [
@@ -190,11 +191,11 @@ class ShardedOptimizer:
 
     # ---- the step ----
 
-    @staticmethod
-    def _rule(optimizer: Optimizer, model: ShardedModel) -> UpdateRule | None:
+    def _rule(self) -> UpdateRule | None:
         """What takes the steps in place of the optimizer's own code."""
+        optimizer, model = self.optimizer, self.model
         if model.optimizer_store is not None:
-            return rule_for_parts(optimizer, model.config.elementwise_optimizers)
+            return rule_for_parts(optimizer, model.config.elementwise_optimizers, self._begins_with)
         masters = any(bucket.keeps_master and bucket.trainable for bucket in model.buckets)
         taken = model.config.fused_optimizers
         return rule_in_memory(optimizer, fused_optimizers=taken, devices=_devices(model), masters=masters)
@@ -205,13 +206,12 @@ class ShardedOptimizer:
         Returns:
             The arguments that torch's step gets, where they are others: the closure has run.
         """
-        optimizer = self.optimizer
         changed = _run_closure_first(args, kwargs)
         self.restore()  # an earlier step may have raised before its end
         self.model.reducer.settle()
         self._check_groups()
         self.skip_next = self._declines(self) or self.skip_next
-        rule = self._rule(optimizer, self.model)
+        rule = self._rule()
         if self._offloaded is not None:
             self._offloaded.prepare(rule)
         trained = [self.piece(parameter) for parameter in self.parameters() if parameter.requires_grad]

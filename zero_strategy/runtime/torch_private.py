@@ -9,6 +9,7 @@ public modules take trees apart with; `torch.utils.pytree` has no public counter
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -210,6 +211,10 @@ def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[
 
 
 # ---- processes and devices ----
+
+
+SAME_DTYPE_CHECK: CodeType = dist.distributed_c10d._ensure_all_tensors_same_dtype.__code__
+"""Collectives that take lists of tensors call it with all of them before anything is sent."""
 
 
 def default_store() -> Any:

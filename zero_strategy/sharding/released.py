@@ -17,7 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.runtime.torch_private import DisableTorchFunctionSubclass, qualified_name, tree_leaves
+from zero_strategy.runtime.torch_private import (
+    SAME_DTYPE_CHECK,
+    DisableTorchFunctionSubclass,
+    qualified_name,
+    tree_leaves,
+)
 from zero_strategy.sharding.registry import owner_of
 from zero_strategy.sharding.sharded_parameter import METADATA, STRIDES
 
@@ -62,7 +67,8 @@ class _Released:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             if func in METADATA or func in _PLACES:
-                if func is Tensor.is_complex and _in_collective(sys._getframe(1)):
+                asked = func is Tensor.is_complex and _in_collective(sys._getframe(1))
+                if asked or (func == _GET_DTYPE and _is_compared(sys._getframe(1))):
                     raise RuntimeError(_message(args[0], "sending it"))
                 return func(*args, **kwargs)
             if func is torch.equal or func is Tensor.equal:
@@ -106,6 +112,7 @@ class ReleasedValues(_Released, Tensor):  # type: ignore[misc]
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _SILENT: frozenset[Callable[..., Any]] = frozenset({Tensor.register_hook, Tensor.expand_as, Tensor.retain_grad})
 """Graphs are looked through before their backward: see `outside`."""
 
@@ -129,8 +136,16 @@ def _quick(name: str) -> property:
     return property(get, put, remove)
 
 
-for _name in ("grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "_version"):
+def _dtype(self: Tensor) -> torch.dtype:
+    if _is_compared(sys._getframe(1)):
+        raise RuntimeError(_message(self, "sending it"))
+    with DisableTorchFunctionSubclass():
+        return cast(torch.dtype, _GET_DTYPE(self))
+
+
+for _name in ("grad", "requires_grad", "shape", "device", "is_leaf", "_version"):
     setattr(ReleasedParameter, _name, _quick(_name))
+ReleasedParameter.dtype = property(_dtype)  # type: ignore[assignment]
 
 
 def release_class(parameter: nn.Parameter) -> None:
@@ -187,6 +202,17 @@ def _in_collective(frame: FrameType | None) -> bool:
         if frame is None:
             return False
         if str(frame.f_globals.get("__name__", "")).startswith(_COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_compared(frame: FrameType | None) -> bool:
+    """Whether torch.distributed compares the dtypes of the tensors in a collective's lists: before it sends them."""
+    for _ in range(3):  # modes are between
+        if frame is None:
+            return False
+        if frame.f_code is SAME_DTYPE_CHECK:
             return True
         frame = frame.f_back
     return False
