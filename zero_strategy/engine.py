@@ -25,7 +25,7 @@ from zero_strategy.activation.configure import configure_from, timings
 from zero_strategy.activation.timings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.open_any import open_any
+from zero_strategy.checkpoint.open_any import checkpoint_in, open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
 from zero_strategy.distributed import CommunicationCounters, Communicator, Mesh, world_size
@@ -679,6 +679,7 @@ class ZeroEngine:
             load_module_strict,
             load_optimizer_states,
             load_lr_scheduler_states,
+            checkpoint_in=checkpoint_in,
             lr_scheduler=lr_scheduler,
         )
 

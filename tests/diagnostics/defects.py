@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.activation.seeds import RandomState
 from zero_strategy.diagnostics.verify_pipeline import PipelineRun
 from zero_strategy.diagnostics.verify_run import ShardedRun
-from zero_strategy.diagnostics.verify_subject import RandomState
 from zero_strategy.diagnostics.verify_twin import Tensors
 from zero_strategy.sharding.gradients import GradientBucket
 

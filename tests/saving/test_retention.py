@@ -18,7 +18,7 @@ import zero_strategy
 from tests.launcher import Launcher
 from tests.saving.test_background import digests, make, train
 from zero_strategy.checkpoint.leftovers import OWNER_NAME, leave_mark, mark_name, remove_leftovers
-from zero_strategy.checkpoint.writer import RECEIPTS_NAME
+from zero_strategy.checkpoint.manifest import RECEIPTS_NAME
 from zero_strategy.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

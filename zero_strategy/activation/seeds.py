@@ -8,9 +8,14 @@ differ inside a group, and be the same across groups: the tracker's model-parall
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zero_strategy.activation.model_parallel import ModelParallel
 from zero_strategy.activation.rng import DEFAULT_NAME, CudaRNGStatesTracker
@@ -58,3 +63,43 @@ def seed_model_parallel(tracker: CudaRNGStatesTracker, seed: int, place: ModelPa
 def _check_seed(call: str, seed: int) -> None:
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"{call} takes an integer, not {seed!r}")
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where the generators of a process are."""
+
+    host: Tensor
+    python: Any
+    device: Tensor | None
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Of torch on the host and on the current CUDA device, and of Python."""
+        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return cls(torch.get_rng_state(), random.getstate(), device)
+
+    @classmethod
+    def seeded(cls, seed: int) -> RandomState:
+        """As after seeding with it; the generators stay where they are."""
+        with kept_random_state():
+            torch.manual_seed(seed)
+            random.seed(seed)
+            return cls.now()
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        torch.set_rng_state(self.host)
+        random.setstate(self.python)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device)
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """The generators are afterwards where they were before."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.restore()

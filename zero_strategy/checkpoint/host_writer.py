@@ -27,7 +27,7 @@ import torch
 from zero_strategy.checkpoint.disk import DiskWriter, create_file
 from zero_strategy.checkpoint.layout import FileLayout
 from zero_strategy.checkpoint.leftovers import remove_leftovers, remove_leftovers_of, sign
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.piece_writer import Board, PieceWriter, Sink
 from zero_strategy.checkpoint.pieces import rank_path, small_path
 from zero_strategy.checkpoint.plan import CheckpointPlan
@@ -40,7 +40,7 @@ from zero_strategy.checkpoint.replace import (
     sync,
     write_file,
 )
-from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME, check_free_space, check_replaceable
+from zero_strategy.checkpoint.save_writer import check_free_space, check_replaceable
 from zero_strategy.runtime.transfer import Seen
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_strategy.checkpoint.exact_json import parse_object
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.plan import INDEX_NAME
 from zero_strategy.checkpoint.replace import all_beside
-from zero_strategy.checkpoint.save_writer import LATEST_NAME, RECEIPTS_NAME
 from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
 SINGLE_NAME = "model.safetensors"

@@ -25,6 +25,10 @@ from zero_strategy.runtime.regular_files import odd_entry, open_regular, read_re
 from zero_strategy.runtime.transfer import checksum_of
 
 MANIFEST_NAME = "manifest.json"
+LATEST_NAME = "latest"
+"""The file of a folder of checkpoints that names the last one."""
+RECEIPTS_NAME = ".written"
+"""Directory of the ranks' records of what they wrote; marks a checkpoint that is still being written."""
 FORMAT = "zero_strategy.checkpoint"
 VERSION = 2
 _OWN_CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')

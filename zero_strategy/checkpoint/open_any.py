@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_strategy.checkpoint.interop import Format, detect, format_named
 from zero_strategy.checkpoint.locate import checkpoint_directory, looks_saved, newest_complete
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.names import is_inner_path
 from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
@@ -16,7 +16,6 @@ from zero_strategy.checkpoint.portable import PortableState, portable_of
 from zero_strategy.checkpoint.portable_reader import PortableReader
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, newest_complete_at, remote_checkpoint
-from zero_strategy.checkpoint.save_writer import LATEST_NAME
 from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.checkpoint.storage import Folder
 from zero_strategy.runtime.regular_files import read_text

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.replace import beside, remove, sync
-from zero_strategy.checkpoint.save_writer import LATEST_NAME
 from zero_strategy.runtime.regular_files import read_text
 
 _SUFFIX = "removed"

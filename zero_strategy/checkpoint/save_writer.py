@@ -12,14 +12,10 @@ from pathlib import Path
 import torch
 
 from zero_strategy.checkpoint.layout import FileLayout
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.names import folders_above, is_inner_path
 from zero_strategy.checkpoint.pieces import FOLDER_PREFIX
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
-
-LATEST_NAME = "latest"
-RECEIPTS_NAME = ".written"
-"""Directory of the ranks' records of what they wrote; marks a checkpoint that is still being written."""
 
 
 @dataclass(frozen=True, eq=False)

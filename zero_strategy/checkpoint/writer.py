@@ -24,7 +24,7 @@ from zero_strategy.checkpoint.disk import DiskWriter, create_file
 from zero_strategy.checkpoint.exact_json import parse_object
 from zero_strategy.checkpoint.layout import FileLayout
 from zero_strategy.checkpoint.leftovers import remove_leftovers, remove_leftovers_of, sign
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.replace import (
     all_beside,
@@ -36,8 +36,6 @@ from zero_strategy.checkpoint.replace import (
     write_file,
 )
 from zero_strategy.checkpoint.save_writer import (
-    LATEST_NAME,
-    RECEIPTS_NAME,
     LatePiece,
     Piece,
     SaveWriter,

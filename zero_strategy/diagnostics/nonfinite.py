@@ -14,9 +14,9 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 
+from zero_strategy.activation.seeds import kept_random_state
 from zero_strategy.diagnostics.nonfinite_calls import CallRecorder
 from zero_strategy.diagnostics.nonfinite_search import Origin, Replay
-from zero_strategy.diagnostics.verify_subject import kept_random_state
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim.norm import GradientStats
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.diagnostics.verify_subject import RandomState
+from zero_strategy.activation.seeds import RandomState
 from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sharding.gatherer import tensors_in
 

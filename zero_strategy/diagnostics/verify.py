@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from zero_strategy.activation.seeds import kept_random_state
 from zero_strategy.config import ResolvedConfig, load_config, resolve
 from zero_strategy.diagnostics.verify_report import VerifyReport
 from zero_strategy.diagnostics.verify_run import ShardedRun, place_to_train
 from zero_strategy.diagnostics.verify_session import Verification
 from zero_strategy.diagnostics.verify_settings import VerifySettings
-from zero_strategy.diagnostics.verify_subject import Factory, check_place, kept_random_state, place_of
+from zero_strategy.diagnostics.verify_subject import Factory, check_place, place_of
 from zero_strategy.distributed.local_ranks import run_local_ranks
 from zero_strategy.distributed.world import has_group, world_size
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.activation.seeds import RandomState
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.diagnostics.verify_pipeline_twin import Layout, PipelineTwin
@@ -29,7 +30,6 @@ from zero_strategy.diagnostics.verify_session import Verification, check_anew
 from zero_strategy.diagnostics.verify_settings import VerifySettings
 from zero_strategy.diagnostics.verify_subject import (
     Factory,
-    RandomState,
     Subject,
     call_factory,
     lightning_optimizer,

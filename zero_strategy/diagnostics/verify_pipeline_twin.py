@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.activation.seeds import RandomState
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.verify_settings import VerifySettings
-from zero_strategy.diagnostics.verify_subject import RandomState, Subject
+from zero_strategy.diagnostics.verify_subject import Subject
 from zero_strategy.diagnostics.verify_twin import StepRecord, Tensors, Twin, add_gradients
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.module import PipelineModule

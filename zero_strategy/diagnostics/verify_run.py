@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_strategy.activation.seeds import RandomState
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.install import install_diagnostics
 from zero_strategy.diagnostics.verify_settings import VerifySettings
-from zero_strategy.diagnostics.verify_subject import RandomState, Subject
+from zero_strategy.diagnostics.verify_subject import Subject
 from zero_strategy.diagnostics.verify_twin import Tensors, flat_state
 from zero_strategy.distributed import Communicator
 from zero_strategy.distributed.world import group_takes_gpu

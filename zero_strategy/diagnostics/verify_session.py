@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import torch
 
+from zero_strategy.activation.seeds import kept_random_state
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.verify_compare import Comparison, Difference
 from zero_strategy.diagnostics.verify_report import PhaseCount, VerifyReport
 from zero_strategy.diagnostics.verify_run import ShardedRun
 from zero_strategy.diagnostics.verify_settings import DEFAULT_TOLERANCE, VerifySettings, unreproducible
-from zero_strategy.diagnostics.verify_subject import Factory, Subject, kept_random_state, make_subject
+from zero_strategy.diagnostics.verify_subject import Factory, Subject, make_subject
 from zero_strategy.diagnostics.verify_twin import StepRecord, Tensors, Twin
 from zero_strategy.distributed.world import world_rank
 

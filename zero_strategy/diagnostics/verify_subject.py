@@ -17,8 +17,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -261,46 +260,3 @@ def place_of(factory: Factory) -> str:
     if module == "__main__":
         return f"{inspect.getfile(factory)}:{name}"
     return f"{module}:{name}"
-
-
-# --------------------------------------------------------------------------------------------------- random states
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """Where the generators of a process are."""
-
-    host: Tensor
-    python: Any
-    device: Tensor | None
-
-    @classmethod
-    def now(cls) -> RandomState:
-        """Of torch on the host and on the current CUDA device, and of Python."""
-        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return cls(torch.get_rng_state(), random.getstate(), device)
-
-    @classmethod
-    def seeded(cls, seed: int) -> RandomState:
-        """As after seeding with it; the generators stay where they are."""
-        with kept_random_state():
-            torch.manual_seed(seed)
-            random.seed(seed)
-            return cls.now()
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        torch.set_rng_state(self.host)
-        random.setstate(self.python)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device)
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """The generators are afterwards where they were before."""
-    before = RandomState.now()
-    try:
-        yield
-    finally:
-        before.restore()

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.activation.seeds import RandomState, kept_random_state
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.verify_settings import VerifySettings
 from zero_strategy.diagnostics.verify_step import engine_rule, take_step
-from zero_strategy.diagnostics.verify_subject import RandomState, Subject, kept_random_state
+from zero_strategy.diagnostics.verify_subject import Subject
 from zero_strategy.optim import GradientNorm, LossScaler
 from zero_strategy.sharding.grouping import gradient_dtypes, wants_master
 from zero_strategy.sharding.materialize import cast_buffers

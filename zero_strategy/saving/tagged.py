@@ -9,7 +9,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from zero_strategy.checkpoint import LATEST_NAME
-from zero_strategy.checkpoint.open_any import checkpoint_in
 from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, join
 
 if TYPE_CHECKING:
@@ -77,6 +76,7 @@ def load_checkpoint(
     optimizers: bool,
     schedulers: bool,
     *,
+    checkpoint_in: Callable[[str], str | None],
     lr_scheduler: Any = None,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load the checkpoint `load_dir/tag`; all ranks call it.
@@ -88,6 +88,7 @@ def load_checkpoint(
         strict: Missing and unexpected names are errors.
         optimizers: Load optimizer state, counters and random state.
         schedulers: Load the scheduler's state.
+        checkpoint_in: Finds a checkpoint of any kind in a folder; see `open_any.checkpoint_in`.
         lr_scheduler: What takes it.
 
     Returns:
@@ -99,7 +100,7 @@ def load_checkpoint(
     engine.saver.wait()
     source = os.fspath(load_dir) if tag is None else join(load_dir, str(tag))
     engine.mesh.team.rendezvous.meet("load_checkpoint()")
-    everyone = engine.mesh.team.control.gather_objects(_there(source, tag))
+    everyone = engine.mesh.team.control.gather_objects(_there(source, tag, checkpoint_in))
     name = next((found for found in everyone if found is not None), None)  # one decision for all ranks
     if name is None:
         warnings.warn(f"{source}: no checkpoint found; nothing was loaded", stacklevel=3)
@@ -168,7 +169,7 @@ def unpack_client_state(reader: StateReader) -> dict[str, Any]:
     return dict(torch.load(io.BytesIO(reader.extra(CLIENT_FILE)), weights_only=True, map_location="cpu"))
 
 
-def _there(path: str, tag: str | int | None) -> str | None:
+def _there(path: str, tag: str | int | None, checkpoint_in: Callable[[str], str | None]) -> str | None:
     """"" if the path is to be opened, which refuses what is damaged; a name in it to open instead; None for neither."""
     if tag is None:
         return checkpoint_in(path)
