@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.train_state import ModelPart
 
 STAGES = (0, 1, 2, 3)
 STEPS = 3
@@ -53,7 +54,7 @@ def train(stage: int, lanes: list[list[int]] | None) -> dict[str, Any]:
     me = torch.distributed.get_rank()
     lane = 0 if lanes is None else next(number for number, ranks in enumerate(lanes) if me in ranks)
     model = part(lane)
-    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), lanes=lanes)
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), part=ModelPart(lanes=lanes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine.attach(optimizer)
     rank = engine.mesh.rank
@@ -81,8 +82,8 @@ def test_every_lane_trains_its_own_part(ranks: Launcher, lanes: list[list[int]] 
 def refused() -> None:
     model = part(0)
     with pytest.raises(ValueError, match=r"\[\[0\], \[0\]\].* each of the 2 ranks once"):
-        ZeroEngine(model, load_config(stage=1), lanes=[[0], [0]])
-    engine = ZeroEngine(model, load_config(stage=1), lanes=[[0], [1]])
+        ZeroEngine(model, load_config(stage=1), part=ModelPart(lanes=[[0], [0]]))
+    engine = ZeroEngine(model, load_config(stage=1), part=ModelPart(lanes=[[0], [1]]))
     with pytest.raises(ValueError, match="trainable parameter of the engine's module"):
         engine.add_gradient(nn.Parameter(torch.ones(3)), torch.ones(3))
     with pytest.raises(ValueError, match=r"shape \(3,\) for a parameter of \(7,\)"):
@@ -133,7 +134,8 @@ def begin(stage: int, parts: list[list[int]]) -> tuple[Run, ZeroEngine, torch.op
     lanes = [list(range(size * lane, size * (lane + 1))) for lane in range(len(parts))]
     model = Run(parts[me // size])
     config = load_config(stage=stage, units={"min_numel": 0})
-    engine = ZeroEngine(model, config, lanes=lanes if len(parts) > 1 else None, order=name_place)
+    joined = ModelPart(lanes=lanes if len(parts) > 1 else None, order=name_place)
+    engine = ZeroEngine(model, config, part=joined)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine.attach(optimizer)
     return model, engine, optimizer
