@@ -57,7 +57,7 @@ from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
 from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
-from zero_strategy.sharding.reducer import StepAgreement
+from zero_strategy.sharding.reducer import StepAgreement, undivided
 from zero_strategy.train_state import WHOLE, ModelPart
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class ZeroEngine:
             that are on the meta device.
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
             else the CPU.
+        divisor: Asked when a backward begins: by what its gradients are to be divided, where losses are not.
         part: Of a model in several parts, what joins that of this rank, which the engine is for, to the others.
 
     Attributes:
@@ -115,6 +116,7 @@ class ZeroEngine:
         compute_dtype: torch.dtype | None = None,
         weights: str | os.PathLike[str] | StateReader | None = None,
         device: torch.device | None = None,
+        divisor: Callable[[], int] = undivided,
         part: ModelPart = WHOLE,
     ) -> None:
         lanes, tensor_groups = part.lanes, part.tensor_groups
@@ -182,6 +184,7 @@ class ZeroEngine:
             optimizers=self.optimizers,
             agreement=StepAgreement(self.steps.own_flags, self._consistency.fingerprint, self._consistency.compare),
             further_norm_groups=further,
+            divisor=divisor,
         )
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:

@@ -53,7 +53,6 @@ class ScriptPipelineEngine(ScriptEngine):
 
     zero: PipelineEngine
     module: PipelineModule
-    _runs_module = False
 
     def __init__(self, zero: PipelineEngine, *args: Any, **kwargs: Any) -> None:
         super().__init__(zero, *args, **kwargs)
