@@ -137,8 +137,12 @@ class Guard:
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
     def _left_unfinished(self, phases: Collection[str]) -> str:
-        said = (says(phases) for reference in self._unfinished if (says := reference()) is not None)
-        return next(filter(None, said), "")
+        for reference in self._unfinished:
+            says = reference()
+            text = "" if says is None else says(phases)
+            if text:
+                return text
+        return ""
 
     # ---- what ranks do ----
 
