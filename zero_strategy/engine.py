@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,8 +28,7 @@ from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.open_any import checkpoint_in, open_any
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.deferred import close_deferred, open_deferred
-from zero_strategy.distributed import CommunicationCounters, Communicator, Mesh, world_size
-from zero_strategy.distributed.desync import Titles, title_of
+from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
 from zero_strategy.distributed.failure_board import Failure
 from zero_strategy.distributed.rendezvous import check_same_values, next_number
 from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
@@ -58,7 +57,8 @@ from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
 from zero_strategy.sharding.materialize import cast_buffers
 from zero_strategy.sharding.model import device_of
 from zero_strategy.sharding.outside import check_outside_uses
-from zero_strategy.sharding.reducer import StepAgreement
+from zero_strategy.sharding.reducer import StepAgreement, undivided
+from zero_strategy.train_state import WHOLE, ModelPart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -85,18 +85,12 @@ class ZeroEngine:
             that are on the meta device.
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
             else the CPU.
-        lanes: Of a model in several parts, the ranks that train each part; this engine is for the part of this rank.
-        tensor_groups: The ranks that divide the same layers, of every such group; default: what the `DTensor`s say.
-        further_groups: Makes the groups of ranks that train the other parts of the model, once the settings of all
-            ranks are known to agree: gradient norms are sums over them, too, and flags go to all. They are closed with
-            the engine.
-        rank_titles: Ranks in words, for reports of the guard.
-        order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; default: in the
-            order of the module's own.
+        divisor: Asked when a backward begins: by what its gradients are to be divided, where losses are not.
+        part: Of a model in several parts, what joins that of this rank, which the engine is for, to the others.
 
     Attributes:
         module: The module.
-        order: See the argument.
+        part: See the argument.
         config: The resolved config.
         model: Units and buckets of the module.
         activations: What autograd keeps of its units, and which are computed again.
@@ -122,12 +116,10 @@ class ZeroEngine:
         compute_dtype: torch.dtype | None = None,
         weights: str | os.PathLike[str] | StateReader | None = None,
         device: torch.device | None = None,
-        lanes: Sequence[Sequence[int]] | None = None,
-        order: Callable[[str], tuple[int, ...]] | None = None,
-        tensor_groups: Sequence[Sequence[int]] | None = None,
-        further_groups: Callable[[], Sequence[Communicator]] = tuple,
-        rank_titles: Titles = title_of,
+        divisor: Callable[[], int] = undivided,
+        part: ModelPart = WHOLE,
     ) -> None:
+        lanes, tensor_groups = part.lanes, part.tensor_groups
         divided = tensor_ranks(module)
         if isinstance(config, ResolvedConfig):
             self.config = config
@@ -150,7 +142,7 @@ class ZeroEngine:
             )
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
-        self.module, self.order = module, order
+        self.module, self.part = module, part
         name = f"engine{next_number('engines')}"
         settings = {key: str(setting.value) for key, setting in zero.settings() if key not in _OF_EACH_HOST}
         if zero.pipeline.stages > 1:
@@ -166,11 +158,10 @@ class ZeroEngine:
             lanes=lanes,
             guard=zero.guard,
             tensor_groups=tensor_groups,
-            left_unfinished=self.left_torn,
-            titles=rank_titles,
+            further=part.further_groups,
+            titles=part.titles,
         )
-        further = list(further_groups())
-        self.mesh.further.extend(further)
+        further = list(self.mesh.further.values())
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
@@ -193,6 +184,7 @@ class ZeroEngine:
             optimizers=self.optimizers,
             agreement=StepAgreement(self.steps.own_flags, self._consistency.fingerprint, self._consistency.compare),
             further_norm_groups=further,
+            divisor=divisor,
         )
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
@@ -204,12 +196,12 @@ class ZeroEngine:
         self.untrained: frozenset[int] = frozenset()
         self._checked: list[int] | None = None
         self._step_hooks: list[Any] = []
-        tell_guard(self.mesh.guard, module)
-        if weights is not None:
-            self.load_weights(weights, strict=not isinstance(weights, StateReader))
-            close_deferred(module)
         self._closing: list[Callable[[], None]] = []
         self._diagnosed = False
+        tell_guard(self.mesh.guard, module, self.left_torn)
+        if weights is not None:
+            self._load_weights(weights, strict=not isinstance(weights, StateReader))
+            close_deferred(module)
 
     @property
     def stage(self) -> int:
@@ -217,9 +209,14 @@ class ZeroEngine:
         return self.model.placement.stage
 
     @property
+    def order(self) -> Callable[[str], tuple[int, ...]] | None:
+        """See `ModelPart.order`."""
+        return self.part.order
+
+    @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters: {alias: first name}."""
-        return self.model.aliases
+        """Further names of tied parameters: {alias: first name}; names of copies are such."""
+        return self.model.aliases if self.part.copies is None else {**self.model.aliases, **self.part.copies.aliases()}
 
     @property
     def is_part(self) -> bool:
@@ -332,15 +329,17 @@ class ZeroEngine:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.sharded(optimizer).end_step()
-        self._after_update()
+        self._publish_copies()
         if optimizer is self.optimizers[-1].optimizer:
             self.steps.after(self.model.reducer.take_flags())
             self.observed.mark("step over", self.steps.taken)
         else:
             self.observed.mark("optimizer over")
 
-    def _after_update(self) -> None:
-        """Bring new values to further places."""
+    def _publish_copies(self) -> None:
+        """Bring new values to the other parts of the model. A collective where there are copies of weights."""
+        if self.part.copies is not None:
+            self.part.copies.publish(self.model.gathered)
 
     def _flags_of_all(self) -> int:
         """The flags of the last reductions, of the ranks that train other parts of the model, too."""
@@ -386,8 +385,6 @@ class ZeroEngine:
 
     def left_torn(self, phases: Collection[str]) -> str:
         """What an exception has left unfinished, in words, where this rank's threads are in `phases`; "": nothing."""
-        if "model" not in vars(self):  # it is being built
-            return ""
         if self.model.reducer.in_backward and "backward" not in phases:
             return "has left a backward with an exception"
         torn = [sharded for sharded in self.optimizers if sharded.torn]
@@ -692,6 +689,11 @@ class ZeroEngine:
         self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True
     ) -> StateReader:
         """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
+        reader = self._load_weights(source, strict=strict)
+        self._publish_copies()
+        return reader
+
+    def _load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool) -> StateReader:
         self.model.moved.check("loading a checkpoint")
         self.saver.wait()
         reader = self._reader(source)
@@ -709,6 +711,7 @@ class ZeroEngine:
     def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
         """Load optimizer state, master weights and the loss scale only."""
         self._load_optimizers(self._reader(source))
+        self._publish_copies()
 
     def _load_optimizers(self, reader: StateReader) -> None:
         self.model.moved.check("loading a checkpoint")

@@ -1,8 +1,9 @@
-"""Reports of training to the guard: that a forward begins, and that it raised."""
+"""Reports of training to the guard: that a forward begins, that it raised, and what else an exception has torn."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -12,10 +13,17 @@ from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sharding.gatherer import InertHook
 
 
-def tell_guard(guard: Guard | None, module: nn.Module) -> None:
-    """Connect the forwards of a module with the guard of its mesh, if there is one: progress, and what they raise."""
+def tell_guard(guard: Guard | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]) -> None:
+    """Connect a training with the guard of its mesh, if there is one.
+
+    Args:
+        guard: The guard.
+        module: Its forwards are progress; what they raise is noted.
+        left_torn: See `Guard.add_unfinished`.
+    """
     if guard is None:
         return
+    guard.add_unfinished(left_torn)
     module.register_forward_pre_hook(_Before(guard), prepend=True)
     module.register_forward_hook(_After(guard), always_call=True)
 

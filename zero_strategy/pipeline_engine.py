@@ -19,8 +19,6 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
-from datetime import timedelta
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,15 +29,20 @@ from torch.optim import Optimizer
 
 from zero_strategy.activation.storages import model_storages
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.distributed import CommunicationCounters, Communicator
-from zero_strategy.distributed.desync import Titles
-from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.memory.peaks import held_whole
 from zero_strategy.pipeline.actions import Kind
 from zero_strategy.pipeline.auto import ActivationBytes, choose, first_schedule, measured_costs, memory_left
 from zero_strategy.pipeline.choice import Choice
-from zero_strategy.pipeline.engine_setup import AUTO, check_divided, order_of, prefix_of, resolved_for, with_units
+from zero_strategy.pipeline.engine_setup import (
+    AUTO,
+    PIPE,
+    check_divided,
+    part_of,
+    prefix_of,
+    resolved_for,
+    with_units,
+)
 from zero_strategy.pipeline.executor import Executor, Run
 from zero_strategy.pipeline.feed import BatchFunction
 from zero_strategy.pipeline.from_deepspeed import apply_section
@@ -56,6 +59,8 @@ from zero_strategy.sharding.model import device_of
 
 _logger = logging.getLogger(__name__)
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+Forwarded = Callable[[int, Any, Tensor | None], object]
+"""Called on the rank of the last stage with a micro-batch's number, its outputs and its loss, which may be None."""
 
 
 class PipelineEngine(ZeroEngine):
@@ -76,7 +81,7 @@ class PipelineEngine(ZeroEngine):
         module: The root.
         pipeline: This rank's layers.
         executor: What carries schedules out.
-        forwarded: Called on the rank of the last stage with a micro-batch's number, outputs and loss.
+        pipe: One rank of every stage, on the host.
         chosen: What `pipeline.schedule: auto` has chosen, from the end of the first step on.
 
     Raises:
@@ -98,26 +103,23 @@ class PipelineEngine(ZeroEngine):
     ) -> None:
         resolved = resolved_for(module, config, compute_dtype)
         pipeline, grid = resolved.config.pipeline, module.mpu()
-        self.pipeline, root = module, module if root is None else root
-        self._prefix = prefix_of(module, root)
+        root = module if root is None else root
+        prefix = prefix_of(module, root)
         if resolved.config.deepspeed is not None:
             apply_section(module, resolved.config.deepspeed.pipeline)
         if grid.slice_parallel_size > 1:
             check_divided(module)
-        self._ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module))
+        ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module), prefix)
         super().__init__(
             root,
-            with_units(resolved, module, self._prefix),
+            with_units(resolved, module, prefix),
             compute_dtype=compute_dtype,
             weights=weights,
             device=device,
-            lanes=grid.dp_groups,
-            tensor_groups=grid.model_groups,
-            order=order_of(module, root, self._prefix),
-            further_groups=partial(self._other_stages, resolved.config.timeout_seconds),
-            rank_titles=self._rank_titles(),
+            part=part_of(module, root, prefix, ties, resolved.config.timeout_seconds),
         )
-        self.forwarded: Callable[[int, Any, Tensor | None], object] | None = None
+        self.pipeline, self.pipe = module, self.mesh.further[PIPE]
+        self._prefix, self._ties = prefix, ties
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
         self._steps_agreed = self._timeline_begun = False
@@ -135,39 +137,11 @@ class PipelineEngine(ZeroEngine):
             name=self.mesh.team.rendezvous.prefix + f".{grid.pipeline_id()}",
             record=bool(pipeline.timeline),
             guard=self.mesh.guard,
+            observed=self.observed,
         )
-        self._watch()
-        self.executor.observed = self.pipe.observed = self.observed
+        if self.mesh.guard is not None:
+            ties.guarded(self.mesh.guard)
         self.publish_ties()
-
-    def _other_stages(self, timeout: float) -> list[Communicator]:
-        alone, limit = self.pipeline.num_stages == 1, timedelta(seconds=timeout)
-        group = None if alone else own_group(self.pipeline.mpu().pipe_groups, timeout=limit, backend="gloo")
-        self.pipe = Communicator(group, CommunicationCounters(), owns=True)
-        return [self.pipe]
-
-    def _rank_titles(self) -> Titles:
-        """Ranks in words, with their stages."""
-        grid, placement = self.pipeline.mpu(), self.pipeline.placement
-        stages = {
-            rank: [placement.stage_of(place, chunk) for chunk in range(placement.chunks)]
-            for ranks in grid.pipe_groups
-            for place, rank in enumerate(ranks)
-        }
-        return lambda rank: (
-            f"stage{'s' if len(stages[rank]) > 1 else ''} {', '.join(map(str, stages[rank]))} (rank {rank})"
-        )
-
-    def _watch(self) -> None:
-        """Let the guard of this engine watch what goes beyond its lane."""
-        guard = self.mesh.guard
-        if guard is None:
-            return
-        self.pipe.guarded(guard, "pipe")
-        for number, tie in enumerate(self.pipeline.ties):
-            for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
-                if communicator is not None:
-                    communicator.guarded(guard, f"tie {number} {what}")
 
     def join_batches(self, loader: Iterable[Any]) -> NoReturn:
         """Not for pipelines.
@@ -206,13 +180,22 @@ class PipelineEngine(ZeroEngine):
 
     # ---- running ----
 
-    def forward_backward(self, data: Iterable[Any] | None, micro_batches: int | None = None) -> Tensor:
+    def forward_backward(
+        self,
+        data: Iterable[Any] | None,
+        micro_batches: int | None = None,
+        *,
+        loss_weight: float = 1.0,
+        forwarded: Forwarded | None = None,
+    ) -> Tensor:
         """Run all micro-batches of a step forward and backward, and reduce their gradients. All ranks call it.
 
         Args:
             data: Gives pairs of inputs and labels, one for each micro-batch; read on the ranks of the first and the
                 last stage only, which must get the same; may be None on others.
             micro_batches: How many; default: `pipeline.micro_batches`.
+            loss_weight: What gradients of the loss are multiplied by.
+            forwarded: See `Forwarded`; outputs have their graph, so that keeping them keeps all activations.
 
         Returns:
             The mean of the micro-batches' losses over all data-parallel ranks, on every rank: 0-d, on the CPU.
@@ -225,7 +208,7 @@ class PipelineEngine(ZeroEngine):
         schedule = self.schedule(count)
         self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
         measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
-        self._hooks.begin(count * self.pipeline.chunks, measures=measures)
+        self._hooks.begin(count * self.pipeline.chunks, measures=measures, weight=loss_weight, forwarded=forwarded)
         with ExitStack() as stack:
             stack.callback(setattr, self.executor, "record", self.executor.record)
             self.executor.record |= measures or self.observed.observer is not None
@@ -289,12 +272,15 @@ class PipelineEngine(ZeroEngine):
         )
 
     @torch.no_grad()
-    def evaluate(self, data: Iterable[Any] | None, micro_batches: int | None = None) -> Run:
+    def evaluate(
+        self, data: Iterable[Any] | None, micro_batches: int | None = None, *, forwarded: Forwarded | None = None
+    ) -> Run:
         """Run micro-batches forward only. All ranks call it.
 
         Args:
             data: As in `forward_backward`.
             micro_batches: How many; default: `pipeline.micro_batches`.
+            forwarded: See `Forwarded`.
 
         Returns:
             The loss as in `forward_backward`, and on the last stage's rank the outputs.
@@ -302,10 +288,18 @@ class PipelineEngine(ZeroEngine):
         count = self.micro_batches if micro_batches is None else micro_batches
         self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
         with self.observed.span("evaluation"):
-            found = self.executor.run(self.schedule(count, training=False), None if data is None else iter(data))
+            found = self.run_forward(data, count, forwarded=forwarded)
         if found.loss is not None:
             found.loss = self._mean_loss(found.loss)
         return found
+
+    @torch.no_grad()
+    def run_forward(
+        self, data: Iterable[Any] | None, micro_batches: int, *, forwarded: Forwarded | None = None
+    ) -> Run:
+        """As `evaluate`, but the loss is that of this copy: copies may have different numbers of micro-batches."""
+        self._hooks.begin(0, forwarded=forwarded)
+        return self.executor.run(self.schedule(micro_batches, training=False), None if data is None else iter(data))
 
     def _mean_loss(self, loss: Tensor) -> Tensor:
         if self.mesh.world_size == 1:
@@ -332,19 +326,13 @@ class PipelineEngine(ZeroEngine):
 
     def publish_ties(self) -> None:
         """Give replicas of tied weights the owners' values. A collective."""
-        self._ties.publish(self.model.gathered)
+        self._publish_copies()
 
     def replicas(self) -> dict[str, Tensor]:
         """This rank's copies of weights that another rank owns, by their names here; no copies of them, to be read."""
-        return {self._prefix + name: tensor for name, tensor in self._ties.values().items()}
+        return self._ties.values()
 
     # ---- what is different for a part of a model ----
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """See `ZeroEngine.aliases`; names of replicas are such."""
-        ties = self._ties.aliases().items()
-        return {**super().aliases, **{self._prefix + alias: self._prefix + name for alias, name in ties}}
 
     def attach(self, *optimizers: Optimizer) -> None:
         """See `ZeroEngine.attach`. Weights that another rank owns leave the groups: its own optimizer updates them."""
@@ -355,21 +343,6 @@ class PipelineEngine(ZeroEngine):
                 for key in {"params", "param_names"} & group.keys():  # names: of optimizers that were made with them
                     group[key] = list(compress(group[key], stays))
         super().attach(*optimizers)
-
-    def _after_update(self) -> None:
-        self.publish_ties()
-
-    def load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True) -> StateReader:
-        """See `ZeroEngine.load_weights`."""
-        reader = super().load_weights(source, strict=strict)
-        if hasattr(self, "executor"):
-            self.publish_ties()
-        return reader
-
-    def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
-        """See `ZeroEngine.load_optimizers`."""
-        super().load_optimizers(source)
-        self.publish_ties()
 
     def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Tensor]:
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
@@ -421,10 +394,7 @@ class PipelineEngine(ZeroEngine):
         """See `ZeroEngine.close`. What the PipelineModule has made stays with it."""
         super().close()
         self.executor.close()
-        for tie in self.pipeline.ties:
-            for communicator in (tie.reduce, tie.control):
-                if communicator is not None:
-                    communicator.track = None
+        self._ties.unguarded()
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""
@@ -438,12 +408,22 @@ class _Hooks(ExecutorHooks):
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine, self._scope, self._left = engine, ExitStack(), 0
         self.bytes = ActivationBytes(lambda: model_storages(engine.model))
-        self._measures = False
+        self._measures, self._weight = False, 1.0
+        self._forwarded: Forwarded | None = None
 
-    def begin(self, backwards: int, *, measures: bool) -> None:
-        """A step begins in which so many computations add to gradients; `measures`: what forwards keep, too."""
+    def begin(
+        self, backwards: int, *, measures: bool = False, weight: float = 1.0, forwarded: Forwarded | None = None
+    ) -> None:
+        """A run begins.
+
+        Args:
+            backwards: So many computations add to gradients.
+            measures: Measure what forwards keep.
+            weight: What gradients of the loss are multiplied by.
+            forwarded: Whom to tell of micro-batches.
+        """
         self._scope.close()
-        self._left, self._measures = backwards, measures
+        self._left, self._measures, self._weight, self._forwarded = backwards, measures, weight, forwarded
 
     def before(self, computation: Computation) -> None:
         """Backwards but the last of the step may keep their gradients on this rank."""
@@ -470,12 +450,13 @@ class _Hooks(ExecutorHooks):
 
     def scale_loss(self, loss: Tensor, micro_batches: int) -> Tensor:
         """The mean over micro-batches, scaled where gradients would underflow."""
-        return self._engine.scale_loss(loss / micro_batches)
+        mean = loss / micro_batches
+        return self._engine.scale_loss(mean if self._weight == 1.0 else mean * self._weight)
 
     def forwarded(self, micro_batch: int, outputs: Any, loss: Tensor | None) -> None:
         """Tell whoever wants to know."""
-        if self._engine.forwarded is not None:
-            self._engine.forwarded(micro_batch, outputs, loss)
+        if self._forwarded is not None:
+            self._forwarded(micro_batch, outputs, loss)
 
     def reduce_tied_grads(self) -> None:
         """Gradients of tied weights come together."""

@@ -1,18 +1,65 @@
-"""The state of a training as packages below the engine see it: the model, its ranks, its settings."""
+"""A training as packages below the engine see it: its state, and the part of a model that it is of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
 from zero_strategy.activation.units import UnitActivations
 from zero_strategy.config import ResolvedConfig
-from zero_strategy.distributed import Mesh
+from zero_strategy.distributed import Communicator, Mesh
+from zero_strategy.distributed.desync import Titles, title_of
 from zero_strategy.memory.opening import OffloadStores
 from zero_strategy.optim import LossScaler, ShardedOptimizer
 from zero_strategy.sharding import ShardedModel
+
+
+class WeightCopies(Protocol):
+    """Weights that layers of several parts have in common: one rank trains each, the others have copies."""
+
+    def aliases(self) -> Mapping[str, str]:
+        """Names that copies have on this rank, where the weights have others: {alias: name}."""
+        ...
+
+    def publish(self, gathered: Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]) -> None:
+        """Give the copies their weights' values. A collective.
+
+        Args:
+            gathered: Makes parameters of the engine whole inside of a block.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """The part of a model that the ranks of one lane train, and what joins it to the parts of the others.
+
+    Attributes:
+        lanes: The ranks that train each part; None: all ranks train the whole model.
+        tensor_groups: The ranks that divide the same layers, of every such group; None: what the `DTensor`s say.
+        further_groups: Makes the groups of ranks that train the other parts, by names that are equal on all ranks; all
+            of them call it, once their settings are known to agree. Gradient norms are sums over these groups, too, and
+            flags go to all. The mesh has them from then on, watches and closes them.
+        titles: Ranks in words, for reports of the guard.
+        order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; None: in the order
+            of the module's own.
+        copies: Weights that the parts have in common; the engine publishes them whenever it has changed weights.
+    """
+
+    lanes: Sequence[Sequence[int]] | None = None
+    tensor_groups: Sequence[Sequence[int]] | None = None
+    further_groups: Callable[[], Mapping[str, Communicator]] = dict
+    titles: Titles = title_of
+    order: Callable[[str], tuple[int, ...]] | None = None
+    copies: WeightCopies | None = None
+
+
+WHOLE = ModelPart()
+"""A model that is in one part."""
 
 
 class TrainState(Protocol):
@@ -26,10 +73,12 @@ class TrainState(Protocol):
     optimizers: list[ShardedOptimizer]
     scaler: LossScaler | None
     offloaded: OffloadStores
-    order: Callable[[str], tuple[int, ...]] | None
 
     @property
     def stage(self) -> int: ...
+
+    @property
+    def order(self) -> Callable[[str], tuple[int, ...]] | None: ...
 
     @property
     def aliases(self) -> dict[str, str]: ...

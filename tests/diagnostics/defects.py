@@ -425,7 +425,8 @@ class LastMicroBatchDropped(PipelineRun):
 
     def train(self, step: int) -> Tensors:
         self._losses = {}
-        self.mean_loss = self.engine.forward_backward(self.batches(step), self.settings.accumulation - 1)
+        fewer = self.settings.accumulation - 1
+        self.mean_loss = self.engine.forward_backward(self.batches(step), fewer, forwarded=self._keep_loss)
         return self._losses
 
 

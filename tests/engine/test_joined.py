@@ -33,6 +33,7 @@ from tests.reference import (
 )
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.train_state import ModelPart
 
 EPOCHS = 2
 
@@ -213,7 +214,7 @@ def mistakes() -> dict[str, str]:
         "raises at once": partial(fails, BreaksAtOnce() if rank else range(9), **join),
         "raises alone in error mode": partial(fails, breaks(2) if rank else range(9)),
         "raises when out": partial(fails, breaks(4) if rank else range(2), **join),
-        "copies of one": partial(fails, range(3 - rank), lanes=[[0], [1]], **join),
+        "copies of one": partial(fails, range(3 - rank), part=ModelPart(lanes=[[0], [1]]), **join),
     }
     return {name: case() for name, case in cases.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
+from zero_strategy.distributed import CommunicationCounters, Communicator
+from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline.replicas import Gathered
+from zero_strategy.train_state import ModelPart
 
 STAGES = (0, 1, 2, 3)
 STEPS = 3
@@ -53,7 +58,7 @@ def train(stage: int, lanes: list[list[int]] | None) -> dict[str, Any]:
     me = torch.distributed.get_rank()
     lane = 0 if lanes is None else next(number for number, ranks in enumerate(lanes) if me in ranks)
     model = part(lane)
-    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), lanes=lanes)
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), part=ModelPart(lanes=lanes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine.attach(optimizer)
     rank = engine.mesh.rank
@@ -81,8 +86,8 @@ def test_every_lane_trains_its_own_part(ranks: Launcher, lanes: list[list[int]] 
 def refused() -> None:
     model = part(0)
     with pytest.raises(ValueError, match=r"\[\[0\], \[0\]\].* each of the 2 ranks once"):
-        ZeroEngine(model, load_config(stage=1), lanes=[[0], [0]])
-    engine = ZeroEngine(model, load_config(stage=1), lanes=[[0], [1]])
+        ZeroEngine(model, load_config(stage=1), part=ModelPart(lanes=[[0], [0]]))
+    engine = ZeroEngine(model, load_config(stage=1), part=ModelPart(lanes=[[0], [1]]))
     with pytest.raises(ValueError, match="trainable parameter of the engine's module"):
         engine.add_gradient(nn.Parameter(torch.ones(3)), torch.ones(3))
     with pytest.raises(ValueError, match=r"shape \(3,\) for a parameter of \(7,\)"):
@@ -91,6 +96,53 @@ def refused() -> None:
 
 def test_wrong_lanes_and_gradients(ranks: Launcher) -> None:
     ranks(2)(refused)
+
+
+class Copies:
+    """Says when copies of weights get new values, and whether the parameters are whole then."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight, self.seen = weight, list[tuple[int, ...]]()
+
+    def aliases(self) -> dict[str, str]:
+        return {"copy": "2.weight"}
+
+    def publish(self, gathered: Gathered) -> None:
+        with gathered([self.weight]):
+            self.seen.append(tuple(self.weight.shape))
+
+
+def joined(folder: str) -> None:
+    """A part, with a group and copies that others have made."""
+    model, made = part(0), list[Communicator]()
+
+    def further() -> dict[str, Communicator]:
+        group = own_group([[0, 1]], timeout=timedelta(seconds=60))
+        made.append(Communicator(group, CommunicationCounters(), owns=True))
+        return {"other parts": made[0]}
+
+    copies = Copies(model[2].weight)  # type: ignore[index]
+    config = load_config(stage=3, units={"min_numel": 0})
+    before = ZeroEngine(part(0), config)
+    before.save(folder).wait()
+    engine = ZeroEngine(model, config, part=ModelPart(further_groups=further, copies=copies))
+    group = engine.mesh.further["other parts"]
+    assert group is made[0] and group.observed is engine.observed and group in engine.model.norm_groups
+    assert group.track is not None and group.track.key == "other parts 0-1"
+    assert engine.aliases == {"copy": "2.weight"} and not copies.seen  # whoever made the copies gives the first values
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.attach(optimizer)
+    model(rows(0, engine.mesh.rank, 0)).sum().backward()
+    optimizer.step()
+    assert copies.seen == [(3, 7)]
+    engine.load_weights(folder)
+    assert copies.seen == [(3, 7)] * 2
+    engine.close()
+    assert group.closed
+
+
+def test_what_joins_a_part_to_others_is_handed_in(ranks: Launcher, tmp_path: Any) -> None:
+    ranks(2)(joined, str(tmp_path / "saved"))
 
 
 # ------------------------------------------------------------------------------------------- checkpoints of the whole
@@ -133,7 +185,8 @@ def begin(stage: int, parts: list[list[int]]) -> tuple[Run, ZeroEngine, torch.op
     lanes = [list(range(size * lane, size * (lane + 1))) for lane in range(len(parts))]
     model = Run(parts[me // size])
     config = load_config(stage=stage, units={"min_numel": 0})
-    engine = ZeroEngine(model, config, lanes=lanes if len(parts) > 1 else None, order=name_place)
+    of_whole = ModelPart(lanes=lanes if len(parts) > 1 else None, order=name_place)
+    engine = ZeroEngine(model, config, part=of_whole)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine.attach(optimizer)
     return model, engine, optimizer

@@ -65,10 +65,8 @@ def test_what_the_threads_of_a_guard_hold(tmp_path: Path) -> None:
 
     before = set(threading.enumerate())
     training = Training()
-    guard = Guard(
-        0, [own_card()] * 2, connect, "dropped",
-        wait_seconds=0.02, silence_seconds=9.0, left_unfinished=training.left_unfinished,
-    )  # fmt: skip
+    guard = Guard(0, [own_card()] * 2, connect, "dropped", wait_seconds=0.02, silence_seconds=9.0)
+    guard.add_unfinished(training.left_unfinished)
     connections, known = _Connections(guard), weakref.ref(guard)
     assert began.wait(PATIENCE)
     guard._courier.exchange(None)

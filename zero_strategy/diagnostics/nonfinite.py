@@ -77,8 +77,7 @@ class NonFiniteWatch:
     def __init__(self, engine: ZeroEngine, *, raises: bool = False, keep_bytes: int = KEEP_BYTES) -> None:
         self.engine, self.raises = engine, raises
         self.found: NonFinite | None = None
-        self._recorder = CallRecorder(engine.module, keep_bytes)
-        self._recorder.step = lambda: engine.steps.taken
+        self._recorder = CallRecorder(engine.module, keep_bytes, step=lambda: engine.steps.taken)
         engine.gradient_watchers.append(self._look)
 
     def close(self) -> None:

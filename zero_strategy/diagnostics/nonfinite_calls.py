@@ -5,7 +5,7 @@ Nothing is copied: inputs and gradients are kept by reference until the next ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,11 +63,13 @@ class CallRecorder:
     Args:
         module: The root.
         keep_bytes: Of gradients of outputs, per step.
+        step: Gives the number of the present step.
     """
 
-    def __init__(self, module: nn.Module, keep_bytes: int) -> None:
+    def __init__(self, module: nn.Module, keep_bytes: int, step: Callable[[], int]) -> None:
         self.calls: list[Call] = []
         self._keep_bytes, self._kept = keep_bytes, 0
+        self._number = step
         self._step = self._micro_batch = -1
         self._backward_seen = self._off = False
         self._open: list[nn.Module] = []
@@ -75,7 +77,6 @@ class CallRecorder:
         for name, child in [("", module), *module.named_children()]:
             self._hooks.append(child.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
             self._hooks.append(child.register_forward_hook(self._after, always_call=True))
-        self.step = lambda: 0
 
     def close(self) -> None:
         """Record no more."""
@@ -103,8 +104,8 @@ class CallRecorder:
         self._open.append(module)
         if len(self._open) > 1:
             return
-        if self.step() != self._step:
-            self._step, self._micro_batch, self._backward_seen = self.step(), 0, False
+        if self._number() != self._step:
+            self._step, self._micro_batch, self._backward_seen = self._number(), 0, False
             self.forget()
         elif self._backward_seen:
             self._micro_batch, self._backward_seen = self._micro_batch + 1, False

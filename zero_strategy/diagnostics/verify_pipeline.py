@@ -79,7 +79,6 @@ class PipelineRun(ShardedRun):
         )
         install_diagnostics(engine)
         engine.attach(optimizer)
-        engine.forwarded = self._keep_loss
         self.copy, self.copies = module.mpu().data_parallel_id, module.mpu().data_parallel_size
         self._losses: Tensors = {}
         self._places = self._where(engine, module)
@@ -110,7 +109,7 @@ class PipelineRun(ShardedRun):
     def train(self, step: int) -> Tensors:
         """All micro-batches of a step; returns their losses, where the last stage is."""
         self._losses = {}
-        self.mean_loss = self.engine.forward_backward(self.batches(step))
+        self.mean_loss = self.engine.forward_backward(self.batches(step), forwarded=self._keep_loss)
         return self._losses
 
     def seen_in_training(self) -> list[tuple[str, Callable[[], Tensors]]]:

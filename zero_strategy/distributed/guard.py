@@ -82,8 +82,6 @@ class Guard:
         silence_seconds: That a rank may be stopped, or be away after an exception, before the others give it up.
         unheard_seconds: That a rank of another host may not be heard of while it is waited for.
         strict: Compare each collective with the other ranks' before it.
-        left_unfinished: Says, in words, what an exception has left unfinished on this rank, where its threads are in
-            these parts of a step; "": nothing. A method, whose object is held weakly; called in the watch's thread.
         titles: Ranks in words.
 
     Attributes:
@@ -104,7 +102,6 @@ class Guard:
         silence_seconds: float,
         unheard_seconds: float = math.inf,
         strict: bool = False,
-        left_unfinished: Callable[[Collection[str]], str] | None = None,
         titles: Titles = title_of,
     ) -> None:
         # Every rank is there now: one that cannot be seen (another user's, on systems that hide those) is no evidence.
@@ -115,7 +112,7 @@ class Guard:
         self.waiting: dict[int, Waiting] = {}
         self.ended = 0
         self.titles = titles
-        self._unfinished = None if left_unfinished is None else weakref.WeakMethod(left_unfinished)
+        self._unfinished: list[weakref.WeakMethod[Callable[[Collection[str]], str]]] = []
         self._tracks: list[weakref.ref[Track]] = []
         self._breaks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._note, self._note_at = "", -1
@@ -140,8 +137,12 @@ class Guard:
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
     def _left_unfinished(self, phases: Collection[str]) -> str:
-        says = None if self._unfinished is None else self._unfinished()
-        return "" if says is None else says(phases)
+        for reference in self._unfinished:
+            says = reference()
+            text = "" if says is None else says(phases)
+            if text:
+                return text
+        return ""
 
     # ---- what ranks do ----
 
@@ -172,6 +173,15 @@ class Guard:
         self._breaks.append(weakref.WeakMethod(on_failure))
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # the last is the first: the reason is told before any connection breaks
+
+    def add_unfinished(self, says: Callable[[Collection[str]], str]) -> None:
+        """Ask this what an exception has left unfinished on this rank.
+
+        Args:
+            says: Gets the parts of a step that this rank's threads are in, and answers in words; "": nothing. A method,
+                whose object is held weakly; called in the watch's thread.
+        """
+        self._unfinished.append(weakref.WeakMethod(says))
 
     @property
     def tracks(self) -> list[Track]:

@@ -11,7 +11,7 @@ what concerns all of the model (checkpoints, above all) is for the *team*, the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -71,7 +71,7 @@ class Mesh:
         tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
         counters: What this rank sent.
         guard: Watches all of these; None: nobody does.
-        further: Communicators of others, which are closed with these.
+        further: Groups of ranks that train other parts of the model, by name.
         observed: Who is told what all of these communicators do.
     """
 
@@ -85,7 +85,7 @@ class Mesh:
     tensor: Communicator
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
     guard: Guard | None = None
-    further: list[Communicator] = field(default_factory=list)
+    further: dict[str, Communicator] = field(default_factory=dict)
     closed: bool = False
     observed: Observed = field(default_factory=Observed)
 
@@ -126,7 +126,7 @@ class Mesh:
         lanes: Sequence[Sequence[int]] | None = None,
         guard: GuardConfig | None = None,
         tensor_groups: Sequence[Sequence[int]] | None = None,
-        left_unfinished: Callable[[Collection[str]], str] | None = None,
+        further: Callable[[], Mapping[str, Communicator]] = dict,
         titles: Titles = title_of,
     ) -> Mesh:
         """Make the groups; a collective over the default process group.
@@ -141,7 +141,7 @@ class Mesh:
                 Default: one lane of all ranks.
             guard: How collectives are watched; None: not at all.
             tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
-            left_unfinished: See `Guard`; a method, whose object is held weakly.
+            further: Makes groups beyond these, by name, which the mesh watches and closes as its own.
             titles: Ranks in words.
 
         Raises:
@@ -153,7 +153,9 @@ class Mesh:
         _check_lanes(lanes, world, replicate, shard)
         if world == 1:
             alone, meeting = Communicator(None, counters), StoreRendezvous(0, 1, 0.0, name)
-            return cls(alone, alone, alone, alone, alone, meeting, Team(alone, meeting), alone, counters)
+            mesh = cls(alone, alone, alone, alone, alone, meeting, Team(alone, meeting), alone, counters)
+            mesh._join(further())
+            return mesh
         limit = timedelta(seconds=timeout)
 
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
@@ -192,9 +194,9 @@ class Mesh:
                 lambda lists: own_group(lists, timeout=limit, backend="gloo"),
                 rows,
                 columns,
-                left_unfinished,
                 titles,
             )
+        mesh._join(further())
         return mesh
 
     def close(self) -> None:
@@ -213,7 +215,7 @@ class Mesh:
                 StoreRendezvous(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").meet("close()")
         communicators = (
             self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.team.control, self.tensor,
-            *self.further,
+            *self.further.values(),
         )  # fmt: skip
         groups = {one.group: None for one in communicators if one.group is not None}
         for communicator in communicators:
@@ -223,6 +225,14 @@ class Mesh:
         for group in groups:
             end_group(group)
 
+    def _join(self, further: Mapping[str, Communicator]) -> None:
+        """Take groups in that others have made."""
+        self.further.update(further)
+        for name, communicator in further.items():
+            communicator.observed = self.observed
+            if self.guard is not None:
+                communicator.guarded(self.guard, name)
+
     def _watch(
         self,
         settings: GuardConfig,
@@ -230,7 +240,6 @@ class Mesh:
         on_host: Callable[[list[list[int]]], dist.ProcessGroup | None],
         rows: list[list[int]],
         columns: list[list[int]],
-        left_unfinished: Callable[[Collection[str]], str] | None,
         titles: Titles,
     ) -> None:
         team, strict = self.team.control, settings.mode == "strict"
@@ -239,7 +248,7 @@ class Mesh:
         self.guard = guard = Guard(
             team.rank, cards, connect, name,
             wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds,
-            unheard_seconds=settings.unheard_seconds, strict=strict, left_unfinished=left_unfinished, titles=titles,
+            unheard_seconds=settings.unheard_seconds, strict=strict, titles=titles,
         )  # fmt: skip
         for communicator, what, lists in (
             (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),

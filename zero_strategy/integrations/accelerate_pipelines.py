@@ -22,15 +22,16 @@ from torch import Tensor
 
 from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
-from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner
+from zero_strategy.integrations.pipeline_runs import FaceRunner
 from zero_strategy.pipeline.engine_setup import derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline_engine import PipelineEngine
 
 
 class AcceleratorRunner(FaceRunner):
     """Runs the batches of one prepared `PipelineModule`; its `runner`."""
 
-    def __init__(self, engine: FacePipelineEngine, accelerator: Accelerator) -> None:
+    def __init__(self, engine: PipelineEngine, accelerator: Accelerator) -> None:
         super().__init__(engine, None)
         self._accelerator, self._steps = accelerator, 0
 
@@ -96,10 +97,10 @@ class PipelineAccelerator(Accelerator):
             self._share = None
             self.dataloader_config.dispatch_batches = dispatch
 
-    def _pipeline_engine(self, model: PipelineModule) -> FacePipelineEngine:
+    def _pipeline_engine(self, model: PipelineModule) -> PipelineEngine:
         """Shard a pipeline's layers in place."""
         config = resolve_for(self.zero_config, model, int(super().num_processes))
-        engine = FacePipelineEngine(model, config, device=self.device)
+        engine = PipelineEngine(model, config, device=self.device)
         model.runner = AcceleratorRunner(engine, self)
         return engine
 

@@ -30,25 +30,6 @@ _SAMPLED_BYTES = 1 << 20
 """Of a tensor, to tell whether ranks have the same data."""
 
 
-class FacePipelineEngine(PipelineEngine):
-    """The engine of a pipeline that a framework trains, batch by batch.
-
-    Attributes:
-        loss_weight: What gradients of the loss are multiplied by.
-    """
-
-    loss_weight = 1.0
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """See `ZeroEngine.scale_loss`."""
-        return super().scale_loss(loss * self.loss_weight if self.loss_weight != 1.0 else loss)
-
-    @torch.no_grad()
-    def run_forward(self, data: list[Any]) -> Run:
-        """As `evaluate`, but the loss is that of this copy: copies may have different numbers of batches."""
-        return self.executor.run(self.schedule(len(data), training=False), iter(data))
-
-
 class SameNumber:
     """A data loader without a length, whose ranks look after each batch whether all have one more.
 
@@ -98,7 +79,7 @@ class FaceRunner:
         accumulation: Batches of an optimizer step.
     """
 
-    def __init__(self, engine: FacePipelineEngine, to_pair: Callable[[Any], Any] | None) -> None:
+    def __init__(self, engine: PipelineEngine, to_pair: Callable[[Any], Any] | None) -> None:
         self.engine, self._to_pair = engine, to_pair
         self.forward_context: Callable[[], AbstractContextManager[Any]] | None = None
         self.compares, self.accumulation = True, 1
@@ -129,10 +110,9 @@ class FaceRunner:
             return found.to(self.engine.model.device)
         parts = split_batch(pair, self.engine.micro_batches)
         self._compare(pair)
-        self.engine.loss_weight = 1 / self.accumulation
         self._put_back()
         with self._alone():
-            loss = self.engine.forward_backward(parts)
+            loss = self.engine.forward_backward(parts, loss_weight=1 / self.accumulation)
         self._put_aside()
         self._leaves.append(loss.to(self.engine.model.device, copy=True).requires_grad_())
         return self._leaves[-1]
@@ -156,7 +136,7 @@ class FaceRunner:
         self._compare(batch)
         # Lightning evaluates in inference mode, whose tensors no later backward may use.
         with torch.inference_mode(False), self._alone():
-            return self.engine.run_forward(parts)
+            return self.engine.run_forward(parts, len(parts))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

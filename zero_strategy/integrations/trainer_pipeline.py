@@ -23,7 +23,7 @@ from zero_strategy.distributed.together import together
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.on_demand import untouched, whole
-from zero_strategy.integrations.pipeline_runs import FacePipelineEngine, FaceRunner, SameNumber
+from zero_strategy.integrations.pipeline_runs import FaceRunner, SameNumber
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.integrations.verifying import verify_settings
@@ -31,6 +31,7 @@ from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.placement import Placement
 from zero_strategy.pipeline.registry import build_table
+from zero_strategy.pipeline_engine import PipelineEngine
 from zero_strategy.saving.catalog import catalog_of
 from zero_strategy.saving.contents import state_dict_entries
 
@@ -113,8 +114,8 @@ class TrainerPipeline(_Base):
         return f"{name}(stages={self.config.pipeline.stages}, zero_stage={self.config.stage}), for a Trainer"
 
     @property
-    def _engine(self) -> FacePipelineEngine:
-        assert isinstance(self.engine, FacePipelineEngine)
+    def _engine(self) -> PipelineEngine:
+        assert isinstance(self.engine, PipelineEngine)
         return self.engine
 
     @property
@@ -254,7 +255,7 @@ class TrainerPipeline(_Base):
     def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
         def make(root: Any, config: ResolvedConfig, **more: Any) -> ZeroEngine:
             pipeline: PipelineModule = getattr(root, ATTRIBUTE)
-            engine = FacePipelineEngine(pipeline, config, root=root, autocast=context, **more)
+            engine = PipelineEngine(pipeline, config, root=root, autocast=context, **more)
             pipeline.runner = FaceRunner(engine, getattr(root, "pipeline_batch", None))
             return engine
 

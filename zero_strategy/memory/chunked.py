@@ -40,6 +40,7 @@ class ChunkStore:
         allowance: Host memory for the first chunks of vectors; None: there is none.
         pinned: Page-lock that memory.
         copies: By which whole vectors go to a device; default: at once.
+        observed: Who is told of copies; None: nobody.
 
     Attributes:
         memory: Where those chunks are.
@@ -47,7 +48,7 @@ class ChunkStore:
         passes: Memory of passes that others make, which may have something under way.
         transfers: Memory through which whole vectors pass.
         transferring: Held while they do: a gather reads in a thread of its own.
-        observed: Who is told of copies.
+        observed: See the argument.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ChunkStore:
         allowance: Allowance | None = None,
         pinned: bool = False,
         copies: DeviceCopies | None = None,
+        observed: Observed | None = None,
     ) -> None:
         assert chunk_numel > 0 and cached_chunks > 0
         self._allowance, self.memory = allowance or Allowance(0), HostTier(pinned)
@@ -67,7 +69,7 @@ class ChunkStore:
         self.vectors: dict[str, OffloadedVector] = {}
         self.passes: list[ChunkSlots] = []
         self.transfers, self.transferring = ChunkSlots(TRANSFER_SLOTS), threading.Lock()
-        self.observed = Observed()
+        self.observed = observed or Observed()
         self._limit, self._numbers = cached_chunks, itertools.count()
         self._cache: OrderedDict[tuple[str, int], tuple[Tensor, list[bool]]] = OrderedDict()
 

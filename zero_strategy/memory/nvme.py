@@ -30,9 +30,10 @@ class NvmeTier:
         block_bytes: Most bytes of one read or write of a drive; see `probe`.
         depth: How many are under way at once, per directory.
         checksums: Keep a checksum of every record in memory, and compare it on reading.
+        observed: Who is told of transfers; None: nobody.
 
     Attributes:
-        observed: Who is told of transfers.
+        observed: See the argument.
     """
 
     name = "nvme"
@@ -46,13 +47,14 @@ class NvmeTier:
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         depth: int = DEFAULT_DEPTH,
         checksums: bool = False,
+        observed: Observed | None = None,
     ) -> None:
         self._directories, self._rank, self._label, self._checksums = list(directories), rank, label, checksums
         self._queue: FileQueue = open_queue(depth=depth * len(self._directories), block_bytes=block_bytes)
         self._files: dict[str, StateFile] = {}
         self._staging: list[HostMemory] = []
         self._lock = threading.RLock()
-        self.observed = Observed()
+        self.observed = observed or Observed()
         self._finalizer = weakref.finalize(self, _close, self._queue, self._files, os.getpid())
 
     def reserve(self, sizes: Mapping[str, int]) -> None:

@@ -92,13 +92,15 @@ class OffloadStores:
             self._tiers[tier] = self._open(tier)
         size, ratio = chunk_numel(self._offload.staging_bytes), self._offload.optimizer_ratio
         allowance = self._allowance if may_stay and self._stays(tier) else None
-        pinned = self._device.type == "cuda"
-        copies = DeviceCopies(self._device)
-        store = ChunkStore(
-            self._tiers[tier], size, ratio=ratio, allowance=allowance, pinned=pinned, copies=copies
+        return ChunkStore(
+            self._tiers[tier],
+            size,
+            ratio=ratio,
+            allowance=allowance,
+            pinned=self._device.type == "cuda",
+            copies=DeviceCopies(self._device),
+            observed=self._mesh.observed,
         )
-        store.observed = self._mesh.observed
-        return store
 
     @property
     def stores(self) -> list[ChunkStore]:
@@ -117,10 +119,15 @@ class OffloadStores:
         if self.drive is not None:
             block, depth = self.drive.chosen.block_bytes, self.drive.chosen.depth
         label, paths = self._mesh.rendezvous.prefix, self._offload.nvme_path
-        checksums = self._offload.checksums
-        made = NvmeTier(paths, self._mesh.rank, label, block_bytes=block, depth=depth, checksums=checksums)
-        made.observed = self._mesh.observed
-        return made
+        return NvmeTier(
+            paths,
+            self._mesh.rank,
+            label,
+            block_bytes=block,
+            depth=depth,
+            checksums=self._offload.checksums,
+            observed=self._mesh.observed,
+        )
 
     def tell_step(self) -> None:
         """Log what a step will read and write, and how long that takes at least."""

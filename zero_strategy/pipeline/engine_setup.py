@@ -1,10 +1,11 @@
-"""What an engine of pipeline stages derives from its module: settings, units, the order of names; and what must fit."""
+"""What an engine of pipeline stages derives from its module: settings, units, its part of the model; what must fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,15 +13,21 @@ import torch
 from torch import nn
 
 from zero_strategy.config import DEFAULT, ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
-from zero_strategy.distributed import world_size
+from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
+from zero_strategy.distributed.desync import Titles
 from zero_strategy.distributed.dtensors import is_dtensor
+from zero_strategy.distributed.groups import own_group
 from zero_strategy.pipeline.auto import first_schedule
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.registry import build_table
+from zero_strategy.pipeline.replicas import TiedWeights
 from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.train_state import ModelPart
 
 AUTO = "auto"
 """The value of `pipeline.schedule` that leaves the choice to a measurement."""
+PIPE = "pipe"
+"""The name of the group of one rank of every stage among those of an engine's mesh."""
 
 
 def resolved_for(module: PipelineModule, config: Any, compute_dtype: torch.dtype | None) -> ResolvedConfig:
@@ -129,6 +136,44 @@ def with_units(resolved: ResolvedConfig, module: PipelineModule, prefix: str) ->
     config.units.record("classes", [], origin)
     config.units.record("patterns", [name.replace("[", "[[]") for name in names], origin)
     return replace(resolved, config=config)
+
+
+def part_of(module: PipelineModule, root: nn.Module, prefix: str, ties: TiedWeights, timeout: float) -> ModelPart:
+    """What joins this rank's layers to those of the other stages.
+
+    Args:
+        module: The layers.
+        root: The engine's module.
+        prefix: What names in it begin with.
+        ties: Weights that the stages have in common.
+        timeout: Seconds after which what stages tell each other fails.
+    """
+    grid = module.mpu()
+    return ModelPart(
+        lanes=grid.dp_groups,
+        tensor_groups=grid.model_groups,
+        further_groups=lambda: {PIPE: _pipe(module, timeout)},
+        titles=_titles(module),
+        order=order_of(module, root, prefix),
+        copies=ties,
+    )
+
+
+def _pipe(module: PipelineModule, timeout: float) -> Communicator:
+    alone, limit = module.num_stages == 1, timedelta(seconds=timeout)
+    group = None if alone else own_group(module.mpu().pipe_groups, timeout=limit, backend="gloo")
+    return Communicator(group, CommunicationCounters(), owns=True)
+
+
+def _titles(module: PipelineModule) -> Titles:
+    """Ranks in words, with their stages."""
+    placement = module.placement
+    stages = {
+        rank: [placement.stage_of(place, chunk) for chunk in range(placement.chunks)]
+        for ranks in module.mpu().pipe_groups
+        for place, rank in enumerate(ranks)
+    }
+    return lambda rank: f"stage{'s' if len(stages[rank]) > 1 else ''} {', '.join(map(str, stages[rank]))} (rank {rank})"
 
 
 def order_of(module: PipelineModule, root: nn.Module, prefix: str) -> Callable[[str], tuple[int, ...]]:

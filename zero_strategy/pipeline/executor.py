@@ -82,6 +82,7 @@ class Executor:
         record: Whether runs have events.
         ahead: Post receives before the schedule comes to them; None: on the CPU. On a GPU they would occupy it.
         guard: Of the engine.
+        observed: Who is told of waits for other stages; None: nobody.
 
     Attributes:
         rank: This rank in the pipeline.
@@ -91,7 +92,7 @@ class Executor:
         record: Likewise.
         loss_fn: Likewise.
         keep_outputs: Likewise; whether runs without backwards keep the last stage's outputs.
-        observed: Who is told of waits for other stages.
+        observed: See the argument.
     """
 
     keep_outputs = True
@@ -113,6 +114,7 @@ class Executor:
         record: bool = False,
         ahead: bool | None = None,
         guard: Guard | None = None,
+        observed: Observed | None = None,
     ) -> None:
         own = world_rank()
         world = list(range(world_size())) if ranks is None else list(ranks)
@@ -122,7 +124,7 @@ class Executor:
             raise ValueError(f"{len(chunks)} stages for a rank that has {placement.chunks} chunks")
         self.rank, self.placement, self.loss_fn = world.index(own), placement, loss_fn
         self.batch_fn, self.record = batch_fn, record
-        self.observed = Observed()
+        self.observed = observed or Observed()
         self._hooks, self._device = hooks or ExecutorHooks(), torch.device(device)
         self._autocast, self._own = autocast, own
         stages = [placement.stage_of(self.rank, chunk) for chunk in range(placement.chunks)]

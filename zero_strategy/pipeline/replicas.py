@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.distributed.collectives import Communicator
+from zero_strategy.distributed.guard import Guard
 from zero_strategy.pipeline.ties import Tie
 from zero_strategy.runtime.torch_private import parameters_of, version_of
 from zero_strategy.sharding.dtensors import held_by, like, local_gradient
@@ -62,12 +63,18 @@ class TiedWeights:
         ties: What it takes part in, in an order that all holders share.
         dtype: What floating-point parameters are computed in; None: their own.
         device: Where.
+        prefix: What names begin with for the engine, whose module may have this one below it.
     """
 
     def __init__(
-        self, module: nn.Module, ties: Sequence[Tie], dtype: torch.dtype | None, device: torch.device
+        self,
+        module: nn.Module,
+        ties: Sequence[Tie],
+        dtype: torch.dtype | None,
+        device: torch.device,
+        prefix: str = "",
     ) -> None:
-        self._ties = list(ties)
+        self._ties, self._prefix = list(ties), prefix
         self.replicas: dict[int, list[Replica]] = {}
         self._owned: dict[int, list[nn.Parameter]] = {}
         self._versions: dict[int, list[int]] = {}
@@ -84,7 +91,7 @@ class TiedWeights:
     def aliases(self) -> dict[str, str]:
         """Names that replicas have here, and those of the weights: {local name: name}, where they differ."""
         return {
-            replica.local_name: replica.name
+            self._prefix + replica.local_name: self._prefix + replica.name
             for replicas in self.replicas.values()
             for replica in replicas
             if replica.local_name != replica.name
@@ -92,11 +99,25 @@ class TiedWeights:
 
     def values(self) -> dict[str, Tensor]:
         """The replicas here, by their local names."""
-        return {each.local_name: each.tensor for replicas in self.replicas.values() for each in replicas}
+        return {self._prefix + each.local_name: each.tensor for found in self.replicas.values() for each in found}
 
     def removed(self) -> list[Tensor]:
         """The parameters that are replicas now."""
         return [weight for tie in self._ties if not tie.is_owner for weight in tie.weights.values()]
+
+    def guarded(self, guard: Guard) -> None:
+        """Let a guard watch what the holders send each other."""
+        for number, tie in enumerate(self._ties):
+            for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
+                if communicator is not None:
+                    communicator.guarded(guard, f"tie {number} {what}")
+
+    def unguarded(self) -> None:
+        """The guard ends; the groups stay with the module."""
+        for tie in self._ties:
+            for communicator in (tie.reduce, tie.control):
+                if communicator is not None:
+                    communicator.track = None
 
     def exchange_gradients(
         self, agree: Callable[[Tensor], list[Tensor]]

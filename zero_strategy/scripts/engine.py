@@ -41,12 +41,14 @@ class ScriptEngine(ScriptCheckpoints):
     Args:
         zero: The engine that owns the module, with the optimizer attached.
         settings: What the config says.
+        plain: Of backwards that the script starts itself; its `divisor` is that of `zero`.
         optimizer: The optimizer, or None for an engine that only evaluates.
         guard: Of the optimizer; lets only this engine step it.
         lr_scheduler: Anything with `step()`; stepped after each step of the optimizer that was taken.
         device: Where the module is.
         local_rank: Of this process on its host.
         collate_fn: For `deepspeed_io`.
+        monitor: Writes what the config asks for; None: nothing.
 
     Attributes:
         module: The user's module.
@@ -61,14 +63,12 @@ class ScriptEngine(ScriptCheckpoints):
         skipped_steps: Steps that were not taken since gradients were not finite (fp16, `nonfinite_gradients: skip`).
     """
 
-    _runs_module = True
-    """True if scripts call the module, and may go backward themselves."""
-
     def __init__(
         self,
         zero: ZeroEngine,
         settings: ScriptSettings,
         *,
+        plain: PlainBackward,
         optimizer: Optimizer | None = None,
         guard: OptimizerGuard | None = None,
         lr_scheduler: Any = None,
@@ -87,11 +87,8 @@ class ScriptEngine(ScriptCheckpoints):
         self._held_back = False
         self._norm: float | None = None
         self._applied = False
-        self._guard, self._scheduled = guard, SchedulerGuard()
-        self._plain = PlainBackward(self.gradient_accumulation_steps(), scaled=zero.scaler is not None)
+        self._guard, self._scheduled, self._plain = guard, SchedulerGuard(), plain
         self._tell_monitor()
-        if self._runs_module:
-            zero.model.reducer.divisor = self._plain.divisor
 
     # ---- the module ----
 

@@ -27,6 +27,7 @@ from zero_strategy.scripts.engine import ScriptEngine
 from zero_strategy.scripts.named import make_optimizer, make_scheduler
 from zero_strategy.scripts.ownership import OptimizerGuard, check_scheduler_of
 from zero_strategy.scripts.pipeline import ScriptPipelineEngine
+from zero_strategy.scripts.plain_backward import PlainBackward
 from zero_strategy.scripts.settings import ScriptSettings, settings_of
 from zero_strategy.sharding.dtensors import tensor_ranks
 
@@ -92,7 +93,9 @@ def initialize(
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
         _move(model, device)
-    zero = _zero_engine(model, settings, device)
+    scaled = settings.compute_dtype == torch.float16
+    plain = PlainBackward(settings.batch.gradient_accumulation_steps or 1, scaled=scaled)
+    zero = _zero_engine(model, settings, device, plain)
     monitor = install_diagnostics(zero).monitor
     parameters = None if model_parameters is None else list(model_parameters)
     used = _optimizer(settings, model, optimizer, parameters)
@@ -108,6 +111,7 @@ def initialize(
         "local_rank": local_rank,
         "collate_fn": collate_fn,
         "monitor": monitor,
+        "plain": plain,
     }
     engine: ScriptEngine
     if isinstance(zero, PipelineEngine):
@@ -119,13 +123,17 @@ def initialize(
     return engine, used, engine.training_dataloader, engine.lr_scheduler
 
 
-def _zero_engine(model: nn.Module, settings: ScriptSettings, device: torch.device) -> ZeroEngine:
+def _zero_engine(
+    model: nn.Module, settings: ScriptSettings, device: torch.device, plain: PlainBackward
+) -> ZeroEngine:
     if isinstance(model, PipelineModule):
         resolved = _of_pipeline(settings, model)
         return PipelineEngine(model, resolved, compute_dtype=settings.compute_dtype, device=device)
     config = load_config(settings.zero)  # a copy
     _take_tensor_ranks(config, _tensor_ranks(model), "the device mesh of the model's DTensors")
-    return ZeroEngine(model, resolve(config, world_size()), compute_dtype=settings.compute_dtype, device=device)
+    resolved = resolve(config, world_size())
+    dtype, divisor = settings.compute_dtype, plain.divisor
+    return ZeroEngine(model, resolved, compute_dtype=dtype, device=device, divisor=divisor)
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

@@ -53,7 +53,6 @@ class ScriptPipelineEngine(ScriptEngine):
 
     zero: PipelineEngine
     module: PipelineModule
-    _runs_module = False
 
     def __init__(self, zero: PipelineEngine, *args: Any, **kwargs: Any) -> None:
         super().__init__(zero, *args, **kwargs)
@@ -63,7 +62,6 @@ class ScriptPipelineEngine(ScriptEngine):
         self._losses: list[Tensor] = []
         self._stepping = False
         self._checkpoint: str | None = None
-        zero.forwarded = self._note_loss
 
     # ---- training ----
 
@@ -95,7 +93,7 @@ class ScriptPipelineEngine(ScriptEngine):
         self.module.train()
         self._losses.clear()
         try:
-            loss = self.zero.forward_backward(data, self.micro_batches)
+            loss = self.zero.forward_backward(data, self.micro_batches, forwarded=self._note_loss)
         except BaseException:
             self.zero.reset()
             self.zero_grad()
@@ -168,7 +166,7 @@ class ScriptPipelineEngine(ScriptEngine):
         loss_fn = executor.loss_fn
         try:
             executor.loss_fn, executor.keep_outputs = loss_fn if compute_loss else None, keep
-            return self.zero.evaluate(data, micro_batches)
+            return self.zero.evaluate(data, micro_batches, forwarded=self._note_loss)
         finally:
             executor.loss_fn, executor.keep_outputs = loss_fn, True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -38,7 +38,7 @@ from zero_strategy.sharding.layout import build_layout
 from zero_strategy.sharding.materialize import materialize_unit, move_buffers, move_unit
 from zero_strategy.sharding.parameters import ParameterBucket, master_name, weights_name
 from zero_strategy.sharding.placement import placement_for
-from zero_strategy.sharding.reducer import GradientReducer, StepAgreement
+from zero_strategy.sharding.reducer import GradientReducer, StepAgreement, undivided
 from zero_strategy.sharding.reducer_hooks import Watcher
 from zero_strategy.sharding.registry import check_unsharded, owner_of, register
 from zero_strategy.sharding.units import UnitSpec, aliases, find_units
@@ -77,6 +77,7 @@ class ShardedModel:
         optimizers: The list of those that update it, which its owner fills.
         agreement: What ranks tell each other at the end of a reduction.
         further_norm_groups: See `norm_groups`; beyond those of the mesh.
+        divisor: See `GradientReducer`.
 
     Attributes:
         units: The root first.
@@ -106,6 +107,7 @@ class ShardedModel:
         optimizers: Sequence[UpdatingOptimizer] = (),
         agreement: StepAgreement | None = None,
         further_norm_groups: Sequence[Communicator] = (),
+        divisor: Callable[[], int] = undivided,
     ) -> None:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         self._gradient_store = gradient_store
@@ -165,6 +167,7 @@ class ShardedModel:
             step_unfinished=self._step_torn,
             reduction_begins=self._reduction_begins,
             check_states=partial(self.moved.check, kinds=IN_BACKWARD),
+            divisor=divisor,
         )
         self.guards = ModuleGuards(self)
         module.register_forward_pre_hook(Watcher(self.reducer, self.moved))

@@ -40,6 +40,11 @@ def _no_flags() -> int:
     return 0
 
 
+def undivided() -> int:
+    """A divisor that leaves gradients as they are."""
+    return 1
+
+
 def _same_rules(compared: bool) -> None:
     pass
 
@@ -72,6 +77,7 @@ class GradientReducer:
         step_unfinished: Whether an optimizer's step began and did not end.
         check_states: Called with the name of what begins; raises if states that it needs are on the host.
         reduction_begins: Called when a backward begins that will reduce gradients.
+        divisor: Asked when a backward begins: by what its gradients are to be divided.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class GradientReducer:
         step_unfinished: Callable[[], bool],
         check_states: Callable[[str], None],
         reduction_begins: Callable[[], None],
+        divisor: Callable[[], int] = undivided,
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
         self._reuse = BufferReuse()
@@ -98,9 +105,7 @@ class GradientReducer:
         self._agreed_flags = 0
         self.reductions = 0
         """How many have ended, on all ranks alike."""
-        self.divisor: Callable[[], int] = lambda: 1
-        """Asked when a backward begins: by what its gradients are to be divided."""
-        self._divide_by = 1
+        self._divisor, self._divide_by = divisor, 1
         self._sync = True
         self._joined = self._paused = False
         self._began = False
@@ -268,7 +273,7 @@ class GradientReducer:
         self._check_states("a backward")
         if self._announce is not None:
             self._announce("backward", self.shown())
-        self._divide_by = self.divisor()
+        self._divide_by = self._divisor()
         self._active = True
         if not (self._joined and self._began):
             self._reuse.open()
