@@ -24,7 +24,7 @@ from benchmarks.offload import Training
 from benchmarks.ratios import TURNS, bootstrap, round_ratio
 from tests.launcher import RankPool
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.install import install_diagnostics
+from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 
 _STEPS = 3

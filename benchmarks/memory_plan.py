@@ -23,7 +23,7 @@ from benchmarks.gpt import SIZES, build, loss_fn
 from tests.launcher import RankPool
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.reconcile import resident
+from zero_strategy.planning.held import resident
 from zero_strategy.runtime.terminal import size, table
 
 LENGTH = 8

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from gpt_model import GPT, GPTConfig
 from stdlib_data import RandomWindows, read_corpus
+from zero_strategy.comm.process_group import init_distributed
 from zero_strategy.config import load_config
-from zero_strategy.distributed.start import init_distributed
 from zero_strategy.engine import ZeroEngine
 
 LOSSES = "losses.jsonl"

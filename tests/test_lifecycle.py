@@ -15,8 +15,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from zero_strategy import versions
-from zero_strategy.lifecycle import (
+from zero_strategy.compat.megatron import lifecycle as versions
+from zero_strategy.compat.megatron.lifecycle import (
     ExperimentalNotEnabledError,
     Lifecycle,
     deprecated,
@@ -28,10 +28,7 @@ from zero_strategy.lifecycle import (
     lifecycle_of,
     null_decorator,
 )
-from zero_strategy.transformer.inference import (
-    MambaInferenceStateConfig,
-    get_mamba_inference_state_config_from_model,
-)
+from zero_strategy.compat.megatron.models import MambaInferenceStateConfig, get_mamba_inference_state_config_from_model
 
 # ---- marks ----
 

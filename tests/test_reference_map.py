@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from zero_strategy.integrations.megatron import core_utils, fsdp_utils
+from zero_strategy.compat.megatron import core_utils, fsdp_utils
 
 ROOT = Path(__file__).parent.parent
 CHAPTERS = {
@@ -183,7 +183,7 @@ def test_the_face_has_each_function_and_class(chapter: str) -> None:
 
 def test_wrong_rows_are_found() -> None:
     """What the checks above would say of rows that are not true."""
-    here = "zero_strategy.sharding.divide."
+    here = "zero_strategy.compat.megatron.models."
     for there, path, said in (
         ("`divide(numerator, denominator)`", here + "divide", None),
         ("`divide(numerator)`", here + "divide", r"needs \['denominator'\], too"),

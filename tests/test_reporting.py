@@ -10,7 +10,7 @@ from tests.warm import run_warm
 
 ASKING = """
 import torch
-from zero_strategy.activation.timings import CheckpointTimings
+from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.diagnostics.memory_use import see_memory_usage
 from zero_strategy.diagnostics.straggler import StragglerDetector
 from zero_strategy.integrations import deepspeed

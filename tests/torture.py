@@ -32,7 +32,7 @@ from tests.checkpoint.killable import Script, Shape, entries, fork, reap, serve_
 from zero_strategy import ops
 from zero_strategy.checkpoint import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.verify import verify
-from zero_strategy.memory.native_queue import load_library
+from zero_strategy.offload.file_queues import load_library
 
 SUMMARY = "Kills training runs at random moments, half of them inside a save, and looks at what is left."
 SHAPES = [

@@ -9,35 +9,39 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from zero_strategy.aliases import FORMER as _FORMER
+from zero_strategy.aliases import install as _install_aliases
 from zero_strategy.registration import install as _install
 from zero_strategy.version import __version__
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each name is imported when it is asked for
     from zero_strategy import activation as activation
     from zero_strategy import checkpoint as checkpoint
+    from zero_strategy import comm as comm
     from zero_strategy import config as config
     from zero_strategy import diagnostics as diagnostics
-    from zero_strategy import distributed as distributed
     from zero_strategy import engine as engine
+    from zero_strategy import fsdp as fsdp
+    from zero_strategy import fsdp as sharding  # noqa: F401
     from zero_strategy import integrations as integrations
-    from zero_strategy import memory as memory
+    from zero_strategy import offload as offload
     from zero_strategy import ops as ops
     from zero_strategy import optim as optim
     from zero_strategy import pipeline as pipeline
     from zero_strategy import registration as registration
-    from zero_strategy import scripts as scripts
-    from zero_strategy import sharding as sharding
-    from zero_strategy import transformer as transformer
+    from zero_strategy import verify as verify
+    from zero_strategy.comm.process_group import init_distributed
+    from zero_strategy.compat.deepspeed import scripts as scripts
+    from zero_strategy.compat.deepspeed import transformer as transformer
+    from zero_strategy.compat.deepspeed.scripts.entry import add_config_arguments, initialize
     from zero_strategy.config import ZeroConfig, load_config
-    from zero_strategy.distributed.start import init_distributed
     from zero_strategy.engine import ZeroEngine
     from zero_strategy.integrations.accelerate import ZeroAccelerator
     from zero_strategy.integrations.from_checkpoint import LoadsFromDirectory, load_from_checkpoint, open_checkpoint
     from zero_strategy.integrations.lightning import PipelineStrategy, ZeroStrategy
     from zero_strategy.integrations.transformers import ZeroTrainer
     from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
-    from zero_strategy.pipeline_engine import PipelineEngine
-    from zero_strategy.scripts import add_config_arguments, initialize
+    from zero_strategy.pipeline.engine import PipelineEngine
 
 __all__ = [
     "__version__",
@@ -63,22 +67,26 @@ __all__ = [
     "open_checkpoint",
 ]
 
-_ROOMS = (
+_PACKAGES = (
     "activation",
     "checkpoint",
+    "cli",
+    "comm",
+    "compat",
     "config",
+    "convert",
     "diagnostics",
-    "distributed",
     "engine",
+    "fsdp",
     "integrations",
-    "memory",
+    "offload",
     "ops",
     "optim",
     "pipeline",
+    "planning",
     "registration",
-    "scripts",
-    "sharding",
-    "transformer",
+    "verify",
+    "watchdog",
 )
 _MODULE_OF = {
     "FusedAdagrad": "zero_strategy.optim",
@@ -88,20 +96,21 @@ _MODULE_OF = {
     "FusedLion": "zero_strategy.optim",
     "FusedSGD": "zero_strategy.optim",
     "LoadsFromDirectory": "zero_strategy.integrations.from_checkpoint",
-    "PipelineEngine": "zero_strategy.pipeline_engine",
+    "PipelineEngine": "zero_strategy.pipeline.engine",
     "ZeroAccelerator": "zero_strategy.integrations.accelerate",
     "ZeroConfig": "zero_strategy.config",
     "ZeroEngine": "zero_strategy.engine",
     "ZeroTrainer": "zero_strategy.integrations.transformers",
-    "add_config_arguments": "zero_strategy.scripts",
-    "init_distributed": "zero_strategy.distributed.start",
-    "initialize": "zero_strategy.scripts",
+    "add_config_arguments": "zero_strategy.compat.deepspeed.scripts",
+    "init_distributed": "zero_strategy.comm.process_group",
+    "initialize": "zero_strategy.compat.deepspeed.scripts",
     "load_config": "zero_strategy.config",
     "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
     "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
 }
 
 _install()
+_install_aliases()
 
 if not TYPE_CHECKING:
 
@@ -119,9 +128,9 @@ if not TYPE_CHECKING:
 
             namespace = namespaces.default_trainer_namespace()
             return getattr(import_module(namespaces.MODULES[namespace]), name)
-        if name in _ROOMS:
+        if name in _PACKAGES or name in _FORMER:
             return import_module(f"zero_strategy.{name}")
         raise AttributeError(f"module 'zero_strategy' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_ROOMS})
+        return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_PACKAGES})

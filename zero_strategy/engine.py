@@ -1,17 +1,22 @@
-"""The engine: owns the training step of one module, on behalf of every face.
+"""The engine: owns the training step of one module, on behalf of every integration.
 
-    engine = ZeroEngine(module, load_config(stage=3))
-    optimizer = torch.optim.AdamW(module.parameters())
-    engine.attach(optimizer)
-    loss = module(batch)            # gathers and releases by itself
-    loss.backward()                 # reduces by itself
-    engine.clip_grad_norm_(1.0)
-    optimizer.step(); optimizer.zero_grad()
+that a forward begins, that it raised, and what else an exception has torn.
+
+owns the training step of one module, on behalf of every face.
+
+engine = ZeroEngine(module, load_config(stage=3))
+optimizer = torch.optim.AdamW(module.parameters())
+engine.attach(optimizer)
+loss = module(batch)            # gathers and releases by itself
+loss.backward()                 # reduces by itself
+engine.clip_grad_norm_(1.0)
+optimizer.step(); optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,48 +25,99 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy import loading
-from zero_strategy.activation.configure import configure_from, timings
-from zero_strategy.activation.timings import CheckpointTimings
+from zero_strategy.activation.functional import configure_from, timings
+from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
-from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.open_any import checkpoint_in, open_any
+from zero_strategy.checkpoint import StateReader, random_state
+from zero_strategy.checkpoint import exports as pretrained
+from zero_strategy.checkpoint import exports as tagged
+from zero_strategy.checkpoint import load as loading
+from zero_strategy.checkpoint.contents import state_dict_entries
+from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
+from zero_strategy.checkpoint.preemption import StepWatch, save_on_signal
+from zero_strategy.checkpoint.save import Saver
+from zero_strategy.checkpoint.save_job import PendingSave
+from zero_strategy.comm.barrier import check_same_values, next_number
+from zero_strategy.comm.collectives import CommunicationCounters
+from zero_strategy.comm.mesh import Mesh, lanes_across, tensor_groups_of
+from zero_strategy.comm.process_group import world_size
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
-from zero_strategy.deferred import close_deferred, open_deferred
-from zero_strategy.distributed import CommunicationCounters, Mesh, world_size
-from zero_strategy.distributed.failure_board import Failure
-from zero_strategy.distributed.rendezvous import check_same_values, next_number
-from zero_strategy.distributed.tensor_parallel import lanes_across, tensor_groups_of
-from zero_strategy.evaluation import SharedEvaluation
-from zero_strategy.guarding import tell_guard
-from zero_strategy.joined import JoinedBatches
-from zero_strategy.memory.held import ledger_of
-from zero_strategy.memory.ledger import Ledger
-from zero_strategy.memory.moved_states import GRADIENTS, PARAMETERS
-from zero_strategy.memory.opening import OffloadStores
-from zero_strategy.ops.arguments import norm_order
+from zero_strategy.convert.convert import checkpoint_in, open_any
+from zero_strategy.fsdp.dtensor import held_by, tensor_ranks, whole_of
+from zero_strategy.fsdp.gathered_parameters import check_outside_uses
+from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
+from zero_strategy.fsdp.moved_states import GRADIENTS, PARAMETERS
+from zero_strategy.fsdp.reduce import StepAgreement, undivided
+from zero_strategy.fsdp.uneven_batches import JoinedBatches, SharedEvaluation
+from zero_strategy.fsdp.unshard import InertHook
+from zero_strategy.offload.stores import OffloadStores
+from zero_strategy.ops.library import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.full_state import full_states
-from zero_strategy.optim.membership import check_all_held, check_twice
-from zero_strategy.optim.nonfinite_steps import IGNORE, NonfiniteSteps
-from zero_strategy.optim.norm import GradientStats, global_norm
-from zero_strategy.optim.own_gradients import OwnGradients
-from zero_strategy.runtime.observing import Observed
-from zero_strategy.saving import PendingSave, Saver, pretrained, random_state, tagged
-from zero_strategy.saving.contents import state_dict_entries
-from zero_strategy.saving.preemption import save_on_signal
-from zero_strategy.saving.step_watch import StepWatch
-from zero_strategy.sharding import ShardedModel
-from zero_strategy.sharding.dtensors import held_by, tensor_ranks, whole_of
-from zero_strategy.sharding.materialize import cast_buffers
-from zero_strategy.sharding.model import device_of
-from zero_strategy.sharding.outside import check_outside_uses
-from zero_strategy.sharding.reducer import StepAgreement, undivided
+from zero_strategy.optim.grad_norm import GradientStats, OwnGradients, global_norm
+from zero_strategy.optim.loss_scale import IGNORE, NonfiniteSteps
+from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
+from zero_strategy.planning.held import ledger_of
+from zero_strategy.planning.ledger import Ledger
+from zero_strategy.runtime.observer import Observed
+from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.train_state import WHOLE, ModelPart
+from zero_strategy.watchdog.diagnosis import Failure
+from zero_strategy.watchdog.watchdog import Guard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def tell_guard(guard: Guard | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]) -> None:
+    """Connect a training with the guard of its mesh, if there is one.
+
+    Args:
+        guard: The guard.
+        module: Its forwards are progress; what they raise is noted.
+        left_torn: See `Guard.add_unfinished`.
+    """
+    if guard is None:
+        return
+    guard.add_unfinished(left_torn)
+    module.register_forward_pre_hook(_Before(guard), prepend=True)
+    module.register_forward_hook(_After(guard), always_call=True)
+
+
+class _Before:
+    """A forward begins: this rank has not been stopped by what befell it before."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._guard.progress()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        return InertHook, ()
+
+
+class _After(_Before):
+    """A forward ends, perhaps with an exception."""
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        error = sys.exc_info()[1]
+        if error is None or error.__traceback__ is None:
+            return
+        frame = sys._getframe(1)  # of the call that caught it; an exception that the caller handles is older
+        for _ in range(4):
+            if frame is error.__traceback__.tb_frame:
+                self._guard.note_error(error)
+                return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
 
 _OF_EACH_HOST = frozenset(
     {
@@ -307,7 +363,7 @@ class ZeroEngine:
         if asked and not self._diagnosed:
             raise RuntimeError(
                 f"{asked}, and nobody observes this engine: call "
-                "zero_strategy.diagnostics.install.install_diagnostics(engine) before its first step"
+                "zero_strategy.diagnostics.recorder.install_diagnostics(engine) before its first step"
             )
 
     def _group_sizes(self) -> list[int]:

@@ -1,4 +1,7 @@
-"""A training as packages below the engine see it: its state, and the part of a model that it is of."""
+"""The state of a training as packages below the engine see it.
+
+its state, and the part of a model that it is of.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from typing import Protocol
 from torch import nn
 
 from zero_strategy.activation.units import UnitActivations
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import ResolvedConfig
-from zero_strategy.distributed import Communicator, Mesh
-from zero_strategy.distributed.desync import Titles, title_of
-from zero_strategy.memory.opening import OffloadStores
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.offload.stores import OffloadStores
 from zero_strategy.optim import LossScaler, ShardedOptimizer
-from zero_strategy.sharding import ShardedModel
+from zero_strategy.watchdog.diagnosis import Titles, title_of
 
 
 class WeightCopies(Protocol):

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.runtime.torch_private import uncompiled
-from zero_strategy.sharding import ShardedModel
-from zero_strategy.sharding.gatherer import InertHook
 
 
 class _Announced(NamedTuple):

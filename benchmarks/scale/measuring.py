@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
 from benchmarks.scale.fitting import KINDS, CollectiveTime, StepTime
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.config import load_config
-from zero_strategy.distributed.collectives import Communicator
-from zero_strategy.distributed.counters import CommunicationCounters
 from zero_strategy.engine import ZeroEngine
 
 _VOCABULARY = 2048

@@ -25,10 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.scale.hardware import Machine
+from zero_strategy.fsdp.layout import PLACEMENTS
 from zero_strategy.pipeline.lowering import lower
-from zero_strategy.pipeline.registry import build_table
+from zero_strategy.pipeline.schedules import build_table
 from zero_strategy.pipeline.simulator import Times, simulate
-from zero_strategy.sharding.placement import PLACEMENTS
 
 _CONTROL_BYTES = 64
 """Of the small messages that end a backward and a norm."""

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.nets import loss_of
-from zero_strategy.sharding.gatherer import tensors_in
+from zero_strategy.fsdp.unshard import tensors_in
 
 
 class Alive(TorchDispatchMode):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zero_strategy.activation.process import PROCESS
+from zero_strategy.activation.functional import PROCESS
 
 
 @pytest.fixture(autouse=True)

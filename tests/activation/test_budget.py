@@ -21,8 +21,7 @@ from tests.activation.unit_nets import WIDTH, Transformer, seeded
 from tests.engine.nets import loss_of
 from tests.engine.twins import Setting, play
 from tests.launcher import Launcher
-from zero_strategy.activation.budget import Profile, UnitCall, choose
-from zero_strategy.activation.profile import StepProfile
+from zero_strategy.activation.budget import Profile, StepProfile, UnitCall, choose
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

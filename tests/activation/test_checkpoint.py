@@ -13,9 +13,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.activation.nets import OPTIONS, WIDTH, Block, Run, blocks, direct, tracker, value
-from zero_strategy.activation.checkpointer import Checkpointer
-from zero_strategy.activation.model_parallel import ModelParallel
+from zero_strategy.activation.functional import Checkpointer
 from zero_strategy.activation.rng import CudaRNGStatesTracker
+from zero_strategy.activation.settings import ModelParallel
 
 Result = list[Any]
 ALONE = ModelParallel()
@@ -296,7 +296,7 @@ def test_a_saved_tensor_may_be_looked_at_outside_of_a_backward() -> None:
 
 def test_profile_counts_each_forward_and_backward_and_logs_them(caplog: pytest.LogCaptureFixture) -> None:
     runner = Checkpointer(OPTIONS["profile"], ALONE)
-    caplog.set_level("INFO", "zero_strategy.activation.timings")
+    caplog.set_level("INFO", "zero_strategy.activation.settings")
     layers = blocks(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.activation.nets import WIDTH, blocks, direct, value
-from zero_strategy.activation.process import PROCESS
+from zero_strategy.activation.functional import PROCESS
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.engine import ZeroEngine
 

@@ -14,8 +14,7 @@ from tests.engine.nets import loss_of
 from tests.engine.twins import Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
 from tests.reference import Order
-from zero_strategy.activation.offload import ActivationStore
-from zero_strategy.activation.storages import model_storages
+from zero_strategy.activation.offload import ActivationStore, model_storages
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},

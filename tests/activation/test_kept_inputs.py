@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.activation.nets import value
-from zero_strategy.activation.checkpointer import Checkpointer
-from zero_strategy.activation.model_parallel import ModelParallel
-from zero_strategy.activation.settings import CheckpointSettings
+from zero_strategy.activation.functional import Checkpointer
+from zero_strategy.activation.settings import CheckpointSettings, ModelParallel
 
 ALONE = ModelParallel()
 INPUT = 4 * 64 * 4

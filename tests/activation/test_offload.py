@@ -16,9 +16,7 @@ from tests.activation.unit_nets import WIDTH, Transformer, seeded
 from tests.engine.nets import loss_of
 from tests.engine.twins import Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
-from zero_strategy.activation.host_blocks import HostBlocks
-from zero_strategy.activation.offload import ActivationStore
-from zero_strategy.activation.storages import model_storages
+from zero_strategy.activation.offload import ActivationStore, HostBlocks, model_storages
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from tests.activation.nets import OPTIONS, WIDTH, Block, blocks, direct, tracker, value
 from tests.engine.twins import DEFAULTS, ShardedTwin, Twin, play
 from tests.launcher import Launcher
-from zero_strategy.activation.checkpointer import Checkpointer
-from zero_strategy.activation.configure import configure
-from zero_strategy.activation.model_parallel import ModelParallel
-from zero_strategy.activation.process import PROCESS
-from zero_strategy.activation.settings import CheckpointSettings
-from zero_strategy.activation.tracking import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from zero_strategy.activation.functional import (
+    PROCESS,
+    Checkpointer,
+    configure,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from zero_strategy.activation.settings import CheckpointSettings, ModelParallel
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

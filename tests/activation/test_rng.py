@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_strategy.activation.model_parallel import ModelParallel
-from zero_strategy.activation.process import PROCESS
+from zero_strategy.activation.functional import (
+    PROCESS,
+    get_cuda_rng_tracker,
+    initialize_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from zero_strategy.activation.rng import (
     DEFAULT_NAME,
     CudaRNGStatesTracker,
@@ -20,13 +24,10 @@ from zero_strategy.activation.rng import (
     _get_cuda_rng_state,
     _set_cuda_rng_state,
     rng_device,
+    seed_model_parallel,
+    set_random_seed,
 )
-from zero_strategy.activation.seeds import seed_model_parallel, set_random_seed
-from zero_strategy.activation.tracking import (
-    get_cuda_rng_tracker,
-    initialize_rng_tracker,
-    model_parallel_cuda_manual_seed,
-)
+from zero_strategy.activation.settings import ModelParallel
 
 
 def numbers(seed: int, *counts: int) -> list[Tensor]:

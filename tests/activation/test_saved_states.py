@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.launcher import Launcher
-from zero_strategy.activation.process import PROCESS
-from zero_strategy.activation.tracking import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from zero_strategy.activation.functional import PROCESS, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from zero_strategy.checkpoint import random_state
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.saving import random_state
 
 
 def draws(name: str) -> list[float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_strategy.checkpoint import MANIFEST_NAME
-from zero_strategy.checkpoint.header import read_layout
+from zero_strategy.checkpoint.layout import read_layout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.checkpoint.saving import same
 from tests.engine.nets import loss_of
-from zero_strategy.checkpoint.portable import (
+from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.convert.portable import (
     PortableOptimizer,
     PortableState,
     StoredTensor,
@@ -19,7 +20,6 @@ from zero_strategy.checkpoint.portable import (
     portable_of,
     write_portable,
 )
-from zero_strategy.checkpoint.reader import CheckpointReader
 
 WIDTH = 6
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

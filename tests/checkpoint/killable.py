@@ -29,10 +29,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tests.models import build, loss_fn, make_batch
+from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.checkpoint.verify import verify
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.saving.job import PendingSave
 
 ROWS = 4
 _PR_SET_PDEATHSIG = 1

@@ -19,9 +19,8 @@ from tests.checkpoint.foreign import our_checkpoint, trained
 from tests.checkpoint.interop.written import ARCHIVE
 from tests.checkpoint.piece_saving import on_hosts
 from tests.checkpoint.piece_saving import save as save_pieces
-from zero_strategy.checkpoint.convert import convert
-from zero_strategy.checkpoint.open_any import open_any, state_of
-from zero_strategy.checkpoint.portable import loaded
+from zero_strategy.convert.convert import convert, open_any, state_of
+from zero_strategy.convert.portable import loaded
 
 REST: dict[str, Any] = {
     "global_step": 3, "epoch": 1, "lr_schedulers": [{"last_epoch": 2}], "callbacks": {}, "loops": {}

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from tests.checkpoint.saving import States, Tensors, plan_of, slices
 from zero_strategy.checkpoint import CheckpointPlan, CheckpointWriter, FileKind, Piece, SaveWriter
-from zero_strategy.checkpoint.host_writer import HostPieceWriter
+from zero_strategy.checkpoint.pieces.hosts import HostPieceWriter
 from zero_strategy.checkpoint.remote import RemotePieceWriter
-from zero_strategy.distributed.save_board import SaveBoard
-from zero_strategy.saving.job import SaveJob
+from zero_strategy.checkpoint.save_job import SaveJob
+from zero_strategy.comm.store import SaveBoard
 
 MakeWriter = Callable[[int, SaveBoard], SaveWriter]
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.checkpoint.foreign import check, step, trained
-from zero_strategy.checkpoint.interop import accelerate, detect
-from zero_strategy.checkpoint.open_any import open_any, state_of
+from zero_strategy.convert import accelerate
+from zero_strategy.convert.convert import detect, open_any, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoint.saving import plan_of, same, save, slices
-from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter, Piece, replace
+from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter, Piece
+from zero_strategy.checkpoint import disk as replace
 from zero_strategy.cli import main
 
 OLD = {"w": torch.arange(10.0)}

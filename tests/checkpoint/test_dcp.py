@@ -20,10 +20,10 @@ from tests.checkpoint.foreign import adamw, build, check, our_checkpoint, step, 
 from tests.checkpoint.saving import same, save
 from tests.checkpoint.test_portable import ADAM, MODEL, RECORDS
 from tests.launcher import Launcher
-from zero_strategy.checkpoint.interop import dcp as interop
-from zero_strategy.checkpoint.interop import detect
-from zero_strategy.checkpoint.portable import loaded, portable_of
 from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.convert import dcp as interop
+from zero_strategy.convert.convert import detect
+from zero_strategy.convert.portable import loaded, portable_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

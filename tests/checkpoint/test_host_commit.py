@@ -16,10 +16,11 @@ import torch
 
 from tests.checkpoint.piece_saving import jobs_of, on_hosts, run_jobs, save
 from tests.checkpoint.saving import same
-from zero_strategy.checkpoint import Manifest, host_writer
-from zero_strategy.checkpoint.host_writer import HostPieceWriter
-from zero_strategy.checkpoint.open_any import open_any
-from zero_strategy.checkpoint.replace import remove
+from zero_strategy.checkpoint import Manifest
+from zero_strategy.checkpoint.disk import remove
+from zero_strategy.checkpoint.pieces import hosts as host_writer
+from zero_strategy.checkpoint.pieces.hosts import HostPieceWriter
+from zero_strategy.convert.convert import open_any
 
 OLD = {"w": torch.arange(10.0)}
 NEW = {"w": -torch.arange(10.0)}

@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.launcher import Launcher
 from tests.warm import run_warm
-from zero_strategy.checkpoint.convert import convert
 from zero_strategy.config import load_config
+from zero_strategy.convert.convert import convert
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.sharding import Init
+from zero_strategy.fsdp.init import Init
 
 _LOAD = """
 import sys

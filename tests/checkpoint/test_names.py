@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.kinds import content, make
 from tests.checkpoint.saving import save
-from zero_strategy.checkpoint.interop import deepspeed_universal
+from zero_strategy.checkpoint.layout import check_file_name, folders_above, is_inner_path
 from zero_strategy.checkpoint.manifest import seal
-from zero_strategy.checkpoint.names import check_file_name, folders_above, is_inner_path
-from zero_strategy.checkpoint.open_any import open_any
 from zero_strategy.checkpoint.verify import verify
 from zero_strategy.cli import main
+from zero_strategy.convert import universal_read as deepspeed_universal
+from zero_strategy.convert.convert import open_any
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*were never updated")
 

@@ -12,13 +12,7 @@ import torch
 
 from tests.checkpoint.saving import random_tensor, same, save
 from zero_strategy.checkpoint import CheckpointReader, TensorSpec
-from zero_strategy.checkpoint.portable import (
-    PortableState,
-    StoredTensor,
-    client_state_file,
-    portable_of,
-    write_portable,
-)
+from zero_strategy.convert.portable import PortableState, StoredTensor, client_state_file, portable_of, write_portable
 
 MODEL = {
     "half": random_tensor(torch.bfloat16, (5, 7), 5),

@@ -11,10 +11,9 @@ from tests.checkpoint.saving import same, save
 from tests.checkpoint.test_portable import ADAM, MODEL, RECORDS
 from tests.engine.nets import loss_of, net
 from zero_strategy.checkpoint import CheckpointReader, TensorSpec
-from zero_strategy.checkpoint.open_any import foreign_format, open_any, state_of
-from zero_strategy.checkpoint.portable import portable_of
-from zero_strategy.checkpoint.portable_reader import PortableReader
 from zero_strategy.config import load_config
+from zero_strategy.convert.convert import foreign_format, open_any, state_of
+from zero_strategy.convert.portable import PortableReader, portable_of
 from zero_strategy.engine import ZeroEngine
 
 

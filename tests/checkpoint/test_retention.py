@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.saving import save
-from zero_strategy.checkpoint.retention import Found, find_checkpoints, prune, remove_checkpoints, which_to_remove
+from zero_strategy.checkpoint.folders import Found, find_checkpoints, prune, remove_checkpoints, which_to_remove
 
 MODEL = {"w": torch.ones(3)}
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.checkpoint.foreign import adamw, build, check, our_checkpoint, step, trained
-from zero_strategy.checkpoint.interop import detect, torch_file
-from zero_strategy.checkpoint.open_any import open_any, state_of
-from zero_strategy.checkpoint.portable import portable_of, write_portable
 from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.convert import torch_file
+from zero_strategy.convert.convert import detect, open_any, state_of
+from zero_strategy.convert.portable import portable_of, write_portable
 
 
 def one_group(model: nn.Module) -> torch.optim.Optimizer:

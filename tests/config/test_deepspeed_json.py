@@ -23,9 +23,8 @@ from zero_strategy.config import (
     read_deepspeed,
     resolve,
 )
-from zero_strategy.config.batch import BatchSettings
-from zero_strategy.config.deepspeed.keys import Group
-from zero_strategy.config.deepspeed.runtime_keys import ROOT, TOP_LEVEL
+from zero_strategy.config.deepspeed.keys import ROOT, TOP_LEVEL, Group
+from zero_strategy.config.deepspeed.settings import BatchSettings
 
 DATA = Path(__file__).parent / "data"
 PLAIN = ("hf_zero2", "hf_zero3")

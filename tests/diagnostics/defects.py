@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.activation.seeds import RandomState
-from zero_strategy.diagnostics.verify_pipeline import PipelineRun
-from zero_strategy.diagnostics.verify_run import ShardedRun
-from zero_strategy.diagnostics.verify_twin import Tensors
-from zero_strategy.sharding.gradients import GradientBucket
+from zero_strategy.activation.rng import RandomState
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.verify.pipeline import PipelineRun
+from zero_strategy.verify.reference_run import Tensors
+from zero_strategy.verify.session import ShardedRun
 
 
 @dataclass(frozen=True)

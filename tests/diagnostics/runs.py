@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_strategy.diagnostics.run_files import Interval, RunWriter
-from zero_strategy.diagnostics.step_record import MemorySample, StepRecord
-from zero_strategy.diagnostics.traffic import Flow
+from zero_strategy.diagnostics.run_files import Interval, MemorySample, RunWriter, StepRecord
+from zero_strategy.diagnostics.step_clock import Flow
 
 START = 1_700_000_000.0
 

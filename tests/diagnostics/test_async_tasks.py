@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from zero_strategy.diagnostics import async_tasks
-from zero_strategy.diagnostics.async_tasks import AsyncTasks
+from zero_strategy.compat.megatron import diagnostics as async_tasks
+from zero_strategy.compat.megatron.diagnostics import AsyncTasks
 
 
 def test_a_failure_that_nobody_awaits_is_logged(caplog: pytest.LogCaptureFixture) -> None:

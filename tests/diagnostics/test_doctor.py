@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from zero_strategy.cli import main
-from zero_strategy.diagnostics.doctor import findings
+from zero_strategy.cli.doctor import findings
 
 
 def test_all_of_it_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,12 +19,12 @@ from tests.integrations.accelerate_face.training import Job, Run, fresh_state, m
 from tests.integrations.trainers import Module, join, loader, trainer, zero
 from tests.integrations.transformers_face.training import trainer_of
 from tests.launcher import Launcher
-from zero_strategy.diagnostics.install import install_diagnostics
+from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.diagnostics.run_files import read_run
-from zero_strategy.diagnostics.verify_report import VerifyReport
 from zero_strategy.integrations.fabric import ZeroStrategy
+from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.verify.compare import VerifyReport
 
 ALWAYS = {"zero/step_time/total", "zero/step_time/compute", "zero/samples_per_second", "zero/tflops_per_device"}
 

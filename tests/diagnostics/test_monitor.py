@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.launcher import Launcher
 from tests.scripts.old_script import data, net
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.install import install_diagnostics
+from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.scripts import ScriptEngine
 
 LR, MICRO, ACCUMULATION = 0.01, 2, 2
 

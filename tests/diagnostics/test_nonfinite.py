@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.gradient_norms import GRADIENT, UPDATE, ParameterNorms
 from zero_strategy.diagnostics.nonfinite import NonFiniteError, NonFiniteWatch
+from zero_strategy.diagnostics.norms import GRADIENT, UPDATE, ParameterNorms
 from zero_strategy.engine import ZeroEngine
 
 WIDTH = 4

@@ -17,12 +17,11 @@ from tests.integrations.accelerate_face.training import fresh_state, make
 from tests.integrations.trainers import PLAIN, Module, loader, trainer, zero
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.gradient_norms import GRADIENT, UPDATE
-from zero_strategy.diagnostics.norm_log import NormLog, NormSettings
+from zero_strategy.diagnostics.norms import GRADIENT, UPDATE, NormLog, NormSettings
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.lightning import ParameterNorms
+from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline_engine import PipelineEngine
 
 CLIP, STEPS, EVERY = 0.05, 4, 2
 Logged = list[tuple[int | None, dict[str, float]]]

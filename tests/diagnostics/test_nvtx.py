@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from zero_strategy.diagnostics.nvtx import NvtxRanges, _nvtx_decorator_get_func_path
+from zero_strategy.compat.megatron.diagnostics import NvtxRanges, _nvtx_decorator_get_func_path
 
 
 def recorded(ranges: NvtxRanges) -> dict[str, int]:

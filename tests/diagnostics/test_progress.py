@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.runtime import progress
+from zero_strategy.runtime import terminal as progress
 
 
 class Terminal(io.StringIO):

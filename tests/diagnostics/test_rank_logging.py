@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.pretended import pretend
-from zero_strategy.diagnostics.rank_logging import log_on_each_pipeline_stage, log_single_rank
+from zero_strategy.compat.megatron.diagnostics import log_on_each_pipeline_stage, log_single_rank
 
 LOGGER = logging.getLogger("some.script")
 

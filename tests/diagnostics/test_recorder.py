@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from tests.launcher import Launcher
 from tests.models import build, loss_fn, make_batch
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.install import install_diagnostics
-from zero_strategy.diagnostics.recorder import StepRecorder, record
+from zero_strategy.diagnostics.recorder import StepRecorder, install_diagnostics, record
 from zero_strategy.diagnostics.run_files import RecordedRun, read_run
 from zero_strategy.engine import ZeroEngine
 

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from zero_strategy.diagnostics.step_clock import MOST_SECTIONS, StepClock
-from zero_strategy.diagnostics.traffic import MOST_MOVED, Moved, Traffic, flows
+from zero_strategy.diagnostics.step_clock import MOST_MOVED, MOST_SECTIONS, Moved, StepClock, Traffic, flows
 
 
 class Ticks:

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tests.launcher import Launcher
-from zero_strategy.diagnostics import straggler_control, straggler_singleton
-from zero_strategy.diagnostics.straggler import StragglerDetector
-from zero_strategy.diagnostics.straggler_control import ControlPort
-from zero_strategy.diagnostics.straggler_data import GpuFigures, StragglerData, ValueWithRank
+from zero_strategy.compat.megatron import diagnostics as straggler_singleton
+from zero_strategy.diagnostics import straggler as straggler_control
+from zero_strategy.diagnostics.straggler import ControlPort, GpuFigures, StragglerData, StragglerDetector, ValueWithRank
 
 TOKEN = "a-token-of-the-test"
 

@@ -10,9 +10,9 @@ from tests.diagnostics.defects import FP16, OVERFLOWS
 from tests.diagnostics.subjects import tiny
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.verify import verify_here
-from zero_strategy.diagnostics.verify_report import VerifyReport
-from zero_strategy.diagnostics.verify_settings import VerifySettings
+from zero_strategy.verify import verify_here
+from zero_strategy.verify.compare import VerifyReport
+from zero_strategy.verify.subject import VerifySettings
 
 UNITS = {"min_numel": 0}
 

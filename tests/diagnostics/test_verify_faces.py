@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.diagnostics import subjects
 from zero_strategy.cli import main
-from zero_strategy.diagnostics.rank_failures import in_sentences, sentence
-from zero_strategy.diagnostics.verify import verify
-from zero_strategy.diagnostics.verify_command import add_verify_command, asked, show
-from zero_strategy.diagnostics.verify_subject import load_factory, make_subject, place_of
+from zero_strategy.cli.verify import add_verify_command, asked, show
+from zero_strategy.comm.local_ranks import in_sentences, sentence
+from zero_strategy.verify import verify
+from zero_strategy.verify.subject import load_factory, make_subject, place_of
 
 FILE = str(Path(subjects.__file__).resolve())
 SMALL = {"stage": 3, "units": {"min_numel": 0}}

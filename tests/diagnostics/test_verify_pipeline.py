@@ -11,10 +11,10 @@ from tests.diagnostics.defects import PIPELINE_DEFECTS
 from tests.diagnostics.subjects import layered
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.verify import verify, verify_here
-from zero_strategy.diagnostics.verify_pipeline import PipelineRun
-from zero_strategy.diagnostics.verify_report import VerifyReport
-from zero_strategy.diagnostics.verify_settings import VerifySettings
+from zero_strategy.verify import verify, verify_here
+from zero_strategy.verify.compare import VerifyReport
+from zero_strategy.verify.pipeline import PipelineRun
+from zero_strategy.verify.subject import VerifySettings
 
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """Config, its section of pipelines, settings."""

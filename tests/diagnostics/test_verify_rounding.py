@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.verify import verify_here
-from zero_strategy.diagnostics.verify_run import ShardedRun
-from zero_strategy.diagnostics.verify_settings import VerifySettings
-from zero_strategy.diagnostics.verify_step import engine_rule, take_step
 from zero_strategy.optim.update_rules import AdamRule, Segment
+from zero_strategy.verify import verify_here
+from zero_strategy.verify.reference_run import engine_rule, take_step
+from zero_strategy.verify.session import ShardedRun
+from zero_strategy.verify.subject import VerifySettings
 
 
 class Shifted(nn.Module):

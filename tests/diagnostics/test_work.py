@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import CLASSES, IMAGE, build, loss_fn, make_batch
-from zero_strategy.diagnostics.work import FlopMeter, amount, peak_operations
+from zero_strategy.diagnostics.step_clock import FlopMeter, amount, peak_operations
 
 
 def test_products_and_convolutions_count_as_torch_counts_them() -> None:

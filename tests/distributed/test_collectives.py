@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.distributed import CommunicationCounters, Communicator, Mesh, RendezvousError, StoreRendezvous
+from zero_strategy.comm.barrier import RendezvousError, StoreRendezvous
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.mesh import Mesh
 
 DTYPES = [
     torch.float32,

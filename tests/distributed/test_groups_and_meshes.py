@@ -12,12 +12,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.pretended import pretend
-from zero_strategy.distributed.context_parallel import batch_from_ranks, batch_on_rank, get_batch_on_this_cp_rank
-from zero_strategy.distributed.fsdp_index import FSDPDistributedIndex
-from zero_strategy.distributed.group_ranks import get_pg_rank, get_pg_size, get_pg_src_rank
-from zero_strategy.distributed.mesh_names import contains_submesh, get_mesh_names
-from zero_strategy.distributed.parallel_groups import ParallelGroups, tensor_parallel_group
-from zero_strategy.distributed.symmetric_memory import GlobalSymmetricMemoryBuffer
+from zero_strategy.compat.megatron.fsdp_index import FSDPDistributedIndex
+from zero_strategy.compat.megatron.groups import (
+    ParallelGroups,
+    batch_from_ranks,
+    batch_on_rank,
+    contains_submesh,
+    get_batch_on_this_cp_rank,
+    get_mesh_names,
+    get_pg_rank,
+    get_pg_size,
+    get_pg_src_rank,
+    tensor_parallel_group,
+)
+from zero_strategy.compat.megatron.tensors import GlobalSymmetricMemoryBuffer
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:

@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from zero_strategy.distributed.collectives import Communicator
-from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.distributed.local_ranks import LocalRankError, run_local_ranks
-from zero_strategy.distributed.sealed import KEY_VARIABLE
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.local_ranks import KEY_VARIABLE, LocalRankError, run_local_ranks
 
 HERE = "tests.distributed.test_local_ranks"
 
@@ -51,7 +49,7 @@ def test_a_failure_is_told_by_rank_and_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_command_ends(tmp_path: Path, how: signal.Signals) -> None:
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # else as the tests were started
-    code += f"from zero_strategy.distributed.local_ranks import run_local_ranks as run; run('{HERE}:fail_or_wait', "
+    code += f"from zero_strategy.comm.local_ranks import run_local_ranks as run; run('{HERE}:fail_or_wait', "
     process = subprocess.Popen([sys.executable, "-c", f"{code}({str(tmp_path)!r}, False), 1)"], stderr=subprocess.PIPE)
     while not list(tmp_path.iterdir()):
         assert process.poll() is None, process.communicate()[1].decode()
@@ -121,7 +119,7 @@ class Planted:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_only_the_loopback_is_listened_on_and_nothing_of_it_unpickled(tmp_path: Path) -> None:
     code = (
-        f"from zero_strategy.distributed.local_ranks import run_local_ranks as run; print(run('{HERE}:meet_and_wait', "
+        f"from zero_strategy.comm.local_ranks import run_local_ranks as run; print(run('{HERE}:meet_and_wait', "
     )
     code += f"({str(tmp_path)!r},), 2))"
     temporary = tmp_path / "temporary"

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from zero_strategy.distributed.meeting_pipes import MeetingPipes
-from zero_strategy.distributed.tracks import TransportError
+from zero_strategy.comm.shared_memory import MeetingPipes
+from zero_strategy.watchdog.flight_recorder import TransportError
 
 
 def connected(size: int, timeout: float = 20.0) -> list[MeetingPipes]:
@@ -78,7 +78,7 @@ def test_time_is_bounded() -> None:
 
 _OTHER = """
 import os, sys
-from zero_strategy.distributed.meeting_pipes import MeetingPipes
+from zero_strategy.comm.shared_memory import MeetingPipes
 mine = MeetingPipes(1, 20.0)
 print(mine.number, flush=True)
 assert mine.connect(0, int(sys.argv[1]), int(sys.argv[2]))

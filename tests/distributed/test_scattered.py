@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.distributed import CommunicationCounters, Communicator
-from zero_strategy.distributed.scattered import Scattered
-from zero_strategy.distributed.shared_memory import LEAST_BYTES, SLOT_BYTES
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.pending import Scattered
+from zero_strategy.comm.shared_memory import LEAST_BYTES, SLOT_BYTES
 
 
 def scattered(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Scattered, Tensor]:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.launcher import Launcher
-from zero_strategy.distributed import CommunicationCounters, Communicator, shared_memory
-from zero_strategy.distributed.shared_memory import LEAST_BYTES, SLOT_BYTES, VARIABLE
+from zero_strategy.comm import shared_memory
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.shared_memory import LEAST_BYTES, SLOT_BYTES, VARIABLE
 
 SIZES = (LEAST_BYTES // 4, LEAST_BYTES // 2 + 7, SLOT_BYTES // 2 + 333)
 """Elements of a slice: one round or several, below and above what one holds."""

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from tests.warm import run_warm
-from zero_strategy.distributed.start import Place, discover, first_host
-from zero_strategy.scripts import add_config_arguments
-from zero_strategy.scripts.arguments import config_of
+from zero_strategy.comm.process_group import Place, discover, first_host
+from zero_strategy.compat.deepspeed.scripts.entry import add_config_arguments, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_", "MPI_")
@@ -67,7 +66,7 @@ def test_first_host(nodes: str, first: str) -> None:
 
 
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist, zero_strategy.scripts as deepspeed
+import os, sys, torch, torch.distributed as dist, zero_strategy.compat.deepspeed.scripts as deepspeed
 deepspeed.init_distributed({backend!r}, distributed_port={port}, verbose={verbose})
 deepspeed.init_distributed()
 total = torch.ones(1) * (dist.get_rank() + 1)
@@ -122,7 +121,7 @@ def test_arguments() -> None:
 
 
 def test_local_rank_has_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_strategy.scripts import initialize
+    from zero_strategy.compat.deepspeed.scripts.entry import initialize
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ValueError, match=r"args.local_rank is 0, the variable LOCAL_RANK 1"):
@@ -130,7 +129,7 @@ def test_local_rank_has_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_starting_can_be_left_to_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_strategy.scripts import initialize
+    from zero_strategy.compat.deepspeed.scripts.entry import initialize
 
     for name, value in {**TORCHRUN, "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -23,12 +23,12 @@ from tests.checkpoint.killable import digest
 from tests.engine.nets import Net
 from tests.launcher import Launcher
 from tests.models import build, loss_fn, make_batch
-from zero_strategy.checkpoint.open_any import open_any
+from zero_strategy.checkpoint.load import open_together
+from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.checkpoint.verify import verify
 from zero_strategy.config import load_config
+from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.loading import open_together
-from zero_strategy.saving.job import PendingSave
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mounts and resource limits")
 BACKGROUND = [False, True]

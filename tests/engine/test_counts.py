@@ -17,7 +17,7 @@ from tests.engine.live import live_bytes, only_new
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.held import EXCHANGES
+from zero_strategy.planning.held import EXCHANGES
 
 WIDTH = 128
 BLOCKS = 8

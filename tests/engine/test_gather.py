@@ -18,11 +18,11 @@ from tests.engine.live import live_bytes, only_new
 from tests.engine.nets import Net, loss_of, net
 from tests.engine.twins import Setting, ShardedTwin
 from tests.launcher import Launcher, RankError
-from zero_strategy import sharding
+from zero_strategy import fsdp as sharding
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.sharded_parameter import ShardedParameter
 from zero_strategy.optim import full_state
-from zero_strategy.sharding.sharded_parameter import ShardedParameter
 
 STAGE_3 = Setting(3, "per_micro_batch")
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from tests.engine.nets import loss_of, net
 from tests.engine.twins import KEPT, Setting, ShardedTwin
 from tests.launcher import Launcher
-from zero_strategy import sharding
+from zero_strategy import fsdp as sharding
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.released import weighted_sum
 from zero_strategy.optim.full_state import safe_get_full_fp32_param
-from zero_strategy.sharding.edits import weighted_sum
 
 STAGE_3 = Setting(3, "per_micro_batch")
 

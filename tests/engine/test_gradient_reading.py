@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
 from tests.launcher import Launcher
+from zero_strategy.comm.barrier import RendezvousError
 from zero_strategy.config import load_config
-from zero_strategy.distributed.rendezvous import RendezvousError
 from zero_strategy.engine import ZeroEngine
 
 CASES = [(1, "per_step"), (1, "per_micro_batch"), (2, "per_micro_batch"), (3, "per_step"), (3, "per_micro_batch")]

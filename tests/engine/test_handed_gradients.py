@@ -22,10 +22,10 @@ from tests.engine.training import Case, train_cases
 from tests.launcher import Launcher
 from tests.models import KINDS
 from tests.reference import Trained
+from zero_strategy.comm import collectives, shared_memory
 from zero_strategy.config import load_config
-from zero_strategy.distributed import collectives, shared_memory
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.sharding.local_sums import LocalSums
+from zero_strategy.fsdp.grad_accumulation import LocalSums
 
 
 @contextmanager

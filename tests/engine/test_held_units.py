@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tests.engine.nets import Net, loss_of, net
 from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.optim.full_state import safe_set_full_fp32_param
-from zero_strategy.sharding import GatheredParameters
 
 LONGER = [Setting(3, "per_micro_batch", {"release_after_forward": False}), KEPT]
 

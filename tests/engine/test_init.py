@@ -13,11 +13,11 @@ from torch import nn
 
 from tests.engine.live import live_bytes, only_new
 from tests.launcher import Launcher
-from zero_strategy import sharding
+from zero_strategy import fsdp as sharding
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.sharded_parameter import ShardedParameter
 from zero_strategy.pipeline import LayerSpec, PipelineModule
-from zero_strategy.sharding.sharded_parameter import ShardedParameter
 
 WIDTH = 8
 

@@ -19,9 +19,9 @@ from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, ShardedTwin, Twi
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.offload import Offload
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_set_full_fp32_param
-from zero_strategy.sharding import GatheredParameters
+from zero_strategy.planning.buckets import Offload
 
 SETTINGS = [
     KEPT,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.launcher import Launcher
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.process_group import own_group
 from zero_strategy.config import load_config
-from zero_strategy.distributed import CommunicationCounters, Communicator
-from zero_strategy.distributed.groups import own_group
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.pipeline.replicas import Gathered
+from zero_strategy.pipeline.ties import Gathered
 from zero_strategy.train_state import ModelPart
 
 STAGES = (0, 1, 2, 3)

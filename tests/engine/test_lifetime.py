@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.engine.nets import loss_of, net
 from tests.engine.twins import DEFAULTS, ShardedTwin, Twin, play
 from tests.launcher import Launcher
-from zero_strategy.distributed.rendezvous import RendezvousError
-from zero_strategy.sharding import GatheredParameters
+from zero_strategy.comm.barrier import RendezvousError
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

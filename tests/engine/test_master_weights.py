@@ -15,9 +15,9 @@ from tests.engine.nets import Net, loss_of, net
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
+from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.optim import full_state
-from zero_strategy.sharding import GatheredParameters
-from zero_strategy.sharding.parameters import ParameterBucket
 
 BF16 = torch.bfloat16
 

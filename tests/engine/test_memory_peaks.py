@@ -12,9 +12,9 @@ from tests.engine.nets import Block, loss_of, seeded
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.sharding import Init
-from zero_strategy.sharding.gradients import GradientBucket
-from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.fsdp.init import Init
+from zero_strategy.fsdp.param_bucket import ParameterBucket
 
 WIDTH, DEPTH = 16, 12
 

@@ -16,16 +16,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.pretended import pretend
-from zero_strategy.distributed.dense_groups import align_dense_tensors, all_gather_dp_groups
-from zero_strategy.ops.applier import local_multi_tensor_applier, local_multi_tensor_l2_norm
-from zero_strategy.optim import (
-    DummyOptim,
+from zero_strategy.compat.megatron.fsdp_index import align_dense_tensors, all_gather_dp_groups
+from zero_strategy.compat.megatron.gradients import (
     clip_grad_norm_,
     clip_tensors_by_global_norm,
     get_global_norm_of_tensors,
     get_grad_norm,
 )
-from zero_strategy.sharding.parallel_marks import (
+from zero_strategy.compat.megatron.models import (
     bwc_tensor_model_parallel_rank,
     get_mcore_tensor_parallel_partition_dim,
     is_expert_parameter,
@@ -33,6 +31,8 @@ from zero_strategy.sharding.parallel_marks import (
     is_mcore_tensor_parallel_duplicated,
     is_model_parallel_parameter,
 )
+from zero_strategy.ops.multi_tensor import local_multi_tensor_applier, local_multi_tensor_l2_norm
+from zero_strategy.optim import DummyOptim
 
 ORDERS: list[float | str] = [1.0, 2, 3.5, math.inf, "inf"]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zero_strategy.optim.norm import global_norm
+from zero_strategy.optim.grad_norm import global_norm
 
 
 def _norm(values: list[float], order: float, scale: float = 1.0) -> tuple[float, bool]:

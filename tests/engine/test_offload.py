@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from tests.launcher import Launcher
 from zero_strategy.config import load_config, resolve
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.backends import IO_VARIABLE
-from zero_strategy.memory.device_copies import DeviceCopies
-from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
+from zero_strategy.offload.file_queues import IO_VARIABLE
+from zero_strategy.offload.tier import DeviceCopies, NvmeTier, NvmeTransfer
 from zero_strategy.optim import FusedAdamW, FusedLamb, FusedLion
 from zero_strategy.optim.full_state import (
     safe_get_full_fp32_param,
@@ -32,7 +32,6 @@ from zero_strategy.optim.full_state import (
     safe_set_full_optimizer_state,
 )
 from zero_strategy.optim.streamed import StreamedStep
-from zero_strategy.sharding import GatheredParameters
 
 SMALL = 1 << 16
 """Staging bytes that make chunks of 1024 elements."""

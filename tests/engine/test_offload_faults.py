@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.engine.test_offload import FullDrive, last_write_failed, make, outcome, tiers, train, unequal
 from tests.launcher import Launcher, RankError
-from zero_strategy.memory.backends import BACKENDS, IO_VARIABLE
+from zero_strategy.offload.file_queues import BACKENDS, IO_VARIABLE
 
 QUICK = {"probe_seconds": 0, "staging_bytes": 1 << 16}
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tests.engine.nets import loss_of, net
 from tests.engine.twins import DEFAULTS, Setting, ShardedTwin, Twin, play
 from tests.launcher import Launcher
-from zero_strategy.sharding import GatheredParameters
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 
 STAGE_3 = Setting(3, "per_micro_batch")
 

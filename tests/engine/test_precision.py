@@ -281,7 +281,7 @@ def hybrid(stage: int, dtype: torch.dtype | None, folder: str) -> dict[str, Any]
         reference.zero_grad()
     masters = {name: full_state.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
     gap = max(float((masters[name] - p.detach()).abs().max()) for name, p in plain.named_parameters())
-    from zero_strategy.sharding import GatheredParameters
+    from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 
     with GatheredParameters(model.head.bias, modifier_rank=3), torch.no_grad():
         model.head.bias.fill_(float(rank))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.engine.nets import loss_of, net
 from tests.engine.twins import Setting, ShardedTwin
 from tests.launcher import Launcher
-from zero_strategy import sharding
+from zero_strategy import fsdp as sharding
 
 NAME = "blocks.1.up.weight"
 
@@ -132,7 +132,7 @@ def test_other_uses_are_warned_of_once(ranks: Launcher) -> None:
 
 def calls_in_a_step() -> int:
     """Calls of `__torch_function__` in a training step."""
-    from zero_strategy.sharding.released import ReleasedParameter
+    from zero_strategy.fsdp.released import ReleasedParameter
 
     twin, model, _ = released()
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from tests.engine.divided import CLIP, MICRO_BATCHES, STEPS, adamw, gpt, loss_of, parallelize, tokens, train_plain
 from tests.launcher import Launcher
+from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import load_config
-from zero_strategy.distributed.tensor_parallel import make_device_mesh
 from zero_strategy.engine import ZeroEngine
 
 

@@ -14,13 +14,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.engine.divided import MICRO_BATCHES, adamw, gpt, loss_of, tokens, train_plain
 from tests.engine.test_tensor_parallel import begin, run_steps
 from tests.launcher import Launcher
+from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import load_config
-from zero_strategy.diagnostics.gradient_norms import ParameterNorms
+from zero_strategy.diagnostics.norms import ParameterNorms
 from zero_strategy.diagnostics.replica_check import replica_report
-from zero_strategy.distributed.tensor_parallel import make_device_mesh
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
+from zero_strategy.fsdp.init import Init
 from zero_strategy.optim import full_state
-from zero_strategy.sharding import GatheredParameters, Init
 
 WATCHED = ("blocks.0.up.weight", "blocks.1.down.weight", "embed.weight", "norm.weight", "position")
 """Divided along the first dimension, along the second, unevenly, and not at all."""

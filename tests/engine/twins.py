@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.reference import Order
+from zero_strategy.compat.megatron.gradients import clip_tensors_by_global_norm
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.optim import clip_tensors_by_global_norm
 from zero_strategy.optim.full_state import safe_get_full_grad
 
 Script = Callable[["Twin"], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import verify_gpt
-from zero_strategy.diagnostics.verify import verify
+from zero_strategy.verify import verify
 
 
 def test_the_factory() -> None:

@@ -11,8 +11,8 @@ from tests.ops.native import FLOATS, same_bits
 from tests.ops.test_normalization_ops import arguments
 from tests.ops.test_softmax_ops import scores
 from zero_strategy import ops
-from zero_strategy.ops import dropout as d
-from zero_strategy.ops.philox import WORD, keep_scale, philox
+from zero_strategy.ops import fused_layers as d
+from zero_strategy.ops.fused_layers import WORD, keep_scale, philox
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -110,7 +110,7 @@ def test_more_elements_than_fit_into_32_bits() -> None:
     found = list(ops.quantize_blocks(x, block_size=columns))
     assert torch.equal(found[0][-2 * columns :], codes) and torch.equal(found[1][-2:], scales)
     x[-2:] = 1
-    sums = d._backward(x, ones, STATE, 0.25, x.dtype)
+    sums = d._dropout_backward(x, ones, STATE, 0.25, x.dtype)
     seed, offset = STATE.tolist()
     blocks = torch.arange((rows - 2) * columns // 4, rows * columns // 4)
     words = torch.stack(philox(blocks & WORD, blocks >> 32, *torch.tensor([offset, 0]), seed=seed), 1).view(2, columns)

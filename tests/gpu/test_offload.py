@@ -11,8 +11,7 @@ import torch
 from tests.gpu.test_cuda import nccl  # noqa: F401
 from tests.models import build, loss_fn, make_batch, param_groups
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.device_copies import DeviceCopies
-from zero_strategy.memory.host_memory import HostMemory
+from zero_strategy.offload.tier import DeviceCopies, HostMemory
 
 pytestmark = pytest.mark.gpu
 

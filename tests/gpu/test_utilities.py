@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.gpu.test_cuda import nccl
+from zero_strategy.compat.megatron.diagnostics import NvtxRanges
+from zero_strategy.compat.megatron.gradients import clip_grad_norm_, drain_embedding_wgrad_compute
+from zero_strategy.compat.megatron.tensors import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
 from zero_strategy.diagnostics import memory_use
 from zero_strategy.diagnostics.memory_use import MemoryUse, get_ma_status, see_memory_usage
-from zero_strategy.diagnostics.nvtx import NvtxRanges
-from zero_strategy.distributed.symmetric_memory import GlobalSymmetricMemoryBuffer
-from zero_strategy.memory.scratch import GlobalMemoryBuffer
-from zero_strategy.optim import clip_grad_norm_
-from zero_strategy.pipeline.deferred_embedding import drain_embedding_wgrad_compute
 
 pytestmark = pytest.mark.gpu
 __all__ = ["nccl"]

@@ -16,7 +16,7 @@ from tests.launcher import Launcher
 from tests.pipeline.test_engine import Case, batches, config_of, module_of
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.pipeline.engine import PipelineEngine
 
 
 def train(stage: int, guard: str) -> str:

@@ -17,12 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from zero_strategy.config import load_config
-from zero_strategy.distributed.desync import Begun, Report, Wait, find_failure, positions
-from zero_strategy.distributed.failure_board import Failure, FailureBoard
-from zero_strategy.distributed.guard import Guard
-from zero_strategy.distributed.processes import ProcessCard, condition, own_card
-from zero_strategy.distributed.sites import site_of, site_of_error
-from zero_strategy.distributed.tracks import subject
+from zero_strategy.watchdog.diagnosis import Begun, Failure, FailureBoard, Report, Wait, find_failure, positions
+from zero_strategy.watchdog.flight_recorder import subject
+from zero_strategy.watchdog.peers import ProcessCard, condition, own_card
+from zero_strategy.watchdog.stacks import site_of, site_of_error
+from zero_strategy.watchdog.watchdog import Guard
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (0, 1, 2, 3)
@@ -135,7 +134,7 @@ def test_processes_of_a_namespace_that_proc_does_not_show() -> None:
     unshare = ["unshare", "--pid", "--fork", *(["--map-root-user"] if os.geteuid() else [])]
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("PID namespaces cannot be made here")
-    code = "from zero_strategy.distributed.processes import condition, own_card; print(condition(own_card()))"
+    code = "from zero_strategy.watchdog.peers import condition, own_card; print(condition(own_card()))"
     done = subprocess.run([*unshare, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "unknown\n", done.stderr
 

@@ -20,10 +20,10 @@ from tests.guard.faults import PATIENCE
 from tests.launcher import Launcher
 from tests.pipeline.test_engine import Case, batches, config_of, module_of
 from zero_strategy.config import load_config
-from zero_strategy.distributed.guard import Guard
-from zero_strategy.distributed.processes import own_card
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.pipeline.engine import PipelineEngine
+from zero_strategy.watchdog.peers import own_card
+from zero_strategy.watchdog.watchdog import Guard
 
 BUSY = {"mode": "default", "wait_seconds": 0.02, "silence_seconds": 60.0}
 """The threads look all the time."""

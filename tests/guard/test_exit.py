@@ -80,8 +80,8 @@ def test_scripts_that_end_with_what_they_were_told(tmp_path: Path) -> None:
 
 DROPPED = """
 import sys, time, pathlib
-from zero_strategy.distributed.background import BackgroundWorker
-from zero_strategy.distributed.watch import Watch
+from zero_strategy.runtime.worker import BackgroundWorker
+from zero_strategy.watchdog.watchdog import Watch
 
 class Looker:
     def look(self):

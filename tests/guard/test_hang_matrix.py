@@ -11,7 +11,7 @@ from tests.faulty import die
 from tests.guard import faults
 from tests.guard.faults import PATIENCE, QUICK, Told, play_all, play_to_the_end
 from tests.launcher import Failure, Launcher, RankError
-from zero_strategy.distributed.guard import EXIT_CODE
+from zero_strategy.watchdog.watchdog import EXIT_CODE
 
 STAGES = [0, 1, 2, 3]
 

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.guard.test_dropping import eventually
 from tests.launcher import Launcher
+from zero_strategy.comm.collectives import _native_all_gather, _native_reduce_scatter
+from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import GuardConfig
-from zero_strategy.distributed import Mesh
-from zero_strategy.distributed.collectives import _native_all_gather, _native_reduce_scatter
 
 NUMEL = 1 << 16
 """Enough to go through shared memory."""

@@ -17,13 +17,11 @@ import torch.distributed as dist
 
 from tests.guard.faults import PATIENCE
 from tests.launcher import Launcher, RankError
-from zero_strategy.distributed import Mesh
-from zero_strategy.distributed.courier import Courier
-from zero_strategy.distributed.desync import Report, title_of
-from zero_strategy.distributed.guard import Guard
-from zero_strategy.distributed.hearing import Hearing
-from zero_strategy.distributed.processes import own_card
-from zero_strategy.distributed.save_board import own_store
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.store import own_store
+from zero_strategy.watchdog.diagnosis import Report, title_of
+from zero_strategy.watchdog.peers import Courier, Hearing, own_card
+from zero_strategy.watchdog.watchdog import Guard
 
 UNHEARD = 2.0
 

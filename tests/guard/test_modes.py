@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.guard.faults import PATIENCE, Told
 from tests.launcher import Launcher
+from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import GuardConfig, load_config
-from zero_strategy.distributed import Mesh
 
 
 def _strict(seconds: float) -> Told:

@@ -14,10 +14,10 @@ from tests.faulty import die, no_number
 from tests.guard.faults import PATIENCE, QUICK, linger
 from tests.launcher import Launcher, RankError
 from tests.pipeline.test_engine import VOCABULARY, WIDTH, Block, Case, batches, config_of, loss_of, module_of
-from zero_strategy.distributed.desync import DesyncError
+from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
-from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.watchdog.diagnosis import DesyncError
 
 # ----------------------------------------------------------------------------------------- a rank skips a module
 

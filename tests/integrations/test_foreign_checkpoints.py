@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import Callback
 
 from tests.integrations.trainers import Module, error, loader, train, trainer, weights, zero
 from tests.launcher import Launcher
-from zero_strategy.checkpoint.interop import detect
-from zero_strategy.checkpoint.interop import lightning as interop
-from zero_strategy.checkpoint.portable import loaded, write_portable
+from zero_strategy.convert import lightning as interop
+from zero_strategy.convert.convert import detect
+from zero_strategy.convert.portable import loaded, write_portable
 
 CLOSE = 2e-6
 

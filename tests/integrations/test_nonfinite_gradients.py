@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.integrations.accelerate_face.training import fresh_state, make
 from tests.integrations.trainers import Module, loader, trainer, weights
 from tests.launcher import Launcher

@@ -20,9 +20,9 @@ from tests.integrations.test_registration import cli
 from tests.integrations.trainers import PLAIN, error, join, trainer, weights
 from tests.launcher import Launcher
 from zero_strategy.integrations.namespaces import pipeline_strategy_class
+from zero_strategy.pipeline.building import pipeline_layers
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.recipes import pipeline_layers
-from zero_strategy.pipeline.timeline import read_timeline
+from zero_strategy.pipeline.simulator import read_timeline
 
 
 class Case(NamedTuple):

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import zero_strategy
-from zero_strategy.deferred import is_deferred
+from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.pipeline_models import pipeline_layers, pipeline_loss
 from zero_strategy.integrations.pretrained import from_pretrained

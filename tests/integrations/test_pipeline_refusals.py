@@ -18,9 +18,9 @@ from tests.integrations.trainers import join, raises, trainer
 from tests.launcher import Launcher
 from zero_strategy.integrations.namespaces import strategy_class
 from zero_strategy.pipeline.batches import join_parts, split_batch
-from zero_strategy.pipeline.errors import PipelineError
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.specs import LayerSpec
+from zero_strategy.pipeline.transport import PipelineError
 
 
 class Outside(Module):

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import grad_norm
 from tests.integrations.trainers import Module, error, loader, raises, train, trainer, weights, zero
 from tests.launcher import Launcher
 from zero_strategy import ZeroStrategy
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.integrations.settings import check_device
-from zero_strategy.sharding import GatheredParameters
 
 
 def averaging() -> float:

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 import zero_strategy
 from tests.integrations.trainers import Module, Net, data, join, trainer, zero
 from tests.launcher import Launcher
-from zero_strategy.distributed.tensor_parallel import make_device_mesh
+from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.integrations import strategy_class
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.lightning import PipelineStrategy

@@ -12,9 +12,9 @@ import torch
 from tests.integrations.test_foreign_checkpoints import Counting, Odd
 from tests.integrations.trainers import Module, error, loader, trainer, zero
 from tests.launcher import Launcher
-from zero_strategy.checkpoint.interop import lightning as interop
-from zero_strategy.checkpoint.portable import loaded
 from zero_strategy.cli import main
+from zero_strategy.convert import lightning as interop
+from zero_strategy.convert.portable import loaded
 from zero_strategy.engine import ZeroEngine
 
 CLOSE = 2e-6

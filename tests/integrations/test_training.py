@@ -29,7 +29,7 @@ from tests.integrations.trainers import (
     zero,
 )
 from tests.launcher import Launcher
-from zero_strategy.sharding import Init
+from zero_strategy.fsdp.init import Init
 
 STAGES = (0, 1, 2, 3)
 CLOSE = 2e-6

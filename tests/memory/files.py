@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_strategy.memory.backends import BACKENDS, Backend
-from zero_strategy.memory.file_queue import OpenFile
-from zero_strategy.memory.native_queue import load_library
+from zero_strategy.offload.file_io import OpenFile
+from zero_strategy.offload.file_queues import BACKENDS, Backend, load_library
 from zero_strategy.ops.build import BuildError, recipe
-from zero_strategy.runtime.aligned import AlignedArena
+from zero_strategy.runtime.host_bytes import AlignedArena
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 

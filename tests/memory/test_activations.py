@@ -13,7 +13,7 @@ from benchmarks.gpt import GPT, GPTSize, loss_fn
 from tests.activation.alive import Alive
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.shapes import ModelShape, gpt_shape
+from zero_strategy.planning.shapes import ModelShape, gpt_shape
 
 SIZE = GPTSize(width=64, depth=3, heads=2, vocabulary=512)
 ROWS, LENGTH = 2, 32

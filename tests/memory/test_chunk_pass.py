@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.memory.files import every_backend, need, nothing_left
-from zero_strategy.memory.allowance import Allowance
-from zero_strategy.memory.backends import IO_VARIABLE, Backend
-from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
-from zero_strategy.memory.chunked import ChunkStore
-from zero_strategy.memory.cuts import Cuts, head_numel
-from zero_strategy.memory.host import HostTier
-from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
-from zero_strategy.memory.record_checksums import CorruptRecordError
-from zero_strategy.memory.state_file import TornRecordError
-from zero_strategy.memory.tier import Tier
-from zero_strategy.memory.vectors import OffloadedVector, VectorSpec, visit
+from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots, Cuts, head_numel
+from zero_strategy.offload.chunk_store import Allowance, ChunkStore
+from zero_strategy.offload.chunks import OffloadedVector, VectorSpec, visit
+from zero_strategy.offload.file_queues import IO_VARIABLE, Backend
+from zero_strategy.offload.part_file import CorruptRecordError
+from zero_strategy.offload.state_file import TornRecordError
+from zero_strategy.offload.tier import HostTier, NvmeTier, NvmeTransfer, Tier
 
 CPU = torch.device("cpu")
 NUMELS = (0, 1, 999, 1000, 1001, 12_345)

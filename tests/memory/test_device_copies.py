@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.memory.chunked import ChunkStore
-from zero_strategy.memory.device_copies import DeviceCopies
-from zero_strategy.memory.host import HostTier
-from zero_strategy.memory.vectors import VectorSpec
-from zero_strategy.optim.step_copies import StepCopies
+from zero_strategy.offload.chunk_store import ChunkStore
+from zero_strategy.offload.chunks import VectorSpec
+from zero_strategy.offload.tier import DeviceCopies, HostTier
+from zero_strategy.optim.streamed import StepCopies
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.memory.files import every_backend, need, nothing_left
-from zero_strategy.memory import open_queue, probe
-from zero_strategy.memory.backends import Backend
-from zero_strategy.memory.drive_speed import BLOCKS, DEPTHS, Trial, choose
+from zero_strategy.offload.drive_speed import BLOCKS, DEPTHS, Trial, choose, probe
+from zero_strategy.offload.file_queues import Backend, open_queue
 
 
 @every_backend

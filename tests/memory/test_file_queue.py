@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from tests.memory.files import aligned, every_backend, need, nothing_left, opened, random_bytes
-from zero_strategy.memory.backends import IO_VARIABLE, Backend, open_queue
-from zero_strategy.memory.file_queue import Extent, FileQueue, Kind, OpenFile
-from zero_strategy.memory.native_queue import NativeQueue
+from zero_strategy.offload.file_io import Extent, FileQueue, Kind, OpenFile
+from zero_strategy.offload.file_queues import IO_VARIABLE, Backend, NativeQueue, open_queue
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -284,7 +283,7 @@ def test_a_forked_child_is_told(tmp_path: Path, backend: Backend) -> None:
 
 REPORT = """
 import sys
-from zero_strategy.memory.backends import open_queue
+from zero_strategy.offload.file_queues import open_queue
 queue = open_queue()
 print(queue.backend, "|", queue.reason)
 queue.close()

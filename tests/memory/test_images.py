@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.memory.files import nothing_left
-from zero_strategy.memory.allowance import Allowance
-from zero_strategy.memory.chunk_pass import Chunk, ChunkSlots
-from zero_strategy.memory.chunked import ChunkStore
-from zero_strategy.memory.file_copies import PART_BYTES, FileCopies
-from zero_strategy.memory.images import StateImages
-from zero_strategy.memory.nvme import NvmeTier
-from zero_strategy.memory.state_file import TornRecordError
-from zero_strategy.memory.vectors import OffloadedVector, VectorSpec
+from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots
+from zero_strategy.offload.chunk_store import Allowance, ChunkStore
+from zero_strategy.offload.chunks import OffloadedVector, VectorSpec
+from zero_strategy.offload.images import PART_BYTES, FileCopies, StateImages
+from zero_strategy.offload.state_file import TornRecordError
+from zero_strategy.offload.tier import NvmeTier
 
 CPU, SIZE = torch.device("cpu"), 1000
 NUMEL = 5300

@@ -14,10 +14,10 @@ from tests.engine.test_memory_peaks import Tower, bytes_of
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.ledger import Bytes, Entry, Ledger, Owner, allocated
-from zero_strategy.sharding import GatheredParameters
-from zero_strategy.sharding.gradients import GradientBucket
-from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.planning.ledger import Bytes, Entry, Ledger, Owner, allocated
 
 ROOT, BLOCK = Owner("", ("a", "b")), Owner("block", ("c",))
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_strategy.memory import ownership
-from zero_strategy.memory.ownership import Owner, new_name, owner_of, remove_stale, this_process
-from zero_strategy.memory.state_file import StateFile
+from zero_strategy.offload import part_file as ownership
+from zero_strategy.offload.part_file import Owner, new_name, owner_of, remove_stale, this_process
+from zero_strategy.offload.state_file import StateFile
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITER = """
 import sys, torch
-from zero_strategy.memory.state_file import StateFile
+from zero_strategy.offload.state_file import StateFile
 state = StateFile(sys.argv[1], {"r": 32 << 20}, keep_name=sys.argv[2] == "keep")
 memory = torch.ones(32 << 20, dtype=torch.uint8)
 print("writing", flush=True)
@@ -144,7 +144,7 @@ def test_a_container_leaves_a_running_jobs_file_alone(tmp_path: Path) -> None:
     unshare = ["unshare", "--pid", "--fork", "--mount-proc", *(["--map-root-user"] if os.geteuid() else [])]
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("PID namespaces cannot be made here")
-    code = "import fcntl, sys; from pathlib import Path; from zero_strategy.memory import remove_stale; "
+    code = "import fcntl, sys; from pathlib import Path; from zero_strategy.offload import remove_stale; "
     code += "sys.argv[2] == 'no locks' and setattr(fcntl, 'flock', lambda *_: open('/')); "
     code += "print(len(remove_stale(Path(sys.argv[1]))))"
     with StateFile(tmp_path, {"r": 10}, keep_name=True) as state:

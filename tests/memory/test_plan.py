@@ -19,9 +19,9 @@ from tests.engine.nets import Block, loss_of, seeded
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.ledger import Entry
-from zero_strategy.memory.optimizer_states import optimizer_state, state_of
 from zero_strategy.optim import FusedLion
+from zero_strategy.planning.ledger import Entry
+from zero_strategy.planning.shapes import optimizer_state, state_of
 
 WIDTH = 10
 

@@ -17,7 +17,7 @@ from torch import nn
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.memory.reconcile import reconcile, resident
+from zero_strategy.planning.held import reconcile, resident
 
 WIDTH, DEPTH = 1536, 12
 MALLOC_MMAP_THRESHOLD = -3

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from zero_strategy.memory.indirect import WrappedTensor
-from zero_strategy.memory.scratch import GlobalMemoryBuffer
-from zero_strategy.memory.viewless import (
+from zero_strategy.compat.megatron.tensors import (
+    GlobalMemoryBuffer,
     MakeViewlessTensor,
+    WrappedTensor,
     _kernel_make_viewless_tensor,
     assert_viewless_tensor,
     make_viewless_tensor,

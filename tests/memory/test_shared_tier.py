@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from zero_strategy.memory import thread_queue
-from zero_strategy.memory.backends import IO_VARIABLE
-from zero_strategy.memory.nvme import NvmeTier
+from zero_strategy.offload import file_queues as thread_queue
+from zero_strategy.offload.file_queues import IO_VARIABLE
+from zero_strategy.offload.tier import NvmeTier
 
 NBYTES = 8192
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from tests.memory.files import aligned, every_backend, need, nothing_left, random_bytes
-from zero_strategy.memory import direct_io, part_file
-from zero_strategy.memory.backends import Backend, open_queue
-from zero_strategy.memory.record_checksums import CorruptRecordError
-from zero_strategy.memory.state_file import StateFile, TornRecordError
-from zero_strategy.memory.state_layout import StateLayout
+from zero_strategy.offload import file_io as direct_io
+from zero_strategy.offload import part_file
+from zero_strategy.offload.file_queues import Backend, open_queue
+from zero_strategy.offload.part_file import CorruptRecordError
+from zero_strategy.offload.state_file import StateFile, StateLayout, TornRecordError
 
 SIZES = {"zero": 0, "one": 1, "odd": 4097, "page": 4096, "prime": 99_991, "even": 131_072, "large": 300_007}
 
@@ -355,7 +355,7 @@ def test_a_file_that_is_forgotten_ends_its_transfers_first(
 
 def test_a_name_goes_at_exit_too(tmp_path: Path) -> None:
     script = (
-        "import sys; from zero_strategy.memory.state_file import StateFile\n"
+        "import sys; from zero_strategy.offload.state_file import StateFile\n"
         "state = StateFile(sys.argv[1], {'r': 10}, keep_name=True); assert state.paths[0].exists()\n"
         "raise RuntimeError('the end')"
     )

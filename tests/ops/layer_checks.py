@@ -15,11 +15,11 @@ from tests.ops.test_normalization_ops import arguments
 from tests.ops.test_softmax_ops import ERROR as SOFTMAX_ERROR
 from tests.ops.test_softmax_ops import mask_of, scores
 from zero_strategy import ops
-from zero_strategy.ops import dropout as d
-from zero_strategy.ops import fused_activation as g
+from zero_strategy.ops import fused_layers as d
+from zero_strategy.ops import fused_layers as g
+from zero_strategy.ops import fused_layers as s
 from zero_strategy.ops import normalization as n
 from zero_strategy.ops import quantization as q
-from zero_strategy.ops import softmax as s
 
 STATE = ops.random_state(11, 12)
 LONG = (2, 9001)
@@ -72,17 +72,18 @@ class Compared:
         bias = None if parameter is None else scores(2, shape[1:], parameter)
         error, of_sum = BIAS_ERROR[dtype], BIAS_ERROR[parameter or dtype]
         for tanh in (False, True):
-            found = self.both(g._forward, g._forward_reference, x, bias, tanh)
+            found = self.both(g._gelu_forward, g._gelu_forward_reference, x, bias, tanh)
             torch.testing.assert_close(*found, rtol=error, atol=error * 5)
-            ours, theirs = self.both(g._backward, g._backward_reference, gradient, x, bias, tanh)
+            ours, theirs = self.both(g._gelu_backward, g._gelu_backward_reference, gradient, x, bias, tanh)
             torch.testing.assert_close(ours[0], theirs[0], rtol=error * 2, atol=error * 20)
             # torch's gelu is another formula, and a sum has the errors of all rows
             torch.testing.assert_close(ours[1], theirs[1], rtol=of_sum, atol=of_sum * max(20, shape[0] / 10))
         for p in (0.0, 0.3, 1.0):
             wild = spreads(3, shape, dtype)
-            ours, theirs = self.both(d._forward, d._forward_reference, wild, bias, gradient, STATE, p)
+            ours, theirs = self.both(d._dropout_forward, d._dropout_forward_reference, wild, bias, gradient, STATE, p)
             assert same_bits(ours[0], theirs[0])
-            ours, theirs = self.both(d._backward, d._backward_reference, gradient, bias, STATE, p, dtype)
+            both = (d._dropout_backward, d._dropout_backward_reference)
+            ours, theirs = self.both(*both, gradient, bias, STATE, p, dtype)
             assert same_bits(ours[0], theirs[0])
             torch.testing.assert_close(ours[1], theirs[1], rtol=of_sum, atol=of_sum)
 
@@ -92,10 +93,10 @@ class Compared:
         mask = None if ones is None else mask_of(2, shape, torch.float32, ones)
         error = SOFTMAX_ERROR[dtype]
         for p in (0.0, 0.2):
-            found = self.both(s._forward, s._forward_reference, x, mask, STATE, causal, p)
+            found = self.both(s._softmax_forward, s._softmax_forward_reference, x, mask, STATE, causal, p)
             torch.testing.assert_close(*found, rtol=error * 4, atol=error, equal_nan=True)
             probabilities = found[0][1 if p else 0]
-            found = self.both(s._backward, s._backward_reference, gradient, probabilities, STATE, p)
+            found = self.both(s._softmax_backward, s._softmax_backward_reference, gradient, probabilities, STATE, p)
             torch.testing.assert_close(*found, rtol=error * 4, atol=error * 10, equal_nan=True)
 
     def quantization(self, numel: int, block: int, bits: int, dtype: torch.dtype) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.ops.native import FLOATS, at_every_thread_count, need_native, normal, same_bits, spread
 from zero_strategy import ops
-from zero_strategy.ops import dropout as d
-from zero_strategy.ops import fused_activation as g
-from zero_strategy.ops.philox import kept, philox_words
+from zero_strategy.ops import fused_layers as d
+from zero_strategy.ops import fused_layers as g
+from zero_strategy.ops.fused_layers import kept, philox_words
 
 DTYPES = st.sampled_from(FLOATS)
 SHAPES = st.sampled_from([(0, 5), (3, 0), (1,), (7, 1), (5, 33), (2, 3, 1025), (40, 100)])
@@ -40,9 +40,9 @@ def test_gelu_kernel_and_reference_agree(
     bias = None if parameter is None else made(seed + 2, shape[-1:], parameter)
     x = x.clamp(-1e4, 1e4)  # torch's own is NaN for infinite input, or not, by form and processor; NaN stays here
     near = {"rtol": ERROR[dtype], "atol": ERROR[dtype] * 5, "equal_nan": True}
-    torch.testing.assert_close(g._forward(x, bias, tanh), g._forward_reference(x, bias, tanh), **near)
+    torch.testing.assert_close(g._gelu_forward(x, bias, tanh), g._gelu_forward_reference(x, bias, tanh), **near)
     x = x.nan_to_num(0.0)
-    ours, theirs = g._backward(gradient, x, bias, tanh), g._backward_reference(gradient, x, bias, tanh)
+    ours, theirs = g._gelu_backward(gradient, x, bias, tanh), g._gelu_backward_reference(gradient, x, bias, tanh)
     torch.testing.assert_close(ours[0], theirs[0], rtol=ERROR[dtype] * 2, atol=ERROR[dtype] * 10)
     error = ERROR[parameter or dtype]
     torch.testing.assert_close(ours[1], theirs[1], rtol=error, atol=error * 20)
@@ -75,8 +75,10 @@ def test_dropout_kernel_and_reference_give_the_same_bits(
     x, residual = made(seed % 97, shape, dtype, wild), made(seed % 89, shape, residual_type)
     bias = None if parameter is None else made(3, shape[-1:], parameter)
     state = ops.random_state(seed, seed // 3)
-    assert same_bits(d._forward(x, bias, residual, state, p), d._forward_reference(x, bias, residual, state, p))
-    ours, theirs = (call(residual, bias, state, p, dtype) for call in (d._backward, d._backward_reference))
+    out, reference = (call(x, bias, residual, state, p) for call in (d._dropout_forward, d._dropout_forward_reference))
+    assert same_bits(out, reference)
+    both = (d._dropout_backward, d._dropout_backward_reference)
+    ours, theirs = (call(residual, bias, state, p, dtype) for call in both)
     assert same_bits(ours[0], theirs[0])
     error = ERROR[parameter or residual_type]
     torch.testing.assert_close(ours[1], theirs[1], rtol=error, atol=error)
@@ -135,8 +137,9 @@ def test_results_do_not_depend_on_threads() -> None:
     state = ops.random_state(3)
 
     def run() -> list[Tensor]:
-        found = [g._forward(x, bias, True), *g._backward(gradient, x, bias, False)]
-        found += [d._forward(x, bias, gradient, state, 0.2), *d._backward(gradient, bias, state, 0.2, x.dtype)]
+        found = [g._gelu_forward(x, bias, True), *g._gelu_backward(gradient, x, bias, False)]
+        found.append(d._dropout_forward(x, bias, gradient, state, 0.2))
+        found += d._dropout_backward(gradient, bias, state, 0.2, x.dtype)
         return found
 
     first, *others = at_every_thread_count(run)

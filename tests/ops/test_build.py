@@ -14,7 +14,7 @@ import pytest
 
 from tests.warm import run_warm
 from zero_strategy.cli import main
-from zero_strategy.ops import cache
+from zero_strategy.ops import build as cache
 from zero_strategy.ops.build import BuildError, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,7 +200,7 @@ def test_only_this_users_libraries_are_loaded(
     if name == "cpu":
         use = "from zero_strategy import ops; ops.ensure('cpu')"
     else:
-        use = "from zero_strategy.memory.backends import open_queue; open_queue().close()"
+        use = "from zero_strategy.offload.file_queues import open_queue; open_queue().close()"
     done = run_warm(use, cwd=ROOT, env=environment(tmp_path / "cache", MARKER=str(tmp_path / "loaded")))
     assert (tmp_path / "loaded").exists() == (not reason), done.stderr
     if reason:

@@ -14,7 +14,7 @@ import zero_strategy
 from tests.ops.native import need_native
 from tests.warm import run_warm_script
 from zero_strategy.cli import main
-from zero_strategy.memory import BACKENDS
+from zero_strategy.offload.file_queues import BACKENDS
 from zero_strategy.ops import libraries, ops_report
 
 

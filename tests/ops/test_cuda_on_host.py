@@ -11,7 +11,7 @@ import pytest
 from tests.ops.cuda_on_host import build_on_host, cuda_headers
 from tests.ops.native import need_native
 from tests.warm import run_warm, run_warm_script
-from zero_strategy.ops import cache
+from zero_strategy.ops import build as cache
 from zero_strategy.ops.build import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,14 +29,14 @@ print("all equal")
 BITS = """
 import hashlib, torch
 from tests.ops.native import FLOATS, need_native, spread
-from zero_strategy.ops import fused_activation as g
+from zero_strategy.ops import fused_layers as g
 need_native()
 generator, digest = torch.Generator().manual_seed(0), hashlib.sha256()
 for dtype in FLOATS:
     x, gradient = (spread(generator, 40_000, dtype).view(8, 5000) for _ in range(2))
     bias = spread(generator, 5000, dtype)
     for tanh in (False, True):
-        for result in (g._forward(x, bias, tanh), g._backward(gradient, x, bias, tanh)[0]):
+        for result in (g._gelu_forward(x, bias, tanh), g._gelu_backward(gradient, x, bias, tanh)[0]):
             digest.update(result.view(torch.uint8).numpy().tobytes())
 print(digest.hexdigest())
 """

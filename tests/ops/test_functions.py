@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zero_strategy.ops.build import SOURCES, recipe
-from zero_strategy.ops.philox import philox
+from zero_strategy.ops.fused_layers import philox
 
 PROGRAM = """
 #include <cstdint>

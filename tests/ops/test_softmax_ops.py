@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.ops.native import FLOATS, at_every_thread_count, need_native, normal, same_bits
 from zero_strategy import ops
-from zero_strategy.ops import softmax as s
-from zero_strategy.ops.philox import kept
+from zero_strategy.ops import fused_layers as s
+from zero_strategy.ops.fused_layers import kept
 
 SHAPES = st.sampled_from([(0, 3, 4), (3, 0), (1, 1), (4, 7), (2, 3, 17, 16), (3, 5, 1030), (33, 20), (2, 2500)])
 ERROR = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -51,10 +51,10 @@ def test_kernel_and_reference_agree(
     mask = None if mask_type is None else mask_of(seed, shape, mask_type, ones)
     state = ops.random_state(seed, 1)
     near = {"rtol": ERROR[dtype] * 4, "atol": ERROR[dtype], "equal_nan": True}
-    found = [call(x, mask, state, causal, p) for call in (s._forward, s._forward_reference)]
+    found = [call(x, mask, state, causal, p) for call in (s._softmax_forward, s._softmax_forward_reference)]
     torch.testing.assert_close(*found, **near)
     probabilities = found[0][1] if p else found[0][0]
-    found = [call(gradient, probabilities, state, p) for call in (s._backward, s._backward_reference)]
+    found = [call(gradient, probabilities, state, p) for call in (s._softmax_backward, s._softmax_backward_reference)]
     torch.testing.assert_close(*found, **{**near, "atol": ERROR[dtype] * 10})
 
 
@@ -125,8 +125,8 @@ def test_results_do_not_depend_on_threads() -> None:
     x, gradient, state = scores(0, (4, 300, 333), FLOATS[1]), scores(1, (4, 300, 333), FLOATS[1]), ops.random_state(2)
 
     def run() -> list[Tensor]:
-        output, probabilities = s._forward(x, None, state, True, 0.1)
-        return [output, probabilities, s._backward(gradient, probabilities, state, 0.1)]
+        output, probabilities = s._softmax_forward(x, None, state, True, 0.1)
+        return [output, probabilities, s._softmax_backward(gradient, probabilities, state, 0.1)]
 
     first, *others = at_every_thread_count(run)
     assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))

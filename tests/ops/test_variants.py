@@ -13,7 +13,7 @@ import hashlib, itertools, torch
 from tests.ops import test_optimizer_ops as optimizers
 from tests.ops.native import FLOATS, need_native, spread
 from zero_strategy import ops
-from zero_strategy.ops import dropout, fused_activation, normalization, softmax
+from zero_strategy.ops import fused_layers, normalization
 need_native()
 digest = hashlib.sha256()
 generator = torch.Generator().manual_seed(0)
@@ -40,10 +40,12 @@ for dtype, columns in itertools.product(FLOATS, (1, 37, 1024, 2051)):
             saved = (output if inverted else x, mean, rstd)
             note(*normalization._backward(gradient, *saved, weight, bias, columns, centered, inverted))
     for tanh in (True, False):
-        note(fused_activation._forward(x, bias, tanh), *fused_activation._backward(gradient, x, bias, tanh))
-    note(dropout._forward(x, bias, gradient, state, 0.3), *dropout._backward(gradient, bias, state, 0.3, dtype))
-    output, shares = softmax._forward(x, bias, state, True, 0.3)
-    note(output, shares, softmax._backward(gradient, shares, state, 0.3))
+        note(fused_layers._gelu_forward(x, bias, tanh))
+        note(*fused_layers._gelu_backward(gradient, x, bias, tanh))
+    note(fused_layers._dropout_forward(x, bias, gradient, state, 0.3))
+    note(*fused_layers._dropout_backward(gradient, bias, state, 0.3, dtype))
+    output, shares = fused_layers._softmax_forward(x, bias, state, True, 0.3)
+    note(output, shares, fused_layers._softmax_backward(gradient, shares, state, 0.3))
     for bits in (4, 8):
         codes, scales = ops.quantize_blocks(x, bits=bits, block_size=64)
         note(codes, scales, ops.dequantize_reduce([codes, codes], [scales, scales], x.shape, block_size=64))

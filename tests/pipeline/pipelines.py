@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_strategy.pipeline import PipeSchedule, Placement, TrainSchedule, build_table, inference, lower
-from zero_strategy.pipeline.actions import Kind
+from zero_strategy.pipeline.schedules import Kind
 
 WIDTH, LAYERS = 8, 8
 

@@ -24,7 +24,7 @@ from zero_strategy.pipeline import (
     inference,
     lower,
 )
-from zero_strategy.pipeline.checker import ScheduleError, check
+from zero_strategy.pipeline.checker import check
 from zero_strategy.pipeline.instructions import (
     BackwardPass,
     ForwardPass,
@@ -35,9 +35,10 @@ from zero_strategy.pipeline.instructions import (
     RecvGrad,
     ReduceGrads,
     ReduceTiedGrads,
+    ScheduleError,
     SendActivation,
+    read_ops,
 )
-from zero_strategy.pipeline.program import read_ops
 
 NUMBERS = [(1, 1), (1, 5), (2, 1), (2, 3), (3, 2), (4, 4), (4, 7), (5, 13)]
 

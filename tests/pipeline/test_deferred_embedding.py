@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed.pretended import pretend
-from zero_strategy.pipeline.deferred_embedding import (
+from zero_strategy.compat.megatron.gradients import (
     drain_embedding_wgrad_compute,
     prepare_input_tensors_for_wgrad_compute,
 )

@@ -14,14 +14,13 @@ from torch.nn import functional as F
 
 from tests.launcher import Launcher
 from zero_strategy.config import load_config, resolve
-from zero_strategy.memory.peaks import held_whole
-from zero_strategy.pipeline.auto import choose, measured_costs
-from zero_strategy.pipeline.choice import LayerCost
+from zero_strategy.pipeline.auto import LayerCost, choose, measured_costs
+from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.placement import Placement
+from zero_strategy.pipeline.schedules import Placement
+from zero_strategy.pipeline.simulator import Event, read_timeline
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
-from zero_strategy.pipeline.timeline import Event, read_timeline
-from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.planning.buckets import held_whole
 
 VOCABULARY, LENGTH, WIDTH, STEPS, CLIP = 23, 6, 12, 3, 0.3
 

@@ -21,8 +21,8 @@ from tests.launcher import Launcher
 from tests.pipeline.test_engine import Case, batches, config_of, head, layers, loss_of, module_of
 from zero_strategy.optim.full_state import safe_get_full_grad
 from zero_strategy.pipeline import build_table
-from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline_engine import PipelineEngine
+from zero_strategy.pipeline.engine import PipelineEngine
+from zero_strategy.pipeline.schedules import Kind
 
 COPIES, COUNT = 2, 4
 ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)

@@ -24,11 +24,9 @@ from tests.pipeline.pipelines import (
     micro_batches,
 )
 from zero_strategy.pipeline import DataParallelSchedule, InferenceSchedule, Placement, build_table, lower
-from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline.executor import Executor
-from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
-from zero_strategy.pipeline.simulator import simulate
-from zero_strategy.pipeline.timeline import Event
+from zero_strategy.pipeline.executor import Computation, Executor, ExecutorHooks
+from zero_strategy.pipeline.schedules import Kind
+from zero_strategy.pipeline.simulator import Event, simulate
 
 _SCHEDULES = [
     ("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("interleaved_zb", 2), ("zbv", 2),

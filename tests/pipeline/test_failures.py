@@ -15,8 +15,8 @@ from tests.faulty import Fault, Faulty, Torn, die, no_number
 from tests.launcher import Launcher, RankError
 from tests.pipeline.pipelines import Case, build_stages, data_of, expected, loss_fn, micro_batches
 from zero_strategy.pipeline import Placement
-from zero_strategy.pipeline.errors import DataEndedError
 from zero_strategy.pipeline.executor import Executor
+from zero_strategy.pipeline.transport import DataEndedError
 
 _SECONDS = 8.0
 

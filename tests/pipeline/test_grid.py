@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.launcher import Launcher, RankError
-from zero_strategy.pipeline.grid import PipelineParallelGrid
 from zero_strategy.pipeline.topology import (
     PipeDataParallelTopology,
+    PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )

@@ -12,23 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.distributed.point_to_point import Channel, PointToPoint
-from zero_strategy.pipeline.channels import Inlet, Outlet
-from zero_strategy.pipeline.errors import failure_of
+from zero_strategy.comm.p2p import Channel, PointToPoint
 from zero_strategy.pipeline.messages import (
     ALIGNMENT,
     FIRST_BYTES,
     Layout,
     Stamp,
     announce,
+    describe,
     kind_of,
     layout,
     pack,
+    put_together,
     read_header,
     read_layout,
+    take_apart,
     unpack,
 )
-from zero_strategy.pipeline.trees import describe, put_together, take_apart
+from zero_strategy.pipeline.transport import Inlet, Outlet, failure_of
 
 _STAMP = Stamp(run=3, program=0xFFFFFFFF, micro_batch=2, sequence=1)
 

@@ -14,7 +14,7 @@ from tests.launcher import Launcher
 from zero_strategy.integrations.pipeline_models import pipeline_layers, pipeline_loss
 from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.registry import SCHEDULES, build_table
+from zero_strategy.pipeline.schedules import SCHEDULES, build_table
 
 MICRO_BATCHES = 4
 Found = dict[str, tuple[Tensor, dict[str, Tensor]]]
@@ -35,8 +35,7 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def by_the_executor(kind: str, interval: int) -> Found:
-    from zero_strategy.pipeline.executor import Executor
-    from zero_strategy.pipeline.hooks import ExecutorHooks
+    from zero_strategy.pipeline.executor import Executor, ExecutorHooks
 
     class Hooks(ExecutorHooks):
         def reduce_tied_grads(self) -> None:

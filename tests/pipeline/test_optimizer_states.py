@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.pipeline.layers import WIDTH, specs, tied_specs, words
+from zero_strategy.pipeline.building import model_layer, pipeline_layers
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.optimizer_states import StageGroups, join_states, module_order, part_of_state, whole_groups
-from zero_strategy.pipeline.recipes import model_layer, pipeline_layers
+from zero_strategy.pipeline.state import StageGroups, join_states, module_order, part_of_state, whole_groups
 
 
 class Model(nn.Module):

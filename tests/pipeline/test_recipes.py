@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt_model import GPT, GPTConfig, rotary_tables
+from zero_strategy.pipeline.building import model_layer, pipeline_layers
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.recipes import model_layer, pipeline_layers
 
 
 def gpt() -> GPT:

@@ -10,9 +10,7 @@ import pytest
 
 from zero_strategy.cli import main
 from zero_strategy.pipeline import SCHEDULES, build_table, lower
-from zero_strategy.pipeline.drawing import text
-from zero_strategy.pipeline.simulator import Times, simulate
-from zero_strategy.pipeline.timeline import Event, read_timeline, timeline_of, write_timeline
+from zero_strategy.pipeline.simulator import Event, Times, read_timeline, simulate, text, timeline_of, write_timeline
 
 ONE = ("--schedule", "1f1b", "--stages", "2", "--micro-batches", "2")
 

@@ -8,9 +8,8 @@ import pytest
 
 from tests.pipeline.schedules import named
 from zero_strategy.pipeline import PipeSchedule, Placement, TrainSchedule, build_table, inference, lower
-from zero_strategy.pipeline.checker import ScheduleError
-from zero_strategy.pipeline.simulator import Times, simulate
-from zero_strategy.pipeline.timeline import Timeline
+from zero_strategy.pipeline.instructions import ScheduleError
+from zero_strategy.pipeline.simulator import Timeline, Times, simulate
 
 STAGES = (1, 2, 3, 4, 8)
 MICRO_BATCHES = (8, 9, 13, 16, 32)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_strategy.activation.checkpointer import Checkpointer
+from zero_strategy.activation.functional import Checkpointer
 from zero_strategy.pipeline.split_backward import Entrance, SplitBackward, whole_backward
 
 _WIDTH = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_strategy.pipeline import SCHEDULES, Action, Kind, Placement, Table, build_table, inference
-from zero_strategy.pipeline.csv_tables import read_csv, write_csv
+from zero_strategy.pipeline.schedules import read_csv, write_csv
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 

@@ -12,9 +12,9 @@ import torch
 
 from tests.planning.models import Stack, gpt
 from zero_strategy.cli import main
+from zero_strategy.cli.plan import shape_of_numbers
 from zero_strategy.config import load_config
-from zero_strategy.memory.shapes import ModelShape, gpt_shape
-from zero_strategy.planning.sources import shape_of_numbers
+from zero_strategy.planning.shapes import ModelShape, gpt_shape
 
 MODELS = "tests.planning.models"
 

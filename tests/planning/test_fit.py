@@ -8,17 +8,26 @@ from dataclasses import replace
 import pytest
 import torch
 
+from zero_strategy.cli.plan import family_shape
 from zero_strategy.config import load_config
-from zero_strategy.memory.allowance import PAGE_BYTES
-from zero_strategy.memory.ledger import Ledger
-from zero_strategy.memory.machine import Machine
-from zero_strategy.memory.offload import Offload
-from zero_strategy.memory.plan import MemoryPlan
-from zero_strategy.memory.shapes import ModelShape, gpt_shape
-from zero_strategy.planning.fit import Budget, changes_that_fit, fits, needs, notes, suggestions
-from zero_strategy.planning.largest import largest_models
-from zero_strategy.planning.resident import kept_bytes, moved_bytes, with_resident
-from zero_strategy.planning.sources import family_shape
+from zero_strategy.offload.chunk_store import PAGE_BYTES
+from zero_strategy.planning.buckets import Offload
+from zero_strategy.planning.fit import (
+    Budget,
+    changes_that_fit,
+    fits,
+    kept_bytes,
+    largest_models,
+    moved_bytes,
+    needs,
+    notes,
+    suggestions,
+    with_resident,
+)
+from zero_strategy.planning.ledger import Ledger
+from zero_strategy.planning.machine import Machine
+from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.planning.shapes import ModelShape, gpt_shape
 from zero_strategy.runtime.terminal import size
 
 GB = 10**9

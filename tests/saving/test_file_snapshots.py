@@ -18,7 +18,7 @@ from tests.engine.test_offload import make, outcome, tiers, train, unequal
 from tests.launcher import Launcher
 from tests.saving.test_background import HeldBack, digests, rank
 from zero_strategy.checkpoint.verify import verify
-from zero_strategy.memory.nvme import NvmeTier, NvmeTransfer
+from zero_strategy.offload.tier import NvmeTier, NvmeTransfer
 
 TIERS = {
     "nvme": 2,

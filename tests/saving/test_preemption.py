@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from tests.launcher import Launcher, RankError
 from tests.models import build, loss_fn, make_batch, param_groups
 from zero_strategy.checkpoint import CheckpointReader
+from zero_strategy.checkpoint.preemption import Preempted
 from zero_strategy.checkpoint.verify import verify
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.saving.preemption import Preempted
 
 STEPS = 5
 

@@ -17,7 +17,7 @@ import torch
 import zero_strategy
 from tests.launcher import Launcher
 from tests.saving.test_background import digests, make, train
-from zero_strategy.checkpoint.leftovers import OWNER_NAME, leave_mark, mark_name, remove_leftovers
+from zero_strategy.checkpoint.folders import OWNER_NAME, leave_mark, mark_name, remove_leftovers
 from zero_strategy.checkpoint.manifest import RECEIPTS_NAME
 from zero_strategy.config import load_config
 
@@ -61,7 +61,7 @@ def leftover(folder: Path, name: str, pid: int, host: str = "", started: str = "
 
 def test_the_mark_of_a_process_killed_while_ranks_asked_what_they_share_goes(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from zero_strategy.checkpoint.leftovers import leave_mark, mark_name;"
+        "from pathlib import Path; from zero_strategy.checkpoint.folders import leave_mark, mark_name;"
         f"leave_mark(Path({str(tmp_path)!r}) / mark_name('abc', 1))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,16 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
 from tests.distributed.pretended import pretend
-from zero_strategy.checkpoint.sharded_tensor import ShardedTensor, assemble
-from zero_strategy.distributed.dtensors import (
+from zero_strategy.compat.megatron.groups import ParallelGroups
+from zero_strategy.compat.megatron.sharded_tensors import (
+    ShardedTensor,
+    assemble,
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
+from zero_strategy.fsdp.dtensor import (
     get_data_parallel_group_if_dtensor,
     get_full_tensor_if_necessary,
     to_local_if_dtensor,
-)
-from zero_strategy.distributed.parallel_groups import ParallelGroups
-from zero_strategy.saving.sharded_tensors import (
-    make_sharded_tensor_for_checkpoint,
-    make_tp_sharded_tensor_for_checkpoint,
 )
 
 LAYERS, TENSOR, DATA = 2, 2, 3

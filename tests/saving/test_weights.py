@@ -17,9 +17,9 @@ from torch import nn
 from tests.engine.nets import net
 from tests.launcher import Launcher
 from zero_strategy.checkpoint import CheckpointReader
+from zero_strategy.checkpoint.references import digest
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.saving.references import digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool]
 

@@ -100,10 +100,10 @@ def main(deepspeed: Any, argv: list[str]) -> dict[str, Any]:
 if __name__ == "__main__":  # under a launcher
     import sys
 
-    import zero_strategy.integrations.deepspeed
+    import zero_strategy.compat.deepspeed
 
     torch.set_num_threads(1)
-    result = main(zero_strategy.integrations.deepspeed, sys.argv[1:])
+    result = main(zero_strategy.compat.deepspeed, sys.argv[1:])
     if torch.distributed.get_rank() == 0:
         print("result:", [round(loss, 6) for loss in result["losses"]])
     torch.distributed.destroy_process_group()

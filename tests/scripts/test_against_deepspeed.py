@@ -12,8 +12,8 @@ import pytest
 from tests.checkpoint.interop.deepspeed_ranks import run
 from tests.launcher import Launcher
 from tests.scripts import deepspeed_workers, old_script
-from zero_strategy import scripts
-from zero_strategy.optim.schedules import SCHEDULES
+from zero_strategy.compat.deepspeed import scripts
+from zero_strategy.compat.deepspeed.schedules import SCHEDULES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 

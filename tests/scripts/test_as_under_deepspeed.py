@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.launcher import Launcher
 from tests.scripts.old_script import data, net
-from zero_strategy.scripts import ScriptEngine
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 
@@ -120,7 +120,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path, stage: int) -> None:
 RANK = """
 import sys, torch
 from datetime import timedelta
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 rank, port, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 deepspeed.init_distributed("gloo", rank=rank, world_size=2, init_method=file or None, distributed_port=int(port))
 total = torch.ones(1)

@@ -19,11 +19,12 @@ import zero_strategy
 from tests.launcher import Launcher
 from tests.scripts import plain
 from tests.scripts.old_script import data, net
+from zero_strategy.compat.deepspeed.schedules import WarmupLR
+from zero_strategy.compat.deepspeed.scripts.data import RepeatingLoader
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim.full_state import safe_get_full_fp32_param
-from zero_strategy.optim.schedules import WarmupLR
-from zero_strategy.scripts import RepeatingLoader, ScriptEngine
 
 LR, MICRO = 0.02, 2
 Loss = Callable[[ScriptEngine, int], Tensor]

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.checkpoint.interop.test_deepspeed_engine import net, optimizer_of
 from tests.checkpoint.interop.written import unpack
-from zero_strategy.checkpoint.interop.pickles import load_restricted
+from zero_strategy.convert.pickles import load_restricted
 
 PRECISION: dict[str, dict[str, Any]] = {"z2_round_robin": {}, "z2_fp16": {"fp16": {"enabled": True}}}
 

@@ -15,13 +15,13 @@ from tests.engine.divided import loss_of, tokens
 from tests.engine.test_tensor_parallel import begin
 from tests.launcher import Launcher
 from tests.scripts.old_script import data, net
+from zero_strategy.compat.deepspeed.runtime.zero.config import OffloadDeviceEnum
+from zero_strategy.compat.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.deepspeed.runtime.zero.config import OffloadDeviceEnum
-from zero_strategy.integrations.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from zero_strategy.pipeline import LayerSpec, PipelineModule
-from zero_strategy.scripts import ScriptEngine
 
 ALL = ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
 CATEGORIES = {

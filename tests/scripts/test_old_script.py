@@ -17,7 +17,7 @@ import zero_strategy
 from tests.launcher import Launcher
 from tests.scripts import old_script, plain
 from tests.warm import run_warm_script
-from zero_strategy.scripts import ScriptEngine
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 
 STEPS, MICRO, ACCUMULATION, CLIP = 3, 2, 2, 0.5
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.1}
@@ -52,7 +52,7 @@ def write(folder: str, stage: int, ours: bool, **more: Any) -> str:
 
 def run(stage: int, folder: str, ours: bool) -> dict[str, Any]:
     argv = ["--deepspeed", "--deepspeed_config", write(folder, stage, ours), "--steps", str(STEPS * ACCUMULATION)]
-    found = old_script.main(zero_strategy.scripts, argv)
+    found = old_script.main(zero_strategy.compat.deepspeed.scripts, argv)
     engine: ScriptEngine = found.pop("engine")
     assert engine.zero_optimization_stage() == stage and engine.zero_optimization() == (stage > 0)
     world = dist.get_world_size()
@@ -108,10 +108,10 @@ def interrupted(stage: int, folder: str, then: int) -> dict[str, Any]:
     warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}}}
     half = ["--steps", str(2 * ACCUMULATION)]
     config = ["--deepspeed_config", write(folder, stage, True, **warmup)]
-    whole = old_script.main(zero_strategy.scripts, [*config, "--steps", str(4 * ACCUMULATION)])
-    first = old_script.main(zero_strategy.scripts, [*config, *half, "--save", folder + "/saved"])
+    whole = old_script.main(zero_strategy.compat.deepspeed.scripts, [*config, "--steps", str(4 * ACCUMULATION)])
+    first = old_script.main(zero_strategy.compat.deepspeed.scripts, [*config, *half, "--save", folder + "/saved"])
     config = ["--deepspeed_config", write(folder, then, True, **warmup)]
-    second = old_script.main(zero_strategy.scripts, [*config, *half, "--resume", folder + "/saved"])
+    second = old_script.main(zero_strategy.compat.deepspeed.scripts, [*config, *half, "--resume", folder + "/saved"])
     assert Path(folder, "saved", "latest").read_text().strip() == "global_step2"
     assert second["steps"] == whole["steps"] and whole["scheduler"] == "WarmupLR"
     return {
@@ -128,4 +128,4 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(ranks: Launcher, tmp_p
 
 
 def test_the_public_name_is_the_same_function() -> None:
-    assert zero_strategy.initialize is zero_strategy.scripts.initialize
+    assert zero_strategy.initialize is zero_strategy.compat.deepspeed.scripts.initialize

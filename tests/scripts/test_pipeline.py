@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.checkpoint.interop import parallel_files
 from tests.launcher import Launcher
 from tests.scripts import old_pipeline as script
-from zero_strategy.checkpoint.interop.megatron_rules import MergeRules
-from zero_strategy.pipeline.errors import DataEndedError, PipelineError
-from zero_strategy.scripts.pipeline import ScriptPipelineEngine
+from zero_strategy.compat.deepspeed.scripts.pipeline import ScriptPipelineEngine
+from zero_strategy.convert.megatron import MergeRules
+from zero_strategy.pipeline.transport import DataEndedError, PipelineError
 
 CLIP, STEPS = 0.4, 3
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}, "gradient_clipping": CLIP}

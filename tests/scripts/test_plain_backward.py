@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.launcher import Launcher
 from tests.scripts import plain
 from tests.scripts.old_script import data, net
-from zero_strategy.integrations.deepspeed.utils import safe_get_full_grad
-from zero_strategy.scripts import ScriptEngine
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
+from zero_strategy.optim.full_state import safe_get_full_grad
 
 LR, MICRO, ACCUMULATION = 0.02, 2, 3
 ADAMW = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_strategy.optim.schedules import (
+from zero_strategy.compat.deepspeed.schedules import (
     SCHEDULES,
     BatchSchedule,
     LRRangeTest,

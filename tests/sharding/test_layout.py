@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_strategy.sharding.layout import ALIGN_BYTES, BucketLayout, build_layout, cuts, round_up
+from zero_strategy.fsdp.layout import ALIGN_BYTES, BucketLayout, build_layout, cuts, round_up
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=12)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])

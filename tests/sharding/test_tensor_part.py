@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.distributed import CommunicationCounters, Communicator
-from zero_strategy.distributed.groups import own_group
-from zero_strategy.saving.tensor_pieces import pieces_in_whole, wanted_in_whole
-from zero_strategy.sharding.tensor_part import TensorPart
+from zero_strategy.checkpoint.contents import pieces_in_whole, wanted_in_whole
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.process_group import own_group
+from zero_strategy.fsdp.dtensor import TensorPart
 
 CASES = [((6,), 0), ((4, 3), 0), ((4, 6), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((1, 5), 1), ((3, 4), None), ((), None)]
 
@@ -57,7 +57,7 @@ def test_ranges_of_the_whole_are_the_part(shape: tuple[int, ...], dim: int | Non
 def test_what_is_read_of_the_whole_is_the_part(
     shape: tuple[int, ...], dim: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero_strategy.saving.tensor_pieces._READ_BYTES", 16 * 8)  # two rows or so
+    monkeypatch.setattr("zero_strategy.checkpoint.contents._READ_BYTES", 16 * 8)  # two rows or so
     everything = whole_of(shape).reshape(-1)
     for part in divided(shape, dim):
         flat = part.of_whole(whole_of(shape)).reshape(-1)

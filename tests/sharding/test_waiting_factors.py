@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_strategy.sharding.waiting_factors import WaitingFactors
+from zero_strategy.fsdp.grad_accumulation import WaitingFactors
 
 
 def test_products_have_the_bits_of_one_multiplication_after_the_other() -> None:

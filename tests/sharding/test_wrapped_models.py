@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from zero_strategy.sharding.divide import divide, ensure_divisibility, maybe_cat
-from zero_strategy.sharding.signatures import create_updated_function_signature
-from zero_strategy.sharding.wrapped_models import (
+from zero_strategy.compat.megatron.models import (
+    create_updated_function_signature,
+    divide,
+    ensure_divisibility,
     get_attr_wrapped_model,
     get_model_config,
     get_model_type,
     get_model_xattn,
     is_submodule,
+    maybe_cat,
     unwrap_model,
 )
 

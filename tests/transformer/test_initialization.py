@@ -8,8 +8,11 @@ import warnings
 import pytest
 import torch
 
-from zero_strategy.transformer.inference import deprecate_inference_params
-from zero_strategy.transformer.initialization import init_method_normal, scaled_init_method_normal
+from zero_strategy.compat.megatron.models import (
+    deprecate_inference_params,
+    init_method_normal,
+    scaled_init_method_normal,
+)
 
 
 def test_weights_are_normal_with_the_documented_deviations() -> None:

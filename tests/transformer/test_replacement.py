@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_strategy.config import load_config
-from zero_strategy.engine import ZeroEngine
-from zero_strategy.transformer import (
-    TransformerLayer,
+from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer
+from zero_strategy.compat.deepspeed.transformer.replacement import (
     hugging_face_state_dict,
     replace_transformer_layers,
     restore_transformer_layers,
 )
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
 
 TOKENS, LENGTH = 50, 9
 

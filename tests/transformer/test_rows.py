@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.transformer.test_layer import SAVING, error, inputs, kept_bytes, layer
-from zero_strategy.ops.philox import keep_scale, kept
-from zero_strategy.transformer import TransformerConfig, TransformerLayer
-from zero_strategy.transformer.dropout_masks import draw_states
+from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
+from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer, draw_states
+from zero_strategy.ops.fused_layers import keep_scale, kept
 
 SIZES = {"hidden_size": 16, "heads": 4, "num_hidden_layers": 2}
 

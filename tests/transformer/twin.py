@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zero_strategy.ops.philox import keep_scale, kept
-from zero_strategy.transformer import TransformerConfig
+from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
+from zero_strategy.ops.fused_layers import keep_scale, kept
 
 States = tuple[Tensor, Tensor, Tensor]
 

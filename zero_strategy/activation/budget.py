@@ -1,16 +1,94 @@
-"""Which units are computed again so that what they keep fits into a number of bytes, at the least computation.
+"""The activation budget: what units keep and compute is profiled, and the cheapest choice that fits is made.
+
+matrix products, convolutions, what attention gives. The rest is cheap to compute again.
+
+An op that draws random numbers is computed again even if it is a product (attention with dropout inside): a kept
+result would leave the generator behind, and what follows would draw other numbers than in forward.
 
     forward     a unit that is computed again keeps its inputs, another one all that its backward needs
     backward    from the last unit to the first; one that is computed again has all that its backward needs once more
 
 so the bytes are at their largest at the end of the forward, or while a unit is computed again: they are what units
 before it keep, and all of its own.
+
+Bytes are those of memory that saved-tensor hooks see; costs are counted and not timed, so that all ranks measure alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from zero_strategy.activation.offload import Storages, add_storage, storage_keys
+from zero_strategy.fsdp.unshard import tensors_in
+from zero_strategy.runtime.torch_private import TorchDispatchMode, packet_of, schema_of
+
+KEPT_OPS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::linear",
+        "aten::_addmm_activation",
+        "aten::_scaled_mm",
+        "aten::_grouped_mm",
+        "aten::convolution",
+        "aten::mkldnn_convolution",
+        "mkldnn::_linear_pointwise",
+        "mkldnn::_convolution_pointwise",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "flex_attention",
+    }
+)
+"""Names of ops, in all their overloads."""
+KEPT_NAMESPACES = ("_c10d_functional", "c10d_functional")
+"""A collective is not sent twice."""
+
+
+def keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy, as torch's selective checkpointing asks for it."""
+    kept = _name(op) in KEPT_OPS or getattr(op, "namespace", "") in KEPT_NAMESPACES
+    return CheckpointPolicy.MUST_SAVE if kept and not _draws(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What a selective checkpoint's forward and its recomputation run in."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(keep_products)
+    return contexts
+
+
+def _name(op: Any) -> str:
+    """Of an op without its overload; of a higher-order op its only one."""
+    schema = schema_of(op)
+    return schema.name if schema is not None else str(op)
+
+
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes numbers from a random generator."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    for place, argument in enumerate(schema_of(op).arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return True
 
 _STATES = 4096
 """Partial choices that are followed at once. Models of some dozen different units need fewer, for which the choice is
@@ -124,3 +202,133 @@ def _thinned(states: list[_State], open_bits: int, budget: int) -> list[_State]:
     for state in sorted(left):
         cells.setdefault(state.total // grain, state)
     return list(cells.values())
+
+_PER_ELEMENT = 64
+"""Operations of a matrix product that take about as long as writing one element of a result."""
+
+
+@dataclass
+class _Seen:
+    """One forward of a unit: memory by the reason for which it is kept, and its outputs' in order."""
+
+    unit: int
+    cost: int
+    kept: Storages = field(default_factory=dict)
+    inputs: Storages = field(default_factory=dict)
+    outputs: list[StorageWeakRef] = field(default_factory=list)
+
+
+class StepProfile:
+    """Collects the forwards of units until a choice is made.
+
+    Args:
+        parameters: Memory that does not count.
+    """
+
+    def __init__(self, parameters: frozenset[int]) -> None:
+        self._parameters = parameters
+        self._passes: list[list[_Seen]] = [[]]
+
+    def measure(
+        self, unit: int, module: nn.Module, run: Callable[[], Any], inputs: Sequence[Tensor]
+    ) -> Callable[[Any], None]:
+        """Run a unit's forward for its numbers; random states stay.
+
+        Args:
+            unit: Its number.
+            module: Its module, whose buffers do not count either.
+            run: The forward; its result is dropped.
+            inputs: The tensors that it is given.
+
+        Returns:
+            To be called with the result of the real forward.
+        """
+        known = self._parameters | storage_keys(module.buffers())
+        kept: Storages = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            add_storage(kept, tensor, known)
+            return tensor.detach()  # else a result that is kept would hold itself, and what leads to it
+
+        devices = sorted({tensor.device.index for tensor in inputs if tensor.device.type == "cuda"})
+        eager = torch.compiler.set_stance("force_eager")  # nothing is compiled inside of a dispatch mode
+        with torch.random.fork_rng(devices=devices), _casts_apart(), eager, _Operations() as operations:
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = run()
+        seen = _Seen(unit, operations.cost, kept)
+        for tensor in inputs:
+            add_storage(seen.inputs, tensor, known)
+        seen.outputs = _storages_of(result)
+        self._passes[-1].append(seen)
+        return lambda real: _rename(seen, _storages_of(real))
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """A unit is computed again, so backward has begun: what is measured from here on is another pass."""
+        if self._passes[-1]:
+            self._passes.append([])
+        yield
+
+    def result(self) -> Profile | None:
+        """The pass that keeps most; None if no unit was run."""
+        profiles = [_profile(seen) for seen in self._passes if seen]
+        return max(profiles, key=lambda profile: profile.kept, default=None)
+
+
+def _storages_of(result: Any) -> list[StorageWeakRef]:
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(result) if tensor.layout == torch.strided]
+
+
+def _rename(seen: _Seen, real: Sequence[StorageWeakRef]) -> None:
+    """A result that is kept, too, is the input of another unit: known by the memory that it really has."""
+    for measured, there in zip(seen.outputs, real, strict=True):
+        if measured in seen.kept:
+            seen.kept[there] = seen.kept.pop(measured)
+
+
+def _profile(calls: Sequence[_Seen]) -> Profile:
+    """Bytes of each call; what several keep counts once and always."""
+    uses = Counter(storage for seen in calls for storage in {*seen.kept, *seen.inputs})
+    common: Storages = {}
+    found = []
+    for seen in calls:
+        for storages in (seen.kept, seen.inputs):
+            common.update({storage: nbytes for storage, nbytes in storages.items() if uses[storage] > 1})
+        kept = {storage: nbytes for storage, nbytes in seen.kept.items() if uses[storage] == 1}
+        inputs = {storage: nbytes for storage, nbytes in seen.inputs.items() if uses[storage] == 1}
+        transient = sum(nbytes for storage, nbytes in kept.items() if storage not in inputs)
+        found.append(UnitCall(seen.unit, sum(kept.values()), sum(inputs.values()), transient, seen.cost))
+    return Profile(tuple(found), sum(common.values()))
+
+
+@contextmanager
+def _casts_apart() -> Iterator[None]:
+    """Weights that autocast casts here are not found by the real forward."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations of products and attention by torch's formulas, and the elements that other ops write."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cost = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula: Any = flop_registry.get(packet_of(func))
+        if formula is not None:
+            self.cost += int(formula(*args, **kwargs, out_val=result))
+        elif str(schema_of(func)).startswith("aten::_scaled_dot_product"):
+            self.cost += int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+        elif not getattr(func, "is_view", False):
+            self.cost += _PER_ELEMENT * sum(tensor.numel() for tensor in tensors_in(result))
+        return result

@@ -1,4 +1,6 @@
-"""What autograd keeps inside of units waits in host memory, and is brought back one unit ahead in backward.
+"""Activation offload: what autograd keeps inside of units waits in host memory, fetched one unit ahead.
+
+each of the size that is asked for, used again for the next of that size.
 
     forward     unit 1 | unit 2           | unit 3
                        | 1 to the host    | 2 to the host
@@ -12,8 +14,9 @@ tensors of other kinds than plain ones.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -22,11 +25,85 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero_strategy.activation.host_blocks import HostBlocks
-from zero_strategy.activation.storages import is_plain, storage_keys
-from zero_strategy.runtime.aligned import PAGE
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.offload.tier import HostMemory
+from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.torch_private import storage_key, version_of
 
+Storages = dict[StorageWeakRef, int]
+"""Bytes of each. While a reference is there, no other memory gets the same key."""
+
+
+def add_storage(found: Storages, tensor: Tensor, known: frozenset[int]) -> None:
+    """Note the memory of a tensor that is kept, unless it is among `known`."""
+    if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in known:
+        storage = tensor.untyped_storage()
+        found[StorageWeakRef(storage)] = storage.nbytes()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory of its own, so that its bytes can be counted and copied."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+def model_storages(model: ShardedModel) -> frozenset[int]:
+    """The memory of a model's parameters; a bucket has the same one until a numpy array shares it."""
+    return storage_keys(bucket.flat for bucket in model.buckets)
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """By what the memory of living tensors is known."""
+    return frozenset(storage_key(tensor.untyped_storage()) for tensor in tensors)
+
+class HostBlocks:
+    """Gives and takes back blocks; those that a whole pass did without are given up.
+
+    Args:
+        pinned: Page-lock them for copies from and to a CUDA device.
+
+    Attributes:
+        taken: Bytes of all blocks, whole pages.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: dict[int, list[tuple[int, HostMemory]]] = {}
+        self._pass = self._lent = 0
+        self.taken = 0
+
+    def take(self, nbytes: int) -> HostMemory:
+        """A block for `nbytes`, with whatever is in it."""
+        if not self._lent:
+            self._begin_pass()
+        self._lent += 1
+        rounded = HostMemory.rounded(nbytes)
+        free = self._free.get(rounded)
+        if free:
+            return free.pop()[1]
+        memory = HostMemory(nbytes, pinned=self._pinned)
+        if self._pinned and not memory.pinned:
+            self._pinned = False
+            warnings.warn(
+                f"offload.activations: copies wait for pageable memory: {memory.reason} (see `ulimit -l`)",
+                stacklevel=2,
+            )
+        self.taken += memory.nbytes
+        return memory
+
+    def give_back(self, memory: HostMemory) -> None:
+        """A block that nobody needs any longer; the device's copies from and to it may still be under way."""
+        self._lent -= 1
+        self._free.setdefault(memory.nbytes, []).append((self._pass, memory))
+
+    def _begin_pass(self) -> None:
+        """Nothing is lent: drop what the pass before did not need."""
+        self._pass += 1
+        for size, blocks in list(self._free.items()):
+            used = [block for block in blocks if block[0] >= self._pass - 1]
+            self.taken -= size * (len(blocks) - len(used))
+            self._free[size] = used
+            if not used:
+                del self._free[size]
 
 class ActivationStore:
     """Where units' activations wait.

@@ -1,13 +1,78 @@
-"""The options of checkpointed activations: from a DeepSpeed JSON, and from arguments, which win."""
+"""Settings of functional checkpointing: from a DeepSpeed JSON or arguments; model-parallel place; timings.
+
+from a DeepSpeed JSON, and from arguments, which win.
+
+their forwards, and their backwards, recomputation included.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zero_strategy.config.deepspeed.text import read_source
+import torch
+
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.process_group import world_rank
+from zero_strategy.config.deepspeed.classify import read_source
+from zero_strategy.runtime.terminal import report
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+_PREFIXES = ("get_model_parallel_", "get_tensor_model_parallel_")
+"""The second is what Megatron has called it since it has had pipelines as well."""
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """A model-parallel group, from this rank's point of view.
+
+    Attributes:
+        rank: This process in its group.
+        size: Ranks of the group.
+        data_rank: This process among those that have the same place in their groups.
+        group: The process group; None for a group of one.
+    """
+
+    rank: int = 0
+    size: int = 1
+    data_rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, mpu: Any) -> ModelParallel:
+        """What a unit says.
+
+        Args:
+            mpu: An object with `get_model_parallel_rank`, `_world_size` and `_group`, or their `tensor_model_parallel`
+                namesakes, and `get_data_parallel_rank`; None: every process is a group of one.
+
+        Raises:
+            TypeError: If it lacks one of them; names it.
+        """
+        if mpu is None:
+            return cls(data_rank=world_rank())
+        size = int(_ask(mpu, "world_size"))
+        place = mpu.get_data_parallel_rank() if hasattr(mpu, "get_data_parallel_rank") else world_rank() // size
+        group = _ask(mpu, "group") if size > 1 else None
+        return cls(int(_ask(mpu, "rank")), size, int(place), group)
+
+    def communicator(self, counters: CommunicationCounters) -> Communicator:
+        """Collectives of the group."""
+        return Communicator(self.group, counters)
+
+
+def _ask(mpu: Any, what: str) -> Any:
+    for prefix in _PREFIXES:
+        if hasattr(mpu, prefix + what):
+            return getattr(mpu, prefix + what)()
+    raise TypeError(f"mpu must have {' or '.join(f'{p}{what}()' for p in _PREFIXES)}; {type(mpu).__name__} has neither")
 
 SECTION = "activation_checkpointing"
 _KEYS = {
@@ -115,3 +180,107 @@ def _section(config: Any) -> Mapping[str, Any]:
     if found is None:
         raise TypeError(f"deepspeed_config must be a path or a mapping, not {type(config).__name__}")
     return {key: getattr(found, key) for key in _KEYS if hasattr(found, key)}
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CheckpointTimings:
+    """Seconds since the last `reset`.
+
+    Attributes:
+        forwards: Checkpoints whose forward was measured.
+        forward_seconds: In all of them together.
+        backwards: Checkpoints whose backward was measured.
+        backward_seconds: In all of them together, from the beginning of the recomputation to the gradients of the
+            checkpoint's inputs, the next checkpoint's backward, or the end of all, whichever comes first.
+    """
+
+    forwards: int = 0
+    forward_seconds: float = 0.0
+    backwards: int = 0
+    backward_seconds: float = 0.0
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.forwards = self.backwards = 0
+        self.forward_seconds = self.backward_seconds = 0.0
+
+    def as_metrics(self) -> dict[str, float]:
+        """Totals and means by name, for a logger."""
+        return {
+            "checkpoint/forwards": self.forwards,
+            "checkpoint/forward_seconds": self.forward_seconds,
+            "checkpoint/backwards": self.backwards,
+            "checkpoint/backward_seconds": self.backward_seconds,
+        }
+
+    def add_forward(self, seconds: float) -> None:
+        """Count one, and log it."""
+        self.forwards += 1
+        self.forward_seconds += seconds
+        report(_logger, "checkpoint %d: forward %.3f ms", self.forwards, 1e3 * seconds)
+
+    def add_backward(self, seconds: float) -> None:
+        """Count one, and log it."""
+        self.backwards += 1
+        self.backward_seconds += seconds
+        report(_logger, "checkpoint backward %d: %.3f ms", self.backwards, 1e3 * seconds)
+
+
+@dataclass
+class InBackward:
+    """Whose backward is under way, among the checkpoints of one `Checkpointer`.
+
+    Attributes:
+        watch: Its stopwatch; None between backwards.
+    """
+
+    watch: Stopwatch | None = None
+
+
+class Stopwatch:
+    """Marks the ends of a checkpoint's forward and backward, and waits for the device at each of them.
+
+    So work that is under way counts where it belongs. Checkpoints inside of others have none.
+
+    Args:
+        timings: Where measured times go; None: nothing is measured.
+        shared: With the other checkpoints, since the beginning of one's backward is the end of another's.
+    """
+
+    def __init__(self, timings: CheckpointTimings | None, shared: InBackward) -> None:
+        self._timings, self._shared = timings, shared
+        self._began = 0.0
+
+    def forward_begins(self) -> None:
+        """Before the function is called."""
+        self._began = self._now()
+
+    def forward_ends(self) -> None:
+        """After it has returned."""
+        end = self._now()
+        if self._timings is not None:
+            self._timings.add_forward(end - self._began)
+
+    def backward_begins(self) -> None:
+        """Before what is kept is fetched and the function is called again."""
+        if self._shared.watch is not None:
+            self._shared.watch.backward_ends()
+        self._shared.watch = self
+        self._began = self._now()
+
+    def backward_ends(self) -> None:
+        """After the gradients of the inputs are there; once for each beginning."""
+        if self._shared.watch is not self:
+            return
+        self._shared.watch = None
+        end = self._now()
+        if self._timings is not None:
+            self._timings.add_backward(end - self._began)
+
+    @staticmethod
+    def _now() -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()

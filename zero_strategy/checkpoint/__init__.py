@@ -1,12 +1,18 @@
 """Checkpoints: plain safetensors files under the model's own names, written in place by all ranks."""
 
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, plan_files
-from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest, OptimizerRecord, WeightRecord
-from zero_strategy.checkpoint.plan import CheckpointPlan, FileKind
+from zero_strategy.checkpoint.manifest import (
+    LATEST_NAME,
+    MANIFEST_NAME,
+    CheckpointPlan,
+    FileKind,
+    Manifest,
+    OptimizerRecord,
+    WeightRecord,
+)
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.save_writer import LatePiece, Piece, SaveWriter
 from zero_strategy.checkpoint.state_reader import StateReader
-from zero_strategy.checkpoint.writer import CheckpointWriter
+from zero_strategy.checkpoint.writer import CheckpointWriter, LatePiece, Piece, SaveWriter
 
 __all__ = [
     "LATEST_NAME",

@@ -1,4 +1,7 @@
-"""What differs between two checkpoints: names, shapes, dtypes, every element, and the records beside the tensors."""
+"""The comparison of two checkpoints: names, shapes, dtypes, every element, and the records beside them.
+
+names, shapes, dtypes, every element, and the records beside the tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.plan import FileKind
+from zero_strategy.checkpoint.manifest import FileKind
 from zero_strategy.checkpoint.state_reader import StateReader
 
 _BLOCK = 1 << 20

@@ -1,4 +1,6 @@
-"""Where every element of every tensor lies in a safetensors file, from names, dtypes and shapes alone.
+"""The layout of a safetensors file: where each element lies, headers, names and exact JSON.
+
+parameters, kinds of state and files of a checkpoint, whoever wrote it.
 
     byte 0        8                                    data_start (a multiple of 4096)        size
          +--------+---------------------+--------------+--------------+---------+-------------+
@@ -8,18 +10,75 @@
 All ranks compute the same layout without talking to each other, so each can write its own element ranges
 in place. Inside a file, tensors of wider elements come first (otherwise in the given order): the format
 allows no holes, and this alone keeps every tensor aligned to its element size.
+
+The standard module turns tuples into lists, integer keys into strings and NaN into a token that other
+parsers reject, and on reading keeps the last of two equal keys. A checkpoint must do none of these.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any, NoReturn
 
 import torch
 
-from zero_strategy.checkpoint.names import is_text
+MAX_NAME_BYTES = 255
+"""Most bytes of a file's name, on all common file systems."""
+
+
+def is_text(name: str) -> bool:
+    """Whether it has characters only, as UTF-8 and JSON need it, and not half of a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def wrong_in_file_name(name: object) -> str:
+    """Says why something cannot be the name of one file or folder; empty where it can."""
+    if not isinstance(name, str):
+        return f"is a {type(name).__name__}, not a string"
+    if name in ("", ".", ".."):
+        return "is no name of a file"
+    if "/" in name or "\0" in name:
+        return "has a '/'" if "/" in name else "has a NUL"
+    if not is_text(name):
+        return "has half of a surrogate pair, which is no character"
+    size = len(name.encode())
+    return f"takes {size} bytes, and a file's name at most {MAX_NAME_BYTES}" if size > MAX_NAME_BYTES else ""
+
+
+def check_file_name(name: object, what: str, suffix: str = "") -> None:
+    """Checks that a name, with a suffix, can be that of one file or folder, and so leads out of none.
+
+    Args:
+        name: Anything, such as a key of a file that anybody may have written.
+        what: What it names, for errors: "parameter".
+        suffix: What comes after it.
+
+    Raises:
+        ValueError: Naming it, and saying why.
+    """
+    if wrong := wrong_in_file_name(name) or wrong_in_file_name(f"{name}{suffix}"):
+        shown = repr(name) if len(repr(name)) <= 120 else f"{name!r:.117}..."
+        raise ValueError(f"{what} {shown} cannot name a file: it {wrong}")
+
+
+def folders_above(path: str) -> list[str]:
+    """The folders that a relative path lies in: ["a", "a/b"] of "a/b/c"."""
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def is_inner_path(path: object) -> bool:
+    """Whether a relative path written with "/" stays inside its directory."""
+    return isinstance(path, str) and not any(map(wrong_in_file_name, path.split("/")))
 
 PAGE = 4096
 MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse longer headers
@@ -244,3 +303,200 @@ def _stored_shape(spec: TensorSpec) -> list[int]:
     if spec.dtype == torch.float4_e2m1fn_x2:
         return [*spec.shape[:-1], 2 * spec.shape[-1]]
     return list(spec.shape)
+
+_FLOAT = "$float"
+_TUPLE = "$tuple"
+
+
+def encode(value: object, where: str) -> Any:
+    """Translates a value into what the json module writes without loss.
+
+    Finite floats need no care: json writes the shortest digits that read back as the same double.
+
+    Args:
+        value: None, bool, int, float, str, or a list, tuple or string-keyed mapping of such.
+        where: path of the value, for errors.
+
+    Returns:
+        The same value with tuples and non-finite floats wrapped in one-key mappings.
+
+    Raises:
+        TypeError: if a value or a key has a type that JSON would change or cannot hold.
+        ValueError: if a key begins with "$", which is reserved for the wrappers.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        return {_key(key, where): encode(item, f"{where}.{key}") for key, item in value.items()}
+    raise TypeError(
+        f"{where} has type {type(value).__name__}; a manifest holds only None, bool, int, float, str, "
+        "and lists, tuples and string-keyed mappings of these"
+    )
+
+
+def decode(value: Any) -> Any:
+    """Undoes `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT}:
+            return float(value[_FLOAT])
+        if value.keys() == {_TUPLE}:
+            return tuple(decode(item) for item in value[_TUPLE])
+        return {key: decode(item) for key, item in value.items()}
+    return value
+
+
+def parse_object(data: bytes, source: str) -> dict[str, Any]:
+    """Parses one JSON object.
+
+    Args:
+        data: UTF-8 text.
+        source: the file it came from, for errors.
+
+    Returns:
+        The object, not yet decoded.
+
+    Raises:
+        ValueError: naming `source`, if the text is not strict JSON, has a key twice, or is no object.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{source}: holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _key(key: object, where: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{where} has the key {key!r} of type {type(key).__name__}; keys must be strings")
+    if key.startswith("$"):
+        raise ValueError(f"{where} has the key {key!r}; keys beginning with '$' are reserved")
+    return key
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+    return result
+
+
+def _refuse_constant(token: str) -> NoReturn:
+    raise ValueError(f"{token} is not JSON")
+
+def read_layout(fd: int, path: str, source: str) -> FileLayout:
+    """Reads and checks the layout of an open file, ours or any other tool's.
+
+    Args:
+        fd: descriptor of the file, open for reading.
+        path: the file's path relative to its checkpoint; becomes `FileLayout.path`.
+        source: the file's name in errors.
+
+    Returns:
+        The layout; its tensors exactly fill the file from the header's end to the file's end.
+
+    Raises:
+        ValueError: naming the file, and the tensor where one is concerned, if the header is damaged or
+            does not agree with itself or with the size of the file.
+    """
+    size = os.fstat(fd).st_size
+    header = _read_header(fd, size, source)
+    content = parse_object(header[8:], source)
+    metadata = content.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{source}: {METADATA_KEY} does not map strings to strings")
+    parsed = [_parse_tensor(name, entry, source) for name, entry in content.items()]
+    parsed.sort(key=lambda item: (item[1], item[1] + item[0].nbytes))
+    _check_extent(parsed, size - len(header), source)
+    return FileLayout(
+        path=path,
+        specs={spec.name: spec for spec, _ in parsed},
+        offsets={spec.name: len(header) + begin for spec, begin in parsed},
+        metadata=metadata,
+        header=header,
+        size=size,
+    )
+
+
+def tensors_cut_off(fd: int, source: str) -> list[str]:
+    """The tensors that do not end within an open file whose header is whole, in the order of their bytes.
+
+    Raises:
+        ValueError: naming the file, if the header is cut off or damaged too.
+    """
+    size = os.fstat(fd).st_size
+    header = _read_header(fd, size, source)
+    content = parse_object(header[8:], source)
+    content.pop(METADATA_KEY, None)
+    parsed = sorted((_parse_tensor(name, entry, source) for name, entry in content.items()), key=lambda item: item[1])
+    return [spec.name for spec, begin in parsed if len(header) + begin + spec.nbytes > size]
+
+
+def _read_header(fd: int, size: int, source: str) -> bytes:
+    prefix = os.pread(fd, 8, 0)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > MAX_HEADER_BYTES or length < 2:
+        raise ValueError(f"{source}: not a safetensors file (no valid header length in its first 8 bytes)")
+    if 8 + length > size:
+        raise ValueError(f"{source}: truncated inside its header ({size} bytes of at least {8 + length})")
+    header = os.pread(fd, 8 + length, 0)
+    if len(header) != 8 + length or header[8:9] != b"{":
+        raise ValueError(f"{source}: not a safetensors file (its header is no JSON object)")
+    return header
+
+
+def _parse_tensor(name: str, entry: Any, source: str) -> tuple[TensorSpec, int]:
+    """Returns the tensor and the offset of its first byte in the data section."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{source}: header entry of tensor {name!r} must have dtype, shape, data_offsets")
+    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"{source}: tensor {name!r} has the unknown dtype {entry['dtype']!r}")
+    shape, span = entry["shape"], entry["data_offsets"]
+    if not _is_sizes(shape) or not _is_sizes(span) or len(span) != 2:
+        raise ValueError(f"{source}: tensor {name!r} has the malformed shape {shape!r} or offsets {span!r}")
+    if dtype == torch.float4_e2m1fn_x2:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{source}: tensor {name!r} of dtype F4 has an odd last dimension {shape}")
+        shape = [*shape[:-1], shape[-1] // 2]
+    try:
+        spec = TensorSpec(name, dtype, tuple(shape))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    if span[1] - span[0] != spec.nbytes:
+        raise ValueError(
+            f"{source}: tensor {name!r} of dtype {entry['dtype']} and shape {entry['shape']} "
+            f"takes {spec.nbytes} bytes, its offsets {span} give {span[1] - span[0]}"
+        )
+    return spec, span[0]
+
+
+def _check_extent(parsed: list[tuple[TensorSpec, int]], data_bytes: int, source: str) -> None:
+    end = 0
+    for spec, begin in parsed:
+        if begin != end:
+            what = "overlaps the tensor before it" if begin < end else "leaves a hole before it"
+            raise ValueError(f"{source}: tensor {spec.name!r} {what} (offset {begin}, expected {end})")
+        end += spec.nbytes
+        if end > data_bytes:
+            raise ValueError(
+                f"{source}: truncated: tensor {spec.name!r} ends at byte {end} of the data section, "
+                f"which has {data_bytes} bytes"
+            )
+    if end != data_bytes:
+        raise ValueError(f"{source}: has {data_bytes - end} bytes after its last tensor")
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 
-from zero_strategy.checkpoint.layout import FileLayout
-from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
-from zero_strategy.checkpoint.names import is_inner_path
-from zero_strategy.checkpoint.pace import Pace
-from zero_strategy.checkpoint.piece_writer import Board, PieceWriter, Sink
-from zero_strategy.checkpoint.pieces import FOLDER_PREFIX, rank_path, small_path
-from zero_strategy.checkpoint.plan import CheckpointPlan
+from zero_strategy.checkpoint.disk import Pace
+from zero_strategy.checkpoint.layout import FileLayout, is_inner_path
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, CheckpointPlan, Manifest
+from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX, rank_path, small_path
+from zero_strategy.checkpoint.pieces.writer import Board, PieceWriter, Sink
 from zero_strategy.checkpoint.storage import Folder, Storage
-from zero_strategy.runtime.transfer import Seen, as_bytes, memory_of
+from zero_strategy.runtime.host_bytes import Seen, as_bytes, memory_of
 
 _CHUNK_BYTES = 8 << 20
 

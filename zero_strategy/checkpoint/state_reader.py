@@ -1,4 +1,4 @@
-"""What the engine asks of an open checkpoint, whoever wrote it."""
+"""The interface of an open checkpoint, as the engine asks it, whatever wrote it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import Manifest
-from zero_strategy.checkpoint.plan import FileKind
-from zero_strategy.runtime.transfer import checksum_of
+from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.runtime.host_bytes import checksum_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,18 @@ Example:
     print(resolved.explain())
 """
 
-from .deepspeed_json import DeepSpeedSettings, inspect_deepspeed, is_deepspeed, read_deepspeed
-from .deepspeed_owned import LATER_KEYS, check_owned, dtype_fact
-from .hydra_groups import register_hydra
-from .load import load_config, load_layers
-from .resolve import Fact, ResolvedConfig, batch_fact, resolve
-from .schema import (
+from zero_strategy.config.deepspeed.read import (
+    LATER_KEYS,
+    check_owned,
+    dtype_fact,
+    inspect_deepspeed,
+    is_deepspeed,
+    read_deepspeed,
+)
+from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
+from zero_strategy.config.load import load_config, load_layers, register_hydra
+from zero_strategy.config.resolve import Fact, ResolvedConfig, batch_fact, resolve
+from zero_strategy.config.schema import (
     DEFAULT_BUDGET,
     ActivationCheckpointingConfig,
     CheckpointConfig,
@@ -25,8 +31,8 @@ from .schema import (
     UnitsConfig,
     ZeroConfig,
 )
-from .section import DEFAULT, Setting
-from .sources import Layer, preset
+from zero_strategy.config.section import DEFAULT, Setting
+from zero_strategy.config.sources import Layer, preset
 
 __all__ = [
     "ActivationCheckpointingConfig",

@@ -1,4 +1,13 @@
-"""From sources to one `ZeroConfig`: every key is checked, every value remembers where it came from."""
+"""Loading one `ZeroConfig` from all its sources: every key is checked and keeps its origin; Hydra's group.
+
+every key is checked, every value remembers where it came from.
+
+defaults:
+  - zero: zero3        # after zero_strategy.config.register_hydra()
+
+python train.py zero=zero2 zero.prefetch=2
+strategy = ZeroStrategy(config.zero)
+"""
 
 from __future__ import annotations
 
@@ -6,13 +15,35 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from .deepspeed.text import read_base64, read_json_file
-from .deepspeed_json import DeepSpeedSettings, is_deepspeed, read_deepspeed
-from .rules import ACCEPTS, check_value, from_origin, wrong_type
-from .schema import OffloadConfig, ZeroConfig
-from .section import DEFAULT, Section, Setting, default_of, is_section, typed_fields
-from .sources import NVME_PATH, Layer, nvme_paths, plain, read_file, read_mapping
-from .unknown import DEEPSPEED_KEY, deepspeed_key, is_removed, owned_key, unknown_key
+from zero_strategy.config.deepspeed.classify import read_base64, read_json_file
+from zero_strategy.config.deepspeed.read import is_deepspeed, read_deepspeed
+from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
+from zero_strategy.config.schema import OffloadConfig, ZeroConfig
+from zero_strategy.config.section import (
+    ACCEPTS,
+    DEFAULT,
+    Section,
+    Setting,
+    check_value,
+    default_of,
+    from_origin,
+    is_section,
+    typed_fields,
+    wrong_type,
+)
+from zero_strategy.config.sources import (
+    DEEPSPEED_KEY,
+    NVME_PATH,
+    Layer,
+    deepspeed_key,
+    is_removed,
+    nvme_paths,
+    owned_key,
+    plain,
+    read_file,
+    read_mapping,
+    unknown_key,
+)
 
 S = TypeVar("S", bound=Section)
 
@@ -192,3 +223,28 @@ def _build(section: type[S], settings: Mapping[str, Setting]) -> S:
         if setting is not None:
             built.record(name, getattr(built, name), setting.origin)
     return built
+
+def register_hydra(group: str = "zero") -> None:
+    """Put `zero0` to `zero3`, `zero2_offload`, `zero3_offload` and `zero3_nvme` into Hydra's ConfigStore.
+
+    Each holds all settings with their defaults, at that stage. `zero3_nvme` takes its directory from the environment
+    variable ZERO_STRATEGY_NVME_PATH, or from `zero.offload.nvme_path=[DIR]`.
+
+    Call it before `hydra.main` runs. A value of a wrong type is Hydra's error, which names the key.
+
+    Args:
+        group: Name of the group.
+
+    Raises:
+        ImportError: If hydra-core is not installed.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    files = ["${oc.env:" + NVME_PATH + "}"]
+    nodes = {f"zero{stage}": ZeroConfig(stage=stage) for stage in range(4)}
+    nodes["zero2_offload"] = ZeroConfig(stage=2, offload=OffloadConfig(optimizer="cpu"))
+    nodes["zero3_offload"] = ZeroConfig(stage=3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
+    nvme = OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path=files)
+    nodes["zero3_nvme"] = ZeroConfig(stage=3, offload=nvme)
+    for name, node in nodes.items():
+        ConfigStore.instance().store(group=group, name=name, node=node)

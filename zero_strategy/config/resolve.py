@@ -1,4 +1,7 @@
-"""From a config to the values a run uses: what was left open is derived, what a framework owns is read."""
+"""Resolution of a config: values left open are derived, those of the framework are checked.
+
+what was left open is derived, what a framework owns is read.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .schema import DEFAULT_BUDGET, ZeroConfig
-from .section import DEFAULT, Setting, table
+from zero_strategy.config.schema import DEFAULT_BUDGET, ZeroConfig
+from zero_strategy.config.section import DEFAULT, Setting, table
 
 WORLD_SIZE = "world_size"
 

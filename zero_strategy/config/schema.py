@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .rules import at_least, between, matching, non_empty, one_of, within
-from .section import Section, table
+from zero_strategy.config.section import Section, at_least, between, matching, non_empty, one_of, table, within
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .deepspeed.settings import DeepSpeedSettings
+    from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 
 
-_PLANNER = "zero_strategy.memory.plan:plan_model"
+_PLANNER = "zero_strategy.planning.memory_plan:plan_model"
 """Where `ZeroConfig.plan` leads, as a name: planning reads settings, and settings stand below it."""
 DEFAULT_BUDGET = 0.5
 """What `activation_checkpointing.budget` is where nobody set it, and can be."""
@@ -503,7 +502,7 @@ class ZeroConfig(Section):
         Args:
             model: A module, best built under `torch.device("meta")`; or a `ModelShape`, see `memory.shapes`.
             world_size: Number of ranks.
-            **options: Of `zero_strategy.memory.plan.plan_model`: `compute_dtype` (torch.bfloat16, ...), `optimizer`
+            **options: Of `planning.memory_plan.plan_model`: `compute_dtype` (torch.bfloat16, ...), `optimizer`
                 (a class name, an `OptimizerState`, a torch optimizer; default "AdamW"), `offload` (an `Offload`),
                 `device` ("cpu" or "cuda"; default: what is here), `ranks_per_host` (default: all), `snapshots`
                 (default: `checkpoint.asynchronous`), `activations` (bytes to keep free on the device), `tokens` and

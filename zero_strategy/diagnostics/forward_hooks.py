@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.runtime.torch_private import uncompiled
-from zero_strategy.sharding.gatherer import InertHook
 
 
 def watch_forwards(

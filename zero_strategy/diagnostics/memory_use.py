@@ -1,4 +1,6 @@
-"""Memory of the device and the host at one moment, as a line in the log: `see_memory_usage`.
+"""Memory in use at one moment, of the device and the host.
+
+`see_memory_usage`.
 
 What of it belongs to an engine, buffer by buffer, is in its ledger (`ZeroEngine.ledger()`).
 """
@@ -10,11 +12,30 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from zero_strategy.distributed.world import world_rank
-from zero_strategy.runtime.reporting import report
+from zero_strategy.comm.process_group import world_rank
+from zero_strategy.diagnostics.run_files import MemorySample
+from zero_strategy.planning.held import resident
+from zero_strategy.runtime.terminal import report
+
+if TYPE_CHECKING:
+    from zero_strategy.engine import ZeroEngine
+
+
+def sample_memory(engine: ZeroEngine) -> MemorySample:
+    """The ledger's sums, and what the process and the device's allocator say."""
+    tiers: dict[str, dict[str, int]] = {}
+    for (tier, category), total in engine.ledger().sums("tier", "category").items():
+        tiers.setdefault(tier, {})[category] = total.taken
+    now, peak = resident()
+    device = engine.model.device
+    if device.type != "cuda":
+        return MemorySample(tiers, now, peak)
+    allocated, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return MemorySample(tiers, now, peak, allocated, most)
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from weakref import ref
 
 from torch import Tensor
 
-from zero_strategy.diagnostics.flops_profile import FlopsProfile
-from zero_strategy.diagnostics.message_log import MessageLog
-from zero_strategy.runtime.observing import Mark
+from zero_strategy.diagnostics.profiles import FlopsProfile, MessageLog
+from zero_strategy.runtime.observer import Mark
 
 if TYPE_CHECKING:
-    from zero_strategy.config.deepspeed_json import DeepSpeedSettings
+    from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
     from zero_strategy.engine import ZeroEngine
 
 

@@ -1,6 +1,11 @@
-"""Listens to an engine and writes down where the time and the memory of its steps go.
+"""The recorder: writes down where the time and the memory of each step go.
 
-    recorder = record(engine)       # what `diagnostics.run_dir` does for every face
+recorder = record(engine)       # what `diagnostics.run_dir` does for every face
+
+The engine knows nothing of diagnostics. The integrations and `initialize` call this; so does a loop of one's own:
+
+    engine = ZeroEngine(module, {"stage": 3, "diagnostics": {"run_dir": "runs/today"}})
+    install_diagnostics(engine)
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -17,20 +23,74 @@ import torch
 from torch import Tensor
 
 from zero_strategy.config import DiagnosticsConfig
-from zero_strategy.diagnostics.facts import facts_of
 from zero_strategy.diagnostics.forward_hooks import watch_forwards
-from zero_strategy.diagnostics.intervals import Intervals
-from zero_strategy.diagnostics.memory_sample import sample_memory
-from zero_strategy.diagnostics.run_files import Interval, RunWriter
-from zero_strategy.diagnostics.step_clock import DeviceClock, HostClock, Part, StepClock
-from zero_strategy.diagnostics.step_record import StepRecord
-from zero_strategy.diagnostics.traffic import Flow, Moved, Traffic
-from zero_strategy.diagnostics.work import FlopMeter, amount, peak_operations
-from zero_strategy.runtime.observing import Mark, Span, Transfer
+from zero_strategy.diagnostics.memory_use import sample_memory
+from zero_strategy.diagnostics.run_files import Interval, RunWriter, StepRecord, facts_of
+from zero_strategy.diagnostics.step_clock import (
+    FORWARDS,
+    DeviceClock,
+    FlopMeter,
+    Flow,
+    HostClock,
+    Moved,
+    Part,
+    StepClock,
+    Traffic,
+    amount,
+    peak_operations,
+)
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.runtime.observer import Mark, Span, Transfer
 from zero_strategy.runtime.torch_private import in_backward
 
 if TYPE_CHECKING:
-    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.diagnostics.monitor import Monitor
+
+
+PHASES, TRAINING, PIPELINE = "phase", "training", "pipeline"
+"""Rows in which intervals do not overlap, or lie within one another."""
+MOST = 50_000
+"""Intervals of a step; what comes later is left out."""
+
+
+class Intervals:
+    """Collects them while a step is traced; `add` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._found: list[Interval] | None = None
+        self._phases: list[tuple[str, float]] = []
+        self._shift = time.time() - time.perf_counter()
+
+    def start(self, traced: bool) -> None:
+        """A step begins, which is traced or not."""
+        self._found = [] if traced else None
+        self._phases = []
+
+    def add(self, name: str, row: str, begin: float, end: float, detail: str = "") -> None:
+        """Note one; times are those of `time.perf_counter`."""
+        if (found := self._found) is not None and len(found) < MOST:
+            found.append(Interval(name, row, begin + self._shift, end + self._shift, detail))
+
+    def turn(self, phase: str) -> None:
+        """A phase begins; an empty one gets its name from what follows."""
+        if self._found is not None:
+            if phase not in ("", "optimizer"):  # as in `StepClock.turn`
+                name = "data_wait" if phase in FORWARDS else "other"
+                self._phases = [(known or name, begin) for known, begin in self._phases]
+            if not self._phases or self._phases[-1][0] != phase:
+                self._phases.append((phase, time.perf_counter()))
+
+    def take(self) -> list[Interval]:
+        """The step is over: all of them, by time; none if it was not traced."""
+        if self._found is None:
+            return []
+        self.turn("other")
+        end = time.perf_counter()
+        starts = [begin for _, begin in self._phases]
+        for (name, begin), stop in zip(self._phases, [*starts[1:], end]):
+            self.add(name, PHASES, begin, stop)
+        found, self._found = self._found, None
+        return sorted(found, key=lambda one: (one.begin, -one.end))
 
 _PARTS: dict[Span, Part] = {
     "all_gather": "all_gather",
@@ -345,3 +405,36 @@ def _mean(losses: list[Tensor]) -> float | None:
     if not losses:
         return None
     return float(torch.stack([loss.reshape(()).double() for loss in losses]).mean())
+
+@dataclass(frozen=True)
+class Installed:
+    """What observes an engine.
+
+    Attributes:
+        recorder: Of where time and memory of each step go (`diagnostics.run_dir`), or None.
+        monitor: Writes what a DeepSpeed JSON asks to be written (tensorboard, ...), or None.
+    """
+
+    recorder: StepRecorder | None = None
+    monitor: Monitor | None = None
+
+
+def install_diagnostics(engine: ZeroEngine) -> Installed:
+    """Begin what an engine's settings ask to be recorded; nothing is loaded where they ask for nothing.
+
+    Raises:
+        ValueError: If somebody observes the engine already, or a section cannot be carried out for such an engine.
+        OSError: If a directory cannot be written to.
+    """
+    settings = engine.config.config
+    recorder: StepRecorder | None = None
+    monitor: Monitor | None = None
+    if settings.diagnostics.run_dir:
+
+        recorder = record(engine)
+    if settings.deepspeed is not None and settings.deepspeed.observers:
+        from zero_strategy.diagnostics.monitor import Monitor
+
+        monitor = Monitor(engine, settings.deepspeed)
+    engine.note_diagnostics(*([] if monitor is None else [monitor.close]))
+    return Installed(recorder, monitor)

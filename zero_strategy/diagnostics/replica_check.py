@@ -15,12 +15,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from zero_strategy.distributed import Mesh
-from zero_strategy.distributed.rows import gather_everywhere
-from zero_strategy.distributed.world import world_rank
-from zero_strategy.sharding.dtensors import held_by
-from zero_strategy.sharding.model import sharded_model_of
-from zero_strategy.sharding.parameters import ParameterBucket
+from zero_strategy.comm.barrier import gather_everywhere
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.process_group import world_rank
+from zero_strategy.fsdp.dtensor import held_by
+from zero_strategy.fsdp.model import sharded_model_of
+from zero_strategy.fsdp.param_bucket import ParameterBucket
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,335 @@
-"""Who is slow: time of chosen sections on every rank, gathered once per report.
+"""The straggler detector: time of sections on every rank, its report, and its control port.
 
-    detector = StragglerDetector()
-    detector.configure(world=2, rank=rank, enabled=True)
-    for step, batch in enumerate(loader):
-        with detector(bdata=True):
-            batch = next(batches)                  # host time only
-        with detector:
-            loss = model(batch)                    # CUDA events on a GPU, else the wall clock
-        if step % 100 == 99:
-            detector.report(total_flops=flops, log_interval=100)     # all ranks
+the least and the greatest of each figure over the ranks, and whose they are.
+
+HTTP on this host's loopback, for who has the token.
+
+    curl -X POST -H "Authorization: Bearer TOKEN" http://127.0.0.1:65535/
+
+Any user of the host can connect, so nobody costs more than this: one connection at a time, for two seconds and with a
+head of 8 KiB at most; a few more wait in the kernel. The token is looked at first. Bodies are not kept.
+
+time of chosen sections on every rank, gathered once per report.
+
+detector = StragglerDetector()
+detector.configure(world=2, rank=rank, enabled=True)
+for step, batch in enumerate(loader):
+    with detector(bdata=True):
+        batch = next(batches)                  # host time only
+    with detector:
+        loss = model(batch)                    # CUDA events on a GPU, else the wall clock
+    if step % 100 == 99:
+        detector.report(total_flops=flops, log_interval=100)     # all ranks
 """
 
 from __future__ import annotations
 
+import hmac
+import io
 import logging
 import math
+import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_strategy.diagnostics.straggler_control import ControlPort
-from zero_strategy.diagnostics.straggler_data import GpuFigures, StragglerData
-from zero_strategy.distributed.rows import gather_row
-from zero_strategy.runtime.reporting import report
+from zero_strategy.comm.barrier import gather_row
+from zero_strategy.runtime.terminal import report
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+FIGURES = {
+    "elapsed": "ms",
+    "btime": "ms",
+    "temp": "C",
+    "power": "W",
+    "util": "%",
+    "clock": "MHz",
+}
+"""Name and unit: time per iteration, time for its batch, and of the GPU temperature, power, utilisation, clock."""
+
+
+@dataclass(frozen=True)
+class ValueWithRank:
+    """A figure and the rank that it is of.
+
+    Attributes:
+        value: None where no rank has such a probe.
+        rank: None likewise.
+        unit: Of the value.
+    """
+
+    value: float | None
+    rank: int | None
+    unit: str = ""
+
+    @property
+    def _value(self) -> float | None:
+        """Megatron's name of `value`."""
+        return self.value
+
+    @property
+    def _rank(self) -> int | None:
+        """Megatron's name of `rank`."""
+        return self.rank
+
+    @property
+    def _unit(self) -> str:
+        """Megatron's name of `unit`."""
+        return self.unit
+
+    def __lt__(self, other: ValueWithRank) -> bool:
+        """Whether the value is smaller; one that is not known is neither smaller nor greater."""
+        return self.value is not None and other.value is not None and self.value < other.value
+
+    def __gt__(self, other: ValueWithRank) -> bool:
+        """Whether the value is greater."""
+        return other < self
+
+    def __call__(self) -> tuple[float | None, int | None, str]:
+        """The three."""
+        return self.value, self.rank, self.unit
+
+    def __str__(self) -> str:
+        return "not known" if self.value is None else f"{self.value:.2f}{self.unit}/{self.rank}"
+
+
+@dataclass(frozen=True)
+class StragglerData:
+    """The least and the greatest of each figure; see `FIGURES` for names and units.
+
+    Attributes:
+        aflops: Every rank's estimated TFLOP/s, the slowest first; None where no FLOPs were told.
+    """
+
+    min_elapsed: ValueWithRank
+    max_elapsed: ValueWithRank
+    min_btime: ValueWithRank
+    max_btime: ValueWithRank
+    min_temp: ValueWithRank
+    max_temp: ValueWithRank
+    min_power: ValueWithRank
+    max_power: ValueWithRank
+    min_util: ValueWithRank
+    max_util: ValueWithRank
+    min_clock: ValueWithRank
+    max_clock: ValueWithRank
+    aflops: list[ValueWithRank] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float]]) -> StragglerData:
+        """From each rank's figures in their order, then its TFLOP/s; NaN where there is none."""
+        found: dict[str, Any] = {}
+        for column, (name, unit) in enumerate(FIGURES.items()):
+            known = [(row[column], rank) for rank, row in enumerate(rows) if not math.isnan(row[column])]
+            if not known:
+                found[f"min_{name}"] = found[f"max_{name}"] = ValueWithRank(None, None, unit)
+                continue
+            least, greatest = min(known), max(known, key=lambda pair: (pair[0], -pair[1]))
+            found[f"min_{name}"] = ValueWithRank(least[0], least[1], unit)
+            found[f"max_{name}"] = ValueWithRank(greatest[0], greatest[1], unit)
+        flops = sorted((row[len(FIGURES)], rank) for rank, row in enumerate(rows) if not math.isnan(row[len(FIGURES)]))
+        return cls(**found, aflops=[ValueWithRank(value, rank, "TF/s") for value, rank in flops] or None)
+
+    def lines(self, count: int) -> list[str]:
+        """For people.
+
+        Args:
+            count: How many of the slowest and of the fastest ranks are listed.
+        """
+        said = []
+        for name in FIGURES:
+            least, greatest = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least.value is not None:
+                said.append(f"{name}: least {least}, greatest {greatest} (value/rank)")
+        if self.aflops:
+            said.append(f"slowest: {', '.join(map(str, self.aflops[:count]))}")
+            said.append(f"fastest: {', '.join(map(str, self.aflops[: -count - 1 : -1]))}")
+        return said
+
+
+@dataclass(frozen=True)
+class GpuFigures:
+    """Of this process's GPU now; None for what its driver does not tell, and without a GPU."""
+
+    temp: int | None = None
+    power: int | None = None
+    util: int | None = None
+    clock: int | None = None
+
+    @classmethod
+    def now(cls) -> GpuFigures:
+        """Ask the driver."""
+        if not torch.cuda.is_available():
+            return cls()
+        milliwatts = _asked(torch.cuda.power_draw)
+        return cls(
+            temp=_asked(torch.cuda.temperature),
+            power=None if milliwatts is None else round(milliwatts / 1000),
+            util=_asked(torch.cuda.utilization),
+            clock=_asked(torch.cuda.clock_rate),
+        )
+
+
+def _asked(probe: Callable[[], int]) -> int | None:
+    try:
+        return int(probe())
+    except Exception:  # no library to ask with, a driver that does not tell, a device that is shared
+        return None
+
+LOOPBACK = "127.0.0.1"
+LEAST_TOKEN = 8
+"""Characters."""
+_SECONDS = 2.0
+"""That a connection may last, from its first byte to its last one."""
+_END_OF_HEAD = b"\r\n\r\n"
+_MOST_HEAD_BYTES = 8192
+_MOST_BODY_BYTES = 65536
+"""That are read and dropped: a connection that is closed with unread bytes would take the answer along."""
+
+
+class ControlPort:
+    """Counts the requests to toggle, each once.
+
+    Args:
+        port: The TCP port, 0 for any that is free.
+        token: What a request has to show.
+
+    Attributes:
+        port: The port that is listened on.
+
+    Raises:
+        ValueError: If the token is too short to keep anybody out.
+        OSError: If the port is taken.
+    """
+
+    def __init__(self, port: int, token: str) -> None:
+        if len(token) < LEAST_TOKEN:
+            raise ValueError(f"the control port's token has {len(token)} characters; give {LEAST_TOKEN} or more")
+        self._lock, self._requests = threading.Lock(), 0
+        self._server = _Server((LOOPBACK, port), _handler(self, f"Bearer {token}".encode()))
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="straggler control")
+        self._thread.start()
+
+    def count(self) -> None:
+        """One more request."""
+        with self._lock:
+            self._requests += 1
+
+    def take(self) -> int:
+        """How many requests there were since the last call."""
+        with self._lock:
+            requests, self._requests = self._requests, 0
+        return requests
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(HTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of who goes away before the answer; anything else is a defect, and printed."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+def _handler(control: ControlPort, wanted: bytes) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        server_version = "zero_strategy"
+        sys_version = ""
+
+        def setup(self) -> None:
+            """Read the head, and no further."""
+            super().setup()
+            self._end = time.monotonic() + _SECONDS
+            head = b""
+            while _END_OF_HEAD not in head and (more := self._receive(_MOST_HEAD_BYTES - len(head))):
+                head += more
+            whole, end, _ = head.partition(_END_OF_HEAD)
+            self.rfile.close()
+            self.rfile = io.BufferedReader(io.BytesIO(whole + end if end else b""))  # nothing is answered with nothing
+
+        def parse_request(self) -> bool:
+            """Whether it is a request of who has the token."""
+            if not super().parse_request():
+                return False
+            given = self.headers.get("Authorization", "")
+            if hmac.compare_digest(given.encode("latin-1", "replace"), wanted):
+                return True
+            self._answer(401, "give the token as 'Authorization: Bearer TOKEN'\n")
+            return False
+
+        def handle_expect_100(self) -> bool:
+            """Ask for no body: the answer follows at once."""
+            return True
+
+        def do_POST(self) -> None:
+            """Toggle."""
+            self._toggle()
+
+        def do_GET(self) -> None:
+            """Toggle, as curl asks without any option."""
+            self._toggle()
+
+        def _toggle(self) -> None:
+            if self.path != "/":
+                self._answer(404, "there is only /\n")
+            else:
+                control.count()
+                self._answer(200, "collection will be toggled at the end of the next report\n")
+
+        def _answer(self, status: int, text: str) -> None:
+            body = text.encode()
+            self.send_response(status)
+            if status == 401:
+                self.send_header("WWW-Authenticate", "Bearer")
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+            self.close_connection = True
+
+        def finish(self) -> None:
+            """Send what there is, and read on for a little while."""
+            super().finish()
+            try:
+                self.connection.shutdown(socket.SHUT_WR)
+            except OSError:  # it is closed already
+                return
+            left = _MOST_BODY_BYTES
+            while more := self._receive(min(left, 4096)):
+                left -= len(more)
+
+        def _receive(self, most: int) -> bytes:
+            """Bytes that have come; none at the end, or when the time is over."""
+            left = self._end - time.monotonic()
+            if most <= 0 or left <= 0:
+                return b""
+            self.connection.settimeout(left)
+            try:
+                return bytes(self.connection.recv(most))
+            except OSError:
+                return b""
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing: requests are not the training's business."""
+
+    return Handler
 
 _log = logging.getLogger(__name__)
 

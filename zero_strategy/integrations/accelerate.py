@@ -33,7 +33,7 @@ from zero_strategy.integrations.verifying import verify_settings
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from zero_strategy.diagnostics.verify_report import VerifyReport
+    from zero_strategy.verify.compare import VerifyReport
 
 __all__ = ["ZeroAccelerator"]
 

@@ -13,10 +13,10 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, batch_fact, check_owned, resolve
-from zero_strategy.deferred import is_deferred
-from zero_strategy.diagnostics.install import install_diagnostics
-from zero_strategy.diagnostics.norm_log import NormLog, NormSettings
+from zero_strategy.diagnostics.norms import NormLog, NormSettings
+from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_optimizer import ZeroOptimizer
 from zero_strategy.integrations.accelerate_pipelines import PipelineAccelerator

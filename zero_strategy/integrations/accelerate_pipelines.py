@@ -23,9 +23,9 @@ from torch import Tensor
 from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
 from zero_strategy.integrations.pipeline_runs import FaceRunner
+from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline_engine import PipelineEngine
 
 
 class AcceleratorRunner(FaceRunner):

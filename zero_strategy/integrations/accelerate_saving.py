@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
-from zero_strategy.checkpoint.save_writer import unlisted
+from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations import accelerate_states
 from zero_strategy.integrations.accelerate_step import SteppingAccelerator

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_models import ShardingAccelerator
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are
-from zero_strategy.ops.arguments import norm_order
+from zero_strategy.ops.library import norm_order
 
 
 class SteppingAccelerator(ShardingAccelerator):

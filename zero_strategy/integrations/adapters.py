@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.checkpoint.contents import state_dict_entries
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.saving.contents import state_dict_entries
 
 
 def is_adapted(module: nn.Module) -> bool:

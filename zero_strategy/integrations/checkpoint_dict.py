@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.open_any import open_any
+from zero_strategy.checkpoint.disk import beside, remove, replace_directory, sync
 from zero_strategy.checkpoint.remote import is_remote, is_remote_checkpoint
-from zero_strategy.checkpoint.replace import beside, remove, replace_directory, sync
-from zero_strategy.checkpoint.save_writer import check_replaceable
+from zero_strategy.checkpoint.writer import check_replaceable
+from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.extra_state import EXTRA_KEY, extra_state, load_extra_state
 from zero_strategy.integrations.on_demand import StateOnDemand, whole

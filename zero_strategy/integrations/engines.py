@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.config import ResolvedConfig
-from zero_strategy.deferred import is_deferred
-from zero_strategy.diagnostics.install import install_diagnostics
+from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.released import ANOTHER_STRATEGY
+from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.runtime.torch_private import map_tensors
-from zero_strategy.sharding.gatherer import InertHook
-from zero_strategy.sharding.released import ANOTHER_STRATEGY
 
 _SLOT = "_zero_strategy_engine"
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.open_any import open_any
+from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.checkpoint_dict import (
     FABRIC_FILE,

@@ -33,6 +33,7 @@ from zero_strategy.config import (
     resolve,
 )
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.model import parameters_on_meta
 from zero_strategy.integrations.engines import engine_for, engine_of, move_to
 from zero_strategy.integrations.fabric_checkpoint import FabricCheckpoints, unwrapped
 from zero_strategy.integrations.fabric_precision import FabricPrecision, ScaledFabricPrecision
@@ -40,12 +41,11 @@ from zero_strategy.integrations.precision import PLANS, precision_of
 from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
 from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.verifying import verify_settings
-from zero_strategy.sharding.materialize import parameters_on_meta
 
 if TYPE_CHECKING:
     from typing import Any as _Base
 
-    from zero_strategy.diagnostics.verify_report import VerifyReport
+    from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_strategy.distributed.rendezvous import StoreRendezvous
+from zero_strategy.comm.barrier import StoreRendezvous
 
 AGREEMENT_SECONDS = 10.0
 """How long a failed rank waits for the others to have failed at the same place too."""

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zero_strategy.distributed import Mesh
-from zero_strategy.joined import OwnBatches, joined_pass, length_of
-from zero_strategy.saving import random_state
+from zero_strategy.checkpoint import random_state
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.uneven_batches import OwnBatches, joined_pass, length_of
 
-STATE_KEY = "zero_strategy.joined"
+STATE_KEY = "zero_strategy.fsdp.uneven_batches"
 """Beside the loader's own state: batches given in the pass, and whether the rank had run out."""
 
 _OWN = frozenset({"_loader", "_length", "_mesh", "_policy", "_weights", "_own", "_resumed"})

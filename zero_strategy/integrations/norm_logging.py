@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zero_strategy.diagnostics.norm_log import NormLog, NormSettings
+from zero_strategy.diagnostics.norms import NormLog, NormSettings
 from zero_strategy.engine import ZeroEngine
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.pipeline.recipes import finished, model_layer
+from zero_strategy.pipeline.building import finished, model_layer
 from zero_strategy.pipeline.specs import ModelLayer
 
 _TRAVELLING = ("attention_mask", "position_ids")
@@ -56,7 +56,7 @@ def _recipe(model: nn.Module) -> tuple[Callable[[Any], list[ModelLayer]], Callab
             return RECIPES[each.__name__]
     raise ValueError(
         f"there is no pipeline recipe for {type(model).__name__}, only for {', '.join(RECIPES)}; "
-        "zero_strategy.pipeline.recipes.pipeline_layers(model, blocks=..., embedding=..., head=...) takes any model"
+        "zero_strategy.pipeline.building.pipeline_layers(model, blocks=..., embedding=..., head=...) takes any model"
     )
 
 

@@ -28,8 +28,8 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass, _get_mode
 from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from zero_strategy.checkpoint.deferred import Conversion, Converted, DeferredWeights, Source, Stored
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.deferred import Conversion, Converted, DeferredWeights, Source, Stored
 
 logger = logging.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from zero_strategy.integrations.checkpoint_dict import unpack
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint import StateReader
-    from zero_strategy.distributed import Mesh
+    from zero_strategy.comm.mesh import Mesh
 
 _DIRECTORY = "ranks"
 

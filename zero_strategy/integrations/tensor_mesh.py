@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import ZeroConfig
-from zero_strategy.distributed.tensor_parallel import make_device_mesh
 
 if TYPE_CHECKING:
     from typing import Any as _Base

@@ -40,6 +40,7 @@ from zero_strategy.config import (
     resolve,
 )
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.model import parameters_on_meta
 from zero_strategy.integrations.callbacks import refuse_averaging
 from zero_strategy.integrations.engines import OtherStrategy, engine_for, engine_of
 from zero_strategy.integrations.facts import trainer_facts
@@ -54,12 +55,11 @@ from zero_strategy.integrations.trainer_precision import TrainerPrecision
 from zero_strategy.integrations.trainer_preemption import TrainerPreemption
 from zero_strategy.integrations.trainer_uneven import TrainerUneven
 from zero_strategy.integrations.verifying import verify_settings
-from zero_strategy.sharding.materialize import parameters_on_meta
 
 if TYPE_CHECKING:
     from typing import Any as _Base
 
-    from zero_strategy.diagnostics.verify_report import VerifyReport
+    from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
 

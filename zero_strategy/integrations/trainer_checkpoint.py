@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.interop.lightning_write import with_grad_scaler
+from zero_strategy.checkpoint.load import open_together
 from zero_strategy.checkpoint.remote import is_remote
-from zero_strategy.distributed.together import together
+from zero_strategy.checkpoint.save_job import remove_remote
+from zero_strategy.comm.barrier import together
+from zero_strategy.convert.lightning import with_grad_scaler
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.callbacks import restore_param_groups
 from zero_strategy.integrations.checkpoint_dict import (
@@ -41,8 +43,6 @@ from zero_strategy.integrations.checkpoint_dict import (
 from zero_strategy.integrations.from_checkpoint import LoadsFromDirectory
 from zero_strategy.integrations.on_demand import StateOnDemand, take_part, untouched, whole
 from zero_strategy.integrations.trainer_resume import TrainerResume, give_own_states, own_files
-from zero_strategy.loading import open_together
-from zero_strategy.saving.places import remove_remote
 
 if TYPE_CHECKING:
     from typing import Any as _Base

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_strategy.checkpoint.contents import catalog_of, state_dict_entries
+from zero_strategy.comm.barrier import together
+from zero_strategy.comm.collectives import Communicator
 from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve
-from zero_strategy.distributed import Communicator
-from zero_strategy.distributed.together import together
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.on_demand import untouched, whole
@@ -27,17 +28,14 @@ from zero_strategy.integrations.pipeline_runs import FaceRunner, SameNumber
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.integrations.verifying import verify_settings
+from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.placement import Placement
-from zero_strategy.pipeline.registry import build_table
-from zero_strategy.pipeline_engine import PipelineEngine
-from zero_strategy.saving.catalog import catalog_of
-from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.pipeline.schedules import Placement, build_table
 
 if TYPE_CHECKING:
-    from zero_strategy.diagnostics.verify_report import VerifyReport
     from zero_strategy.integrations.trainer import TrainerStrategy as _Base
+    from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
 

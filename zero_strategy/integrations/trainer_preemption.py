@@ -13,8 +13,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zero_strategy.saving.preemption import EXIT_CODE, SignalWatch, named_signals
-from zero_strategy.saving.step_watch import Due
+from zero_strategy.checkpoint.preemption import EXIT_CODE, Due, SignalWatch, named_signals
 
 if TYPE_CHECKING:
     from typing import Any as _Base

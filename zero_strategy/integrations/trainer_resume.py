@@ -19,9 +19,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from zero_strategy.checkpoint import random_state
 from zero_strategy.integrations import rank_states
 from zero_strategy.integrations.joined_loader import bare, bare_state
-from zero_strategy.saving import random_state
 
 if TYPE_CHECKING:
     from typing import Any as _Base

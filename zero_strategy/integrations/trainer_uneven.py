@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import ZeroConfig
-from zero_strategy.distributed import Mesh
+from zero_strategy.fsdp.uneven_batches import WAYS_OUT, length_of
 from zero_strategy.integrations.joined_loader import JoinedLoader, joined_loader
-from zero_strategy.joined import WAYS_OUT, length_of
 
 if TYPE_CHECKING:
     from typing import Any as _Base

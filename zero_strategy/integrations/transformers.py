@@ -19,17 +19,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from zero_strategy.checkpoint.deferred import is_deferred
+from zero_strategy.checkpoint.exports import config_files, export_weights
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
-from zero_strategy.checkpoint.save_writer import unlisted
+from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.config import Fact, ZeroConfig, batch_fact
 from zero_strategy.config.section import DEFAULT
-from zero_strategy.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.adapters import adapter_files, is_adapted
 from zero_strategy.integrations.pretrained import from_pretrained
 from zero_strategy.integrations.trainer_folder import date_by_step, last_resumable
-from zero_strategy.saving.pretrained import config_files, export_weights
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_strategy.diagnostics.verify_report import VerifyReport
-    from zero_strategy.diagnostics.verify_subject import Factory
+    from zero_strategy.verify.compare import VerifyReport
+    from zero_strategy.verify.subject import Factory
 
 
 def verify_settings(config: Any, factory: Factory, keywords: dict[str, Any]) -> VerifyReport:
     """Verify under a face's settings; see `diagnostics.verify.verify` for the arguments."""
-    from zero_strategy.diagnostics.verify import verify
+    from zero_strategy.verify import verify
 
     return verify(factory, config, **keywords)

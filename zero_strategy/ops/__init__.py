@@ -5,14 +5,19 @@ Importing this defines the ops and compiles nothing. `ensure("cpu")` loads the n
 
 from __future__ import annotations
 
-from zero_strategy.ops.applier import (
+from zero_strategy.ops.fused_layers import bias_dropout_residual, bias_gelu, masked_softmax_dropout, random_state
+from zero_strategy.ops.multi_tensor import (
+    accumulate_,
+    axpby_,
+    flatten_,
+    grad_stats,
+    l2norm,
     local_multi_tensor_applier,
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
+    scale_,
+    unflatten_,
 )
-from zero_strategy.ops.dropout import bias_dropout_residual
-from zero_strategy.ops.fused_activation import bias_gelu
-from zero_strategy.ops.multi_tensor import accumulate_, axpby_, flatten_, grad_stats, l2norm, scale_, unflatten_
 from zero_strategy.ops.native import libraries, ops_report
 from zero_strategy.ops.normalization import layer_norm, rms_norm
 from zero_strategy.ops.optimizers import (
@@ -24,9 +29,7 @@ from zero_strategy.ops.optimizers import (
     lion_,
     sgd_,
 )
-from zero_strategy.ops.philox import random_state
 from zero_strategy.ops.quantization import dequantize_blocks, dequantize_reduce, quantize_blocks
-from zero_strategy.ops.softmax import masked_softmax_dropout
 
 ensure = libraries.ensure
 

@@ -1,6 +1,6 @@
 """Compiles one library with `torch.utils.cpp_extension.load`; run as a process of its own by `build.py`.
 
-    python -m zero_strategy.ops.compile '{"name": ..., "sources": [...], "extra_cflags": [...], "build_directory": ...}'
+python -m zero_strategy.ops.compile '{"name": ..., "sources": [...], "extra_cflags": [...], "build_directory": ...}'
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from zero_strategy.ops import cache, library
+from zero_strategy.ops import build as cache
+from zero_strategy.ops import library
 from zero_strategy.ops.build import BuildError, build, recipe
 
 NATIVE_VARIABLE = "ZERO_STRATEGY_NATIVE"

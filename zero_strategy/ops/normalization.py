@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.ops.arguments import check_tensor
-from zero_strategy.ops.library import define, differentiate
+from zero_strategy.ops.library import check_tensor, define, differentiate
 
 SMALLEST_WEIGHT = 1 / 1024
 

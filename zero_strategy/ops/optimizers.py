@@ -35,8 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.ops.arguments import check_apart, check_table, check_tensors
-from zero_strategy.ops.library import define
+from zero_strategy.ops.library import check_apart, check_table, check_tensors, define
 
 Tensors = Sequence[Tensor]
 STATES = (torch.float32, torch.bfloat16)

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_strategy.ops.arguments import FLOATS, check_tensor
-from zero_strategy.ops.library import define
+from zero_strategy.ops.library import FLOATS, check_tensor, define
 
 BLOCK_SIZE = 256
 

@@ -1,4 +1,6 @@
-"""Whether all ranks update their shards by the same rule: optimizer classes, hyper-parameters, and steps taken.
+"""The check that all ranks update their shards by the same rule: classes, groups, rates.
+
+optimizer classes, hyper-parameters, and steps taken.
 
 Where optimizer state is sharded, each rank updates only its slice. A rank with another learning rate or another
 optimizer class, or one that skips `step()`, would train on in silence. So a hash of what the next step would use, and
@@ -16,8 +18,8 @@ from zlib import crc32
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_strategy.distributed import Communicator
-from zero_strategy.optim.sharded import ShardedOptimizer
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 _HASH_MASK = 0x3FFFFFFF
 _NAN = -0.5

@@ -1,4 +1,6 @@
-"""Optimizers whose step is one pass over memory, for any training script.
+"""Fused optimizers: one pass over memory per step, for any script; and `DummyOptim`.
+
+`DummyOptim`.
 
     from zero_strategy.optim import FusedAdamW
     optimizer = FusedAdamW(model.parameters(), lr=1e-3)
@@ -29,6 +31,23 @@ from zero_strategy.optim.update_rules import (
     UpdateRule,
     in_memory_order,
 )
+
+
+class DummyOptim:
+    """Shows parameters as one group, and keeps and steps nothing.
+
+    For code that walks `param_groups`: an engine itself needs no optimizer, and trains without one if it is None.
+
+    Args:
+        params: The parameters.
+
+    Attributes:
+        param_groups: One group: `{"params": params}`.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        chosen = params if isinstance(params, list) else list(params)  # a generator is to be read more than once
+        self.param_groups: list[dict[str, Any]] = [{"params": chosen}]
 
 _LOW = (torch.bfloat16, torch.float16)
 _NOT_OURS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}

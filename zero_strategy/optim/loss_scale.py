@@ -1,13 +1,28 @@
-"""Dynamic loss scaling for fp16: small gradients are lifted above underflow, and ranks agree on skipping a step.
+"""Dynamic loss scaling for fp16, and the choice about steps whose gradients are not finite.
+
+small gradients are lifted above underflow, and ranks agree on skipping a step.
 
 Source: Micikevicius et al., "Mixed Precision Training", 2018; the growth rule is torch.amp.GradScaler's.
+
+a step whose gradients are not all finite is taken, skipped, or an error.
+
+All ranks decide alike. A norm that was taken since the gradients were reduced (clipping, `engine.grad_norm()`) has told
+already; where there was none, one is taken before the step: a pass over the gradients and one small message.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from zero_strategy.config import LossScaleConfig
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.optim.grad_norm import global_norm
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 
 class LossScaler:
@@ -66,3 +81,92 @@ class LossScaler:
         # A state may come from a run that tolerated more overflows than this one.
         until_lower = int(state.get("until_lower", self.config.hysteresis))
         self._until_lower = min(max(until_lower, 1), self.config.hysteresis)
+
+_log = logging.getLogger(__name__)
+IGNORE, SKIP, RAISE = "ignore", "skip", "raise"
+Counts = tuple[Sequence[str], Tensor]
+"""The parameters of this rank's parts, and how many values of each part are not finite."""
+
+
+class NonfiniteSteps:
+    """Decides about the steps of an engine's optimizers.
+
+    Args:
+        choice: `ignore`, `skip` or `raise`.
+        model: The sharded model.
+    """
+
+    def __init__(self, choice: str, model: ShardedModel) -> None:
+        self.choice, self._model = choice, model
+        self._known: dict[int, tuple[int, dict[str, list[int]]]] = {}
+        """By the id of an optimizer: after which reduction its gradients were looked at, what was found."""
+        self._in_a_row: dict[int, int] = {}
+
+    def note(
+        self, looked_at: Sequence[tuple[ShardedOptimizer, Counts]], only: Collection[int] | None, *, finite: bool
+    ) -> None:
+        """A norm was taken on all ranks.
+
+        Args:
+            looked_at: Optimizers, and what was found of the gradients of each on this rank.
+            only: Ids of the parameters that were looked at; None: all.
+            finite: Whether all gradients of all ranks are finite.
+        """
+        for sharded, counts in looked_at:
+            if only is None or all(id(parameter) in only for parameter in sharded.parameters()):
+                found = {} if finite else self._named(counts)
+                self._known[id(sharded)] = (self._model.reducer.reductions, found)
+
+    def skips(self, sharded: ShardedOptimizer, step: int) -> bool:
+        """Whether an optimizer's step is not to be taken. A collective, where no norm has told.
+
+        Args:
+            sharded: The optimizer; its gradients are reduced.
+            step: Its number, for messages.
+
+        Raises:
+            FloatingPointError: On all ranks, if gradients are not finite and that was chosen to be an error.
+        """
+        if self.choice == IGNORE:
+            return False
+        reduction, found = self._known.get(id(sharded), (-1, {}))
+        if reduction != self._model.reducer.reductions:
+            found = self._look(sharded)
+        if not found:
+            self._in_a_row.pop(id(sharded), None)
+            return False
+        text = f"step {step}: gradients are not finite ({_in_words(found)})"
+        if self.choice == RAISE:
+            raise FloatingPointError(
+                f"{text}. No parameter has changed (nonfinite_gradients: raise). NonFiniteWatch(engine) of "
+                "zero_strategy.diagnostics.nonfinite finds the module that they come from; nonfinite_gradients: skip "
+                "goes on with the next batch."
+            )
+        count = self._in_a_row[id(sharded)] = self._in_a_row.get(id(sharded), 0) + 1
+        if self._model.mesh.team.rank == 0:
+            row = f", {count} in a row" if count > 1 else ""
+            _log.warning("%s; the step is skipped on all ranks%s (nonfinite_gradients: skip)", text, row)
+        return True
+
+    def _look(self, sharded: ShardedOptimizer) -> dict[str, list[int]]:
+        shards, factors, names = sharded.gradients.shards(math.inf)
+        seen: list[Tensor] = []
+        groups = self._model.norm_groups
+        norm = global_norm(shards, math.inf, groups, factors, lambda sums, counts: seen.append(counts))
+        return {} if norm.finite else self._named((names, seen[0]))
+
+    def _named(self, counts: Counts) -> dict[str, list[int]]:
+        """The ranks of all parts of the model that hold values which are not finite, by parameter. A collective."""
+        mine = [name for name, count in zip(counts[0], counts[1].tolist(), strict=True) if count]
+        found: dict[str, list[int]] = {}
+        for rank, names in enumerate(self._model.mesh.team.control.gather_objects(mine)):
+            for name in names:
+                found.setdefault(name, []).append(rank)
+        return found
+
+
+def _in_words(found: dict[str, list[int]]) -> str:
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    ranks = sorted({rank for ranks in found.values() for rank in ranks})
+    where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"{', '.join(map(repr, list(found)[:3]))}{more}, in the part{'s' if len(ranks) > 1 else ''} of {where}"

@@ -1,4 +1,6 @@
-"""How optimizers turn param groups and states into calls of the fused ops: one call per step for all that a device has.
+"""Update rules: param groups and states turned into calls of the fused ops.
+
+one call per step for all that a device has.
 
 A rule serves its own optimizer class (`fused.py`) and, in the engine, the `torch.optim` class with the same algorithm;
 states have torch's names, so that either takes the other's.

@@ -14,26 +14,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero_strategy.pipeline.actions import Action, Kind
-from zero_strategy.pipeline.inference import inference
-from zero_strategy.pipeline.lowering import lower
-from zero_strategy.pipeline.placement import Placement
-from zero_strategy.pipeline.registry import SCHEDULES, build_table
-from zero_strategy.pipeline.schedule import (
+from zero_strategy.pipeline.instructions import (
     DataParallelSchedule,
     InferenceSchedule,
     PipeSchedule,
     TableSchedule,
     TrainSchedule,
 )
-from zero_strategy.pipeline.tables import Table
+from zero_strategy.pipeline.lowering import lower
+from zero_strategy.pipeline.schedules import SCHEDULES, Action, Kind, Placement, Table, build_table, inference
 
 if TYPE_CHECKING:
-    from zero_strategy.pipeline.grid import PipelineParallelGrid
     from zero_strategy.pipeline.module import PipelineModule
     from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
     from zero_strategy.pipeline.topology import (
         PipeDataParallelTopology,
+        PipelineParallelGrid,
         PipeModelDataParallelTopology,
         ProcessTopology,
     )
@@ -45,7 +41,7 @@ _MODELS = {
     "ProcessTopology": "topology",
     "PipeDataParallelTopology": "topology",
     "PipeModelDataParallelTopology": "topology",
-    "PipelineParallelGrid": "grid",
+    "PipelineParallelGrid": "topology",
 }
 """Loaded when they are used: schedules need no torch."""
 

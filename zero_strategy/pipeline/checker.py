@@ -1,4 +1,4 @@
-"""Does a pipeline's schedule compute what it should, and can it be carried out?
+"""The schedule checker: completeness, order, bounded buffers, no deadlock.
 
 Every instruction must be there once, after what it needs, in a buffer that nobody else is using. Then messages are run
 as if a send waited for its receive, the strictest that a transport can be: if all are delivered, there is no deadlock
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_strategy.pipeline.opcodes import (
+from zero_strategy.pipeline.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -27,9 +27,11 @@ from zero_strategy.pipeline.opcodes import (
     SEND_GRAD,
     TAIL,
     Numbers,
+    PipeSchedule,
+    Program,
+    ScheduleError,
+    read_program,
 )
-from zero_strategy.pipeline.program import Program, ScheduleError, read_program
-from zero_strategy.pipeline.schedule import PipeSchedule
 
 __all__ = ["check", "ScheduleError"]
 

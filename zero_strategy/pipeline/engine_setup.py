@@ -1,8 +1,11 @@
-"""What an engine of pipeline stages derives from its module: settings, units, its part of the model; what must fit."""
+"""Setup of a pipeline engine: settings, units and names derived from its module.
+
+settings, units, its part of the model; what must fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
@@ -12,17 +15,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_strategy.activation.functional import non_reentrant_checkpoint
+from zero_strategy.checkpoint.contents import state_dict_entries
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.process_group import own_group, world_size
 from zero_strategy.config import DEFAULT, ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
-from zero_strategy.distributed import CommunicationCounters, Communicator, world_size
-from zero_strategy.distributed.desync import Titles
-from zero_strategy.distributed.dtensors import is_dtensor
-from zero_strategy.distributed.groups import own_group
+from zero_strategy.fsdp.dtensor import is_dtensor
 from zero_strategy.pipeline.auto import first_schedule
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.registry import build_table
-from zero_strategy.pipeline.replicas import TiedWeights
-from zero_strategy.saving.contents import state_dict_entries
+from zero_strategy.pipeline.schedules import build_table
+from zero_strategy.pipeline.ties import TiedWeights
 from zero_strategy.train_state import ModelPart
+from zero_strategy.watchdog.diagnosis import Titles
+
+
+def apply_section(module: PipelineModule, section: Mapping[str, Any]) -> None:
+    """Let a module recompute as a JSON says; as in DeepSpeed, that wins over the module's own arguments.
+
+    Args:
+        module: The module.
+        section: Of the keys only `activation_checkpoint_interval`, above 0, and `use_reentrant: false` change anything.
+
+    Raises:
+        ValueError: If the interval is negative.
+    """
+    if interval := section.get("activation_checkpoint_interval", 0):
+        module.set_checkpoint_interval(interval)
+    if section.get("use_reentrant") is False:
+        module.activation_checkpoint_func = non_reentrant_checkpoint
 
 AUTO = "auto"
 """The value of `pipeline.schedule` that leaves the choice to a measurement."""

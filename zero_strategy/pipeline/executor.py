@@ -1,4 +1,6 @@
-"""Carries out the instructions of one rank: computes, sends, receives, and stops on all ranks when one fails.
+"""The executor: carries out the instructions of one rank and stops on all ranks if one fails.
+
+computes, sends, receives, and stops on all ranks when one fails.
 
 Receives are posted before their instructions come (on a GPU: when they do), and waited for when a computation needs
 what they bring; sends are under way while the rank goes on.
@@ -12,24 +14,18 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.distributed.guard import Guard
-from zero_strategy.distributed.watched_waits import RankFailedError
-from zero_strategy.distributed.world import world_rank, world_size
-from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline.chunk import Chunk, Parcel
-from zero_strategy.pipeline.errors import PipelineError, error_of, failure_of
-from zero_strategy.pipeline.feed import BatchFunction, Feed
-from zero_strategy.pipeline.hooks import Computation, ExecutorHooks
+from zero_strategy.comm.collectives import CommunicationCounters
+from zero_strategy.comm.process_group import world_rank, world_size
 from zero_strategy.pipeline.instructions import (
     LoadMicroBatch,
     OptimizerStep,
     PipeInstruction,
+    PipeSchedule,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -37,13 +33,137 @@ from zero_strategy.pipeline.instructions import (
     SendActivation,
     SendGrad,
 )
-from zero_strategy.pipeline.neighbours import Neighbours
-from zero_strategy.pipeline.orders import KINDS, Order, Orders, read_orders
-from zero_strategy.pipeline.placement import Placement
-from zero_strategy.pipeline.schedule import PipeSchedule
-from zero_strategy.pipeline.timeline import Event
-from zero_strategy.pipeline.trees import describe, put_together
-from zero_strategy.runtime.observing import Observed
+from zero_strategy.pipeline.lowering import KINDS, Order, Orders, read_orders
+from zero_strategy.pipeline.messages import describe, put_together
+from zero_strategy.pipeline.model_chunk import Chunk, Parcel
+from zero_strategy.pipeline.schedules import Kind, Placement
+from zero_strategy.pipeline.simulator import Event
+from zero_strategy.pipeline.transport import DataEndedError, Neighbours, PipelineError, error_of, failure_of
+from zero_strategy.runtime.observer import Observed
+from zero_strategy.runtime.torch_private import tree_map
+from zero_strategy.watchdog.waits import RankFailedError
+from zero_strategy.watchdog.watchdog import Guard
+
+BatchFunction = Callable[[Any], Any]
+
+
+class Feed:
+    """The micro-batches of one batch, read when they are needed.
+
+    Args:
+        data: Gives (inputs, labels); labels may be missing where nobody asks for them.
+        needed: How many micro-batches there will be.
+        batch_fn: Changes what `data` gives; None: as it is.
+        device: Where tensors go.
+        readers: How many times each micro-batch is asked for: its inputs, its labels or both.
+    """
+
+    def __init__(
+        self,
+        data: Iterator[Any] | None,
+        needed: int,
+        batch_fn: BatchFunction | None,
+        device: torch.device,
+        readers: int,
+    ) -> None:
+        self._data, self._needed, self._batch_fn, self._device = data, needed, batch_fn, device
+        self._readers, self._read = readers, 0
+        self._there: dict[int, tuple[Any, int]] = {}
+
+    def load(self, micro_batch: int, stage: int) -> None:
+        """Read up to a micro-batch.
+
+        Raises:
+            DataEndedError: If there are fewer.
+            ValueError: If there is no iterator.
+        """
+        while self._read <= micro_batch:
+            if self._data is None:
+                raise ValueError(f"stage {stage} loads micro-batches, but this rank was given no data iterator")
+            try:
+                batch = next(self._data)
+            except StopIteration as end:
+                raise DataEndedError(
+                    f"the data iterator of stage {stage} ended before micro-batch {self._read}; a batch needs "
+                    f"{self._needed}. Drop the incomplete batch, or give an iterator that goes on (RepeatingLoader)",
+                    stage, self._read, self._needed,
+                ) from end  # fmt: skip
+            if self._batch_fn is not None:
+                batch = self._batch_fn(batch)
+            if self._device.type != "cpu":
+                batch = tree_map(self._move, batch)
+            self._there[self._read] = batch, self._readers
+            self._read += 1
+
+    def take(self, micro_batch: int, part: int, stage: int) -> Any:
+        """The inputs (part 0) or labels (part 1) of a micro-batch; None if it has no labels.
+
+        Raises:
+            DataEndedError: If there are not so many micro-batches.
+            TypeError: If one is no tuple or list.
+        """
+        self.load(micro_batch, stage)
+        batch, readers = self._there.pop(micro_batch)
+        if readers > 1:
+            self._there[micro_batch] = batch, readers - 1
+        if not isinstance(batch, (tuple, list)) or not batch:
+            raise TypeError(
+                f"the data iterator of stage {stage} gives {type(batch).__name__}; a pipeline takes pairs of inputs "
+                "and labels (set_batch_fn can make them)"
+            )
+        return batch[part] if part < len(batch) else None
+
+    def _move(self, leaf: Any) -> Any:
+        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+class Computation(NamedTuple):
+    """A forward, a backward or half of one.
+
+    Attributes:
+        kind: Which.
+        micro_batch: Of the batch.
+        chunk: Of the rank.
+        stage: The chunk's number among all stages.
+        last: Nothing later in this batch adds gradients to the chunk's parameters.
+    """
+
+    kind: Kind
+    micro_batch: int
+    chunk: int
+    stage: int
+    last: bool
+
+
+class ExecutorHooks:
+    """Does nothing at each place; an engine overrides what it needs."""
+
+    def before(self, computation: Computation) -> None:
+        """Called before every computation."""
+
+    def after(self, computation: Computation) -> None:
+        """Called after every computation."""
+
+    def scale_loss(self, loss: Tensor, micro_batches: int) -> Tensor:
+        """What the backward of a micro-batch begins at."""
+        return loss / micro_batches
+
+    def forwarded(self, micro_batch: int, outputs: Any, loss: Tensor | None) -> None:
+        """The last stage has forwarded a micro-batch.
+
+        Args:
+            micro_batch: Of the batch.
+            outputs: Of the stage; in training with their graph, so that keeping them keeps all activations.
+            loss: Without a graph; None if there is none.
+        """
+
+    def reduce_tied_grads(self) -> None:
+        """ReduceTiedGrads."""
+
+    def reduce_grads(self) -> None:
+        """ReduceGrads."""
+
+    def optimizer_step(self) -> None:
+        """OptimizerStep."""
 
 LossFunction = Callable[[Any, Any], Any]
 

@@ -1,4 +1,6 @@
-"""From a table to instructions: messages, buffers, loads and the end of the batch.
+"""Lowering: from a table to instructions, with messages, buffers, loads and the end of the batch.
+
+messages, buffers, loads and the end of the batch.
 
 The rows are run with times of one unit for a forward or half a backward. What happens at one time is put in one order:
 messages, then computations. A message appears at that place in the instructions of both its ranks, when what it carries
@@ -9,18 +11,20 @@ A buffer holds a micro-batch of a chunk from its first instruction, a receive or
 of its backward, or the sending of its gradient. Between two chunks of one rank nothing is sent: a forward takes the
 outputs, and a backward the gradients, that the neighbouring chunk of the same micro-batch has made; in inference the
 buffer that they were made in may have been taken again by then.
+
+every one with its micro-batch and chunk.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
 
-from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline.opcodes import (
+from zero_strategy.pipeline.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -32,11 +36,26 @@ from zero_strategy.pipeline.opcodes import (
     SEND_GRAD,
     TAIL,
     TAIL_CLASSES,
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    BufferOpInstruction,
+    ForwardPass,
+    LoadMicroBatch,
     Numbers,
     Ops,
+    OptimizerStep,
+    PipeInstruction,
+    PipeSchedule,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+    TableSchedule,
 )
-from zero_strategy.pipeline.schedule import TableSchedule
-from zero_strategy.pipeline.tables import Table
+from zero_strategy.pipeline.schedules import Kind, Placement, Table
 
 _DURATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 _MESSAGE, _LOAD, _COMPUTE = 0, 1, 2
@@ -203,3 +222,94 @@ def _buffers(table: Table, events: _Events) -> tuple[Numbers, list[int]]:
             held[change] = buffers[rank]
             buffers[rank] += 1
     return np.array(held)[events.place], buffers
+
+KINDS: dict[type[PipeInstruction], Kind] = {
+    ForwardPass: Kind.FORWARD,
+    BackwardPass: Kind.BACKWARD,
+    BackwardInput: Kind.BACKWARD_INPUT,
+    BackwardWeight: Kind.BACKWARD_WEIGHT,
+}
+_KNOWN = {*KINDS, LoadMicroBatch, SendActivation, RecvActivation, SendGrad, RecvGrad} | {
+    ReduceTiedGrads,
+    ReduceGrads,
+    OptimizerStep,
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """An instruction.
+
+    Attributes:
+        instruction: Its class.
+        micro_batch: -1 where it is about none.
+        chunk: Of the rank.
+        last: No later instruction of this batch adds gradients to the chunk's parameters.
+    """
+
+    instruction: type[PipeInstruction]
+    micro_batch: int
+    chunk: int
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What one rank carries out in one batch.
+
+    Attributes:
+        schedule: Where they are from.
+        orders: In order.
+        training: Whether there are backwards.
+        receives: How many messages come, by instruction and chunk.
+        title: Of the whole, equal on all ranks that run the same.
+    """
+
+    schedule: PipeSchedule
+    orders: tuple[Order, ...]
+    training: bool
+    receives: Counter[tuple[type[PipeInstruction], int]]
+    title: str
+
+
+def read_orders(schedule: PipeSchedule, placement: Placement, rank: int) -> Orders:
+    """The orders in a schedule. Where instructions name no micro-batch, each kind counts its own.
+
+    Raises:
+        ValueError: If the schedule is for another rank or placement, or has unknown instructions.
+    """
+    is_table = isinstance(schedule, TableSchedule)
+    of = schedule.table.placement if isinstance(schedule, TableSchedule) else Placement(schedule.stages)
+    if of != placement or schedule.stage_id != rank:
+        raise ValueError(
+            f"the schedule is for rank {schedule.stage_id} of {of}, but this is rank {rank} of {placement}"
+        )
+    steps = [schedule.instructions] if isinstance(schedule, TableSchedule) else schedule.steps()
+    seen: Counter[type[PipeInstruction]] = Counter()
+    receives: Counter[tuple[type[PipeInstruction], int]] = Counter()
+    orders: list[Order] = []
+    for instruction in (one for step in steps for one in step):
+        kind = type(instruction)
+        if kind not in _KNOWN:
+            raise ValueError(f"the schedule has an instruction that the executor does not know: {instruction!r}")
+        if not isinstance(instruction, BufferOpInstruction):
+            orders.append(Order(kind, -1, 0))
+            continue
+        micro_batch = instruction.micro_batch
+        if micro_batch is None:
+            micro_batch = seen[kind]
+            seen[kind] += 1
+        if kind in (RecvActivation, RecvGrad):
+            receives[kind, instruction.chunk] += 1
+        orders.append(Order(kind, micro_batch, instruction.chunk))
+    training = any(KINDS.get(order.instruction, Kind.FORWARD) is not Kind.FORWARD for order in orders)
+    name = schedule.table.name if isinstance(schedule, TableSchedule) else type(schedule).__name__
+    title = f"{name} {placement} {schedule.micro_batches} {training} {is_table}"
+    return Orders(schedule, tuple(_with_last(orders)), training, receives, title)
+
+
+def _with_last(orders: list[Order]) -> list[Order]:
+    """Marks, for each chunk, what adds gradients last."""
+    ends = {order.chunk: i for i, order in enumerate(orders) if order.instruction in (BackwardPass, BackwardWeight)}
+    marked = set(ends.values())
+    return [Order(o.instruction, o.micro_batch, o.chunk, i in marked) for i, o in enumerate(orders)]

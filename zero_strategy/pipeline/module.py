@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zero_strategy.activation.checkpoint import checkpoint
-from zero_strategy.distributed.collectives import Communicator
-from zero_strategy.distributed.groups import ProcessGroup, from_first_rank
-from zero_strategy.distributed.together import together
-from zero_strategy.distributed.world import world_size
+from zero_strategy.activation.functional import checkpoint
+from zero_strategy.comm.barrier import together
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.comm.process_group import ProcessGroup, from_first_rank, world_size
 from zero_strategy.pipeline.batches import WholeBatches
-from zero_strategy.pipeline.building import BuiltLayer, NamedLayer, build_layers, name_layers, register
-from zero_strategy.pipeline.grid import PipelineParallelGrid
-from zero_strategy.pipeline.layer_files import layer_path, layer_paths, layers_with_files, load_layers, save_layers
-from zero_strategy.pipeline.layer_weights import LayerProfile
-from zero_strategy.pipeline.parallel_layers import Parallelize, parallelize_layers
-from zero_strategy.pipeline.partition import uniform_bounds
-from zero_strategy.pipeline.placement import Placement, Shape
-from zero_strategy.pipeline.registry import placement_of
-from zero_strategy.pipeline.seeding import LayerSeeds, draw_seed
-from zero_strategy.pipeline.stages import divide
+from zero_strategy.pipeline.building import (
+    BuiltLayer,
+    NamedLayer,
+    Parallelize,
+    build_layers,
+    name_layers,
+    parallelize_layers,
+    register,
+)
+from zero_strategy.pipeline.partition import LayerProfile, divide, uniform_bounds
+from zero_strategy.pipeline.schedules import Placement, Shape, placement_of
+from zero_strategy.pipeline.specs import LayerSeeds, draw_seed
+from zero_strategy.pipeline.state import layer_path, layer_paths, layers_with_files, load_layers, save_layers
 from zero_strategy.pipeline.ties import Tie, own_ties, plan_ties
-from zero_strategy.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+from zero_strategy.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

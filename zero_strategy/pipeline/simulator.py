@@ -1,4 +1,15 @@
-"""How long schedules take, if it is known how long a forward and the halves of a backward take.
+"""The schedule simulator: how long each action takes and when, as text, picture or trace.
+
+simulated, or measured in a run.
+
+A measured timeline is a file of JSON lines, an event a line:
+
+    {"rank": 0, "start": 0.0132, "end": 0.0310, "kind": "F", "micro_batch": 3, "chunk": 0, "step": 7}
+
+`rank` is the pipeline rank; times are in seconds, of a clock that the ranks of a pipeline share; `kind` is F, B, I or W
+for computations (`Kind`), and any other word for what else took time ("wait", "step"). `micro_batch`, `chunk` and
+`step` may be left out where there are none. Lines may come in any order: files of several ranks are joined by putting
+one after the other.
 
 Ranks carry out their instructions in order. Computations take their time and wait for the messages that they need;
 messages take the latency and nobody's time, as with an engine that posts receives in advance and does not wait for
@@ -7,11 +18,14 @@ sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from zero_strategy.pipeline.actions import Kind
-from zero_strategy.pipeline.opcodes import (
+from zero_strategy.pipeline.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -20,10 +34,238 @@ from zero_strategy.pipeline.opcodes import (
     RECV_GRAD,
     SEND_ACTIVATION,
     SEND_GRAD,
+    PipeSchedule,
+    Program,
+    ScheduleError,
+    TableSchedule,
+    read_program,
 )
-from zero_strategy.pipeline.program import Program, ScheduleError, read_program
-from zero_strategy.pipeline.schedule import PipeSchedule, TableSchedule
-from zero_strategy.pipeline.timeline import Event, Timeline
+from zero_strategy.pipeline.schedules import Kind
+
+_COMPUTES = frozenset(kind.value for kind in Kind)
+_ENDS = (Kind.BACKWARD.value, Kind.BACKWARD_WEIGHT.value)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took a rank's time, from `start` to `end`."""
+
+    rank: int
+    start: float
+    end: float
+    kind: str
+    """F, B, I or W (the values of Kind) for a computation; another word for anything else."""
+    micro_batch: int | None = None
+    chunk: int = 0
+    step: int | None = None
+    """Its number in the run, from 1; steps that were skipped (fp16) count."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether the rank is busy with the model, and not with waiting or with the end of the batch."""
+        return self.kind in _COMPUTES
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a rank does with its time, in the unit of the timeline.
+
+    Attributes:
+        start: When its first computation begins.
+        end: When its last one ends.
+        busy: How long it computes.
+        idle: Fraction of the whole timeline in which it does not compute.
+        idle_in_window: Fraction of its own time, from `start` to `end`, in which it does not.
+        in_flight: The most micro-batches that are in flight at once: forward begun, backward not over. One in several
+            chunks counts once.
+        activations: The most activations that are held at once, in micro-batches of all chunks: those of one chunk
+            count as 1 / chunks.
+    """
+
+    start: float
+    end: float
+    busy: float
+    idle: float
+    idle_in_window: float
+    in_flight: int
+    activations: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of all ranks.
+
+    Attributes:
+        name: Of what, for titles.
+        ranks: How many.
+        chunks: Stages of each.
+        events: By rank, then by time.
+        unit: Of the times: "s" where they were measured, else "".
+    """
+
+    name: str
+    ranks: int
+    chunks: int
+    events: tuple[Event, ...]
+    unit: str = ""
+
+    @property
+    def start(self) -> float:
+        """When the first computation of all begins."""
+        return min((event.start for event in self.events if event.computes), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the beginning of the first computation to the end of the last one."""
+        return max((event.end for event in self.events if event.computes), default=0.0) - self.start
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the steps that all ranks have computed something in."""
+        computed = [{e.step for e in self.computations(rank) if e.step is not None} for rank in range(self.ranks)]
+        return sorted(set.intersection(*computed)) if computed else []
+
+    def of_step(self, step: int) -> Timeline:
+        """One step of a run; times begin at zero.
+
+        Raises:
+            ValueError: If there is no such step, or not on all ranks.
+        """
+        if step not in self.steps:
+            raise ValueError(f"timeline {self.name}: there is no step {step}; there are {_ranges(self.steps)}")
+        chosen = _from_zero([event for event in self.events if event.step == step])
+        return replace(self, name=f"{self.name}, step {step}", events=tuple(chosen))
+
+    @cached_property
+    def usage(self) -> tuple[Usage, ...]:
+        """Of each rank.
+
+        Raises:
+            ValueError: If a rank computes nothing.
+        """
+        return tuple(self._usage(rank) for rank in range(self.ranks))
+
+    def peak(self, rank: int, weight: Callable[[int], float]) -> float:
+        """The most that a rank holds at once, if a micro-batch in flight in a chunk holds `weight(chunk)`."""
+        held = peak = 0.0
+        for event in self.computations(rank):
+            if event.kind == Kind.FORWARD.value:
+                held += weight(event.chunk)
+                peak = max(peak, held)
+            elif event.kind in _ENDS:
+                held -= weight(event.chunk)
+        return peak
+
+    def computations(self, rank: int) -> list[Event]:
+        """A rank's, by time."""
+        return [event for event in self.events if event.rank == rank and event.computes]
+
+    def _usage(self, rank: int) -> Usage:
+        events = self.computations(rank)
+        if not events:
+            raise ValueError(f"timeline {self.name}: rank {rank} computes nothing")
+        start, end = events[0].start, max(event.end for event in events)
+        busy = sum(event.end - event.start for event in events)
+        return Usage(
+            start=start,
+            end=end,
+            busy=busy,
+            idle=1 - busy / self.makespan,
+            idle_in_window=1 - busy / (end - start),
+            in_flight=_in_flight(events),
+            activations=self.peak(rank, lambda _: 1) / self.chunks,
+        )
+
+
+def timeline_of(name: str, events: Iterable[Event], unit: str = "") -> Timeline:
+    """A timeline of events in any order; `unit` of the times, if they are measured."""
+    ordered = tuple(sorted(events, key=lambda event: (event.rank, event.start, event.end)))
+    ranks = 1 + max((event.rank for event in ordered), default=-1)
+    return Timeline(name, ranks, 1 + max((event.chunk for event in ordered), default=0), ordered, unit)
+
+
+def read_timeline(paths: Sequence[str | Path]) -> Timeline:
+    """The measured timeline in files of JSON lines, in the format above; times begin at zero.
+
+    Raises:
+        ValueError: If a line is no event; the message names file and line.
+        OSError: If a file cannot be read.
+    """
+    events = [event for path in paths for event in _read(Path(path))]
+    if not events:
+        raise ValueError(f"{', '.join(map(str, paths))}: no events")
+    return timeline_of(", ".join(Path(path).stem for path in paths), _from_zero(events), "s")
+
+
+def _from_zero(events: Sequence[Event]) -> list[Event]:
+    zero = min(event.start for event in events)
+    return [replace(event, start=event.start - zero, end=event.end - zero) for event in events]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1 to 4, 7: ascending numbers, runs of them together."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs) or "none"
+
+
+def write_timeline(events: Iterable[Event], path: str | Path) -> None:
+    """Write events as JSON lines.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with Path(path).open("w", encoding="utf-8") as file:
+        for event in events:
+            file.write(json.dumps({key: value for key, value in asdict(event).items() if value is not None}) + "\n")
+
+
+def _in_flight(events: Sequence[Event]) -> int:
+    held: dict[int | None, int] = {}
+    peak = 0
+    for event in events:
+        if event.kind == Kind.FORWARD.value:
+            held[event.micro_batch] = held.get(event.micro_batch, 0) + 1
+            peak = max(peak, len(held))
+        elif event.kind in _ENDS:
+            held[event.micro_batch] = held.get(event.micro_batch, 1) - 1
+            if not held[event.micro_batch]:
+                del held[event.micro_batch]
+    return peak
+
+
+def _read(path: Path) -> list[Event]:
+    events = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    events.append(_event(json.loads(line)))
+                except (ValueError, TypeError, KeyError) as error:
+                    raise ValueError(f"{path}, line {number}: no event of a timeline: {error!r}") from error
+    return events
+
+
+def _event(record: Any) -> Event:
+    if not isinstance(record, dict):
+        raise TypeError("an event is an object")
+    micro_batch, step = record.get("micro_batch"), record.get("step")
+    event = Event(
+        rank=int(record["rank"]),
+        start=float(record["start"]),
+        end=float(record["end"]),
+        kind=str(record["kind"]),
+        micro_batch=None if micro_batch is None else int(micro_batch),
+        chunk=int(record.get("chunk", 0)),
+        step=None if step is None else int(step),
+    )
+    if event.rank < 0 or event.chunk < 0 or event.end < event.start:
+        raise ValueError("rank and chunk are 0 or more, and the end is not before the start")
+    return event
 
 PerStage = float | Sequence[float]
 """One time for all global stages, or one for each."""
@@ -175,3 +417,154 @@ def _per_stage(what: str, time: PerStage, stages: int) -> list[float]:
     if any(not one >= 0 for one in times):
         raise ValueError(f"{what}: times are zero or more, not {time}")
     return [float(one) for one in times]
+
+_IDLE = "."
+_COLORS = {
+    Kind.FORWARD.value: "#4c78c8",
+    Kind.BACKWARD.value: "#4ca86b",
+    Kind.BACKWARD_INPUT.value: "#45b5b0",
+    Kind.BACKWARD_WEIGHT.value: "#9ccb7a",
+}
+_WAIT = "wait"
+_WAITING, _OTHER = "#dcdcdc", "#8c8c8c"
+_LONG = 10.0
+"""Seconds from which on times are told in seconds."""
+_NAMES = {
+    Kind.FORWARD.value: "forward",
+    Kind.BACKWARD.value: "backward",
+    Kind.BACKWARD_INPUT.value: "backward, inputs",
+    Kind.BACKWARD_WEIGHT.value: "backward, weights",
+}
+
+
+def text(timeline: Timeline, width: int = 160) -> str:
+    """A line per rank, time to the right. Computations have their letter, micro-batch and chunk where there is room
+    (`F3`; with several chunks `F3a`, `F3b`), and else only their letter. Dots are idle.
+
+    Args:
+        timeline: What to draw.
+        width: Characters that a line may have.
+    """
+    head = len(f"rank {timeline.ranks - 1} ")
+    events = [event for event in timeline.events if event.computes and event.end > event.start]
+    if not events:
+        return ""
+    shortest = min(event.end - event.start for event in events)
+    largest = 1 + max(len(_label(timeline, event)) for event in events)
+    scale = (width - head) / timeline.makespan
+    if scale * shortest >= 1:  # whole characters, so that what takes equally long looks equally long
+        scale = min(largest, int(scale * shortest)) / shortest
+    lines = []
+    for rank in range(timeline.ranks):
+        cells = [_IDLE] * round(timeline.makespan * scale)
+        for event in timeline.computations(rank):
+            first, last = (round((time - timeline.start) * scale) for time in (event.start, event.end))
+            label, room = _label(timeline, event), last - first
+            cells[first:last] = label.ljust(room) if len(label) <= room else event.kind * room
+        lines.append(f"rank {rank}".ljust(head) + "".join(cells).rstrip(_IDLE + " "))
+    return "\n".join(lines)
+
+
+def scale_of(timeline: Timeline) -> tuple[float, str]:
+    """What to multiply its times by, and the unit they have then: of a run ms, or s where it is long."""
+    if not timeline.unit:
+        return 1.0, ""
+    return (1.0, "s") if timeline.makespan >= _LONG else (1e3, "ms")
+
+
+def picture(timeline: Timeline, path: Path) -> None:
+    """Write a PNG or SVG: a bar per rank; chunks after the first are drawn lighter.
+
+    Raises:
+        ValueError: If matplotlib is missing.
+        OSError: If the file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ValueError(f"--output {path} needs matplotlib: pip install matplotlib") from error
+    scale, unit = scale_of(timeline)
+    figure: Any = Figure(figsize=(14, 1.9 + 0.55 * timeline.ranks), dpi=120)
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    room = timeline.makespan / 150  # for a character
+    drawn = [e for e in timeline.events if e.end > timeline.start and e.start < timeline.start + timeline.makespan]
+    for event in drawn:
+        length, start = event.end - event.start, event.start - timeline.start
+        alpha = 1 - 0.5 * event.chunk / max(1, timeline.chunks - 1) if event.computes else 1.0
+        panel.broken_barh(
+            [(start * scale, length * scale)], (event.rank - 0.42, 0.84), color=_color(event), alpha=alpha,
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+        label = "" if event.micro_batch is None else str(event.micro_batch)
+        if event.computes and length > room * len(label):
+            middle = (start + length / 2) * scale
+            panel.text(middle, event.rank, label, ha="center", va="center", fontsize=8, clip_on=True)
+    panel.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+    panel.set(xlim=(0, timeline.makespan * scale), ylim=(timeline.ranks - 0.5, -0.5))
+    panel.set_xlabel(f"time in {unit}" if unit else "time, in units of --forward (1 by default)")
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(left=False)
+    keys = [
+        Patch(facecolor=_COLORS[kind], label=name)
+        for kind, name in _NAMES.items()
+        if any(event.kind == kind for event in drawn)
+    ]
+    if any(event.kind == _WAIT for event in drawn):
+        keys.append(Patch(facecolor=_WAITING, label="waiting for data"))
+    if any(not event.computes and event.kind != _WAIT for event in drawn):
+        keys.append(Patch(facecolor=_OTHER, label="reductions and the optimizer's step"))
+    keys.append(Patch(facecolor="none", edgecolor="none", label="numbers: micro-batches"))
+    if timeline.chunks > 1:
+        keys.append(Patch(facecolor="none", edgecolor="none", label="lighter: later chunks of a rank"))
+    figure.legend(handles=keys, loc="lower center", ncols=len(keys), fontsize=8, frameon=False, handlelength=1.5)
+    idle = sum(usage.idle for usage in timeline.usage) / timeline.ranks
+    makespan = f"{timeline.makespan * scale:.4g}{' ' * bool(unit)}{unit}"
+    panel.set_title(f"{timeline.name}: {makespan} in all, ranks idle for {idle:.1%} of it", fontsize=11, loc="left")
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    with rc_context({"svg.fonttype": "none"}):  # text that can be searched and edited
+        figure.savefig(path)
+
+
+def _color(event: Event) -> str:
+    return _COLORS.get(event.kind, _WAITING if event.kind == _WAIT else _OTHER)
+
+
+def chrome_trace(timeline: Timeline, microseconds: float = 1e6) -> str:
+    """A trace for chrome://tracing or Perfetto, as JSON; a thread per rank.
+
+    Args:
+        timeline: What to draw.
+        microseconds: That the timeline's unit is.
+    """
+    records: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.name}},
+        *(
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(timeline.ranks)
+        ),
+    ]
+    for event in timeline.events:
+        records.append(
+            {
+                "ph": "X",
+                "name": _label(timeline, event),
+                "cat": _NAMES.get(event.kind, event.kind),
+                "pid": 0,
+                "tid": event.rank,
+                "ts": event.start * microseconds,
+                "dur": (event.end - event.start) * microseconds,
+                "args": {"micro_batch": event.micro_batch, "chunk": event.chunk},
+            }
+        )
+    return json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, indent=None)
+
+
+def _label(timeline: Timeline, event: Event) -> str:
+    if not event.computes or event.micro_batch is None:
+        return event.kind
+    chunk = "" if timeline.chunks == 1 else chr(ord("a") + event.chunk) if event.chunk < 26 else f".{event.chunk}"
+    return f"{event.kind}{event.micro_batch}{chunk}"

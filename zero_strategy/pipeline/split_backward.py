@@ -1,9 +1,9 @@
-"""A backward in two halves: first what the stage before waits for, later the gradients of parameters.
+r"""A backward in two halves: first what the stage before waits for, later the gradients of parameters.
 
     roots (outputs, or the loss)
       |
       N  linear: a node on the way to a stage input -- the input half runs it for this way alone, and keeps the
-     / \\          gradient that arrived at it
+     / \          gradient that arrived at it
     I   C  the transposed weight, then the parameter: off the way -- the weight half runs N again for this edge alone,
     |   |          then everything below C as an ordinary backward
   input parameter

@@ -1,28 +1,42 @@
-"""Weights that several ranks of a pipeline hold: who, under which names, and how they stay equal.
+"""Tied weights across stages: one rank owns each, the other holders have replicas.
+
+who, under which names, and how they stay equal.
 
 Tied are the module of a key of `TiedLayerSpec`s, and any parameter that layers on different ranks share, such as a head
 that uses the embedding's weight. On one rank it is one parameter; each further rank has a copy. The rank of the first
 stage that uses it owns it: copies start from the owner's values, and gradients are added up over the holders, in rank
 order.
+
+one rank owns each, the other holders have replicas.
+
+    owner         a parameter of its engine: sharded, clipped, updated, saved; takes the replicas' gradients as those of
+                  one more micro-batch
+    other holder  a plain tensor in the parameter's place, which no engine and no optimizer sees; it collects its
+                  gradient, and gets the owner's new values after each step; before a batch it follows what was done to
+                  the owner in between: values written in place, frozen or not
+
+So a tied weight has one set of optimizer state, and counts once in norms and checkpoints.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.distributed.collectives import Communicator
-from zero_strategy.distributed.counters import CommunicationCounters
-from zero_strategy.distributed.groups import own_group
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.process_group import own_group
+from zero_strategy.fsdp.dtensor import held_by, like, local_gradient
 from zero_strategy.pipeline.building import TIED, NamedLayer
-from zero_strategy.pipeline.grid import PipelineParallelGrid
 from zero_strategy.pipeline.specs import ModelLayer, TiedLayerSpec
-from zero_strategy.sharding.dtensors import held_by, like, local_gradient
+from zero_strategy.pipeline.topology import PipelineParallelGrid
+from zero_strategy.runtime.torch_private import parameters_of, version_of
+from zero_strategy.watchdog.watchdog import Guard
 
 
 @dataclass(frozen=True)
@@ -225,3 +239,227 @@ def _sum_gradient(weight: nn.Parameter, group: Communicator) -> None:
 
 def _dtype(weight: nn.Parameter) -> torch.dtype:
     return weight.dtype if weight.grad is None else weight.grad.dtype
+
+Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
+
+
+@dataclass
+class Replica:
+    """A copy of a weight that another rank owns.
+
+    Attributes:
+        name: In checkpoints.
+        local_name: The first one here.
+        tensor: What stands in the parameter's place: a leaf that takes gradients as it did.
+        total: Sum of its gradients since the last exchange (of a `DTensor`, of this rank's part), float32 or its own
+            wider dtype; None: there was none.
+    """
+
+    name: str
+    local_name: str
+    tensor: Tensor
+    total: Tensor | None = None
+
+    @torch.no_grad()
+    def collect(self, tensor: Tensor) -> None:
+        """After a backward added to it: take its gradient over."""
+        assert tensor.grad is not None
+        gradient, self.tensor.grad = local_gradient(self.tensor, tensor.grad), None
+        if self.total is None:
+            self.total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        else:
+            self.total.add_(gradient)
+
+
+class TiedWeights:
+    """The ties of one rank's part of a model, from before its engine is made.
+
+    Args:
+        module: The part; parameters that another rank owns leave it.
+        ties: What it takes part in, in an order that all holders share.
+        dtype: What floating-point parameters are computed in; None: their own.
+        device: Where.
+        prefix: What names begin with for the engine, whose module may have this one below it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ties: Sequence[Tie],
+        dtype: torch.dtype | None,
+        device: torch.device,
+        prefix: str = "",
+    ) -> None:
+        self._ties, self._prefix = list(ties), prefix
+        self.replicas: dict[int, list[Replica]] = {}
+        self._owned: dict[int, list[nn.Parameter]] = {}
+        self._versions: dict[int, list[int]] = {}
+        """Of owned weights, when their values were published."""
+        for number, tie in enumerate(self._ties):
+            if tie.is_owner:
+                self._owned[number] = list(tie.weights.values())
+            else:
+                self.replicas[number] = [
+                    _replace(module, name, tie.local_names[name], weight, dtype, device)
+                    for name, weight in tie.weights.items()
+                ]
+
+    def aliases(self) -> dict[str, str]:
+        """Names that replicas have here, and those of the weights: {local name: name}, where they differ."""
+        return {
+            self._prefix + replica.local_name: self._prefix + replica.name
+            for replicas in self.replicas.values()
+            for replica in replicas
+            if replica.local_name != replica.name
+        }
+
+    def values(self) -> dict[str, Tensor]:
+        """The replicas here, by their local names."""
+        return {self._prefix + each.local_name: each.tensor for found in self.replicas.values() for each in found}
+
+    def removed(self) -> list[Tensor]:
+        """The parameters that are replicas now."""
+        return [weight for tie in self._ties if not tie.is_owner for weight in tie.weights.values()]
+
+    def guarded(self, guard: Guard) -> None:
+        """Let a guard watch what the holders send each other."""
+        for number, tie in enumerate(self._ties):
+            for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
+                if communicator is not None:
+                    communicator.guarded(guard, f"tie {number} {what}")
+
+    def unguarded(self) -> None:
+        """The guard ends; the groups stay with the module."""
+        for tie in self._ties:
+            for communicator in (tie.reduce, tie.control):
+                if communicator is not None:
+                    communicator.track = None
+
+    def exchange_gradients(
+        self, agree: Callable[[Tensor], list[Tensor]]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Bring the replicas' gradients to the owners. A collective over the holders of each tie, in order.
+
+        Args:
+            agree: Exchanges small tensors over this rank's lane.
+
+        Yields:
+            A weight that this rank owns, and what its replicas add: where a replica of any copy had a gradient, so that
+            all owners of a lane are given the same weights.
+        """
+        for number, tie in enumerate(self._ties):
+            mine = self.replicas.get(number, [])
+            weights: list[Tensor] = [*self._owned.get(number, ()), *(replica.tensor for replica in mine)]
+            totals = [replica.total for replica in mine] or [None] * len(weights)
+            control, reduce = tie.control, tie.reduce
+            assert control is not None and reduce is not None, "an engine has process groups"
+            there = control.exchange_small(torch.tensor([total is not None for total in totals], dtype=torch.int32))
+            present = torch.stack(there).sum(0)
+            anywhere = torch.stack(agree(present)).sum(0) if tie.is_owner else present
+            for weight, total, holders, copies in zip(weights, totals, present.tolist(), anywhere.tolist()):
+                summed = _sum(weight, total, reduce) if holders else None
+                if tie.is_owner and copies:
+                    assert isinstance(weight, nn.Parameter)
+                    yield weight, like(weight, _zeros(weight) if summed is None else summed)
+            for replica in mine:
+                replica.total = None
+
+    def publish(self, gathered: Gathered) -> None:
+        """Give the replicas the owners' values. A collective over the holders, and over each owner's lane.
+
+        Args:
+            gathered: Makes parameters of the engine whole inside of a block.
+        """
+        for number in range(len(self._ties)):
+            self._publish(number, gathered)
+
+    def follow(self, gathered: Gathered, agree: Callable[[Tensor], list[Tensor]]) -> None:
+        """Let replicas be what their owners have become since the last step. A collective as `publish`.
+
+        Args:
+            gathered: See `publish`.
+            agree: Exchanges small tensors over this rank's lane.
+        """
+        for number, tie in enumerate(self._ties):
+            assert tie.control is not None
+            flags = [0] * (1 + len(tie.weights))
+            if tie.is_owner:
+                owned = self._owned[number]
+                edited = torch.tensor([_versions(owned) != self._versions.get(number)], dtype=torch.int32)
+                flags = [int(max(map(int, agree(edited)))), *(int(weight.requires_grad) for weight in owned)]
+            there = tie.control.exchange_small(torch.tensor(flags, dtype=torch.int32))
+            edited_there, *trained = there[_source(tie)].tolist()
+            for replica, wants in zip(self.replicas.get(number, ()), trained):
+                replica.tensor.requires_grad_(bool(wants))
+            if edited_there:
+                self._publish(number, gathered)
+
+    @torch.no_grad()
+    def _publish(self, number: int, gathered: Gathered) -> None:
+        tie = self._ties[number]
+        assert tie.reduce is not None
+        if tie.is_owner:
+            owned = self._owned[number]
+            with gathered(owned):
+                for weight in owned:
+                    tie.reduce.broadcast(held_by(weight).detach().contiguous(), _source(tie))
+            self._versions[number] = _versions(owned)
+        else:
+            for replica in self.replicas[number]:
+                held = held_by(replica.tensor)
+                values = torch.empty_like(held, memory_format=torch.contiguous_format)
+                tie.reduce.broadcast(values, _source(tie))
+                held.copy_(values)
+
+    def forget_gradients(self) -> None:
+        """Drop what replicas have collected."""
+        for replicas in self.replicas.values():
+            for replica in replicas:
+                replica.total = replica.tensor.grad = None
+
+
+def _replace(
+    module: nn.Module, name: str, local_name: str, weight: nn.Parameter, dtype: torch.dtype | None, device: torch.device
+) -> Replica:
+    """Put a plain tensor in the place of a parameter, wherever the module has it."""
+    wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+    held = held_by(weight)
+    values = torch.empty(held.shape, dtype=wanted, device=device)
+    if not weight.is_meta:
+        values.copy_(held.detach())
+    tensor = like(weight, values)
+    replica = Replica(name, local_name, tensor)
+    if tensor.is_floating_point():  # what is frozen now may be trained later
+        tensor.requires_grad_().register_post_accumulate_grad_hook(replica.collect)
+    tensor.requires_grad_(weight.requires_grad)
+    for child in module.modules():
+        for key in [key for key, parameter in parameters_of(child).items() if parameter is weight]:
+            del parameters_of(child)[key]
+            setattr(child, key, tensor)
+    return replica
+
+
+def _source(tie: Tie) -> int:
+    """The owner's place among the holders."""
+    return sorted(tie.ranks).index(tie.owner_rank)
+
+
+def _versions(weights: Sequence[nn.Parameter]) -> list[int]:
+    """Differ when somebody has written to the weights in place."""
+    return [version_of(weight) for weight in weights]
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    held = held_by(weight)
+    return torch.zeros(held.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+
+
+def _sum(weight: Tensor, total: Tensor | None, group: Communicator) -> Tensor:
+    """The sum of the holders' gradients, in rank order; the owner's own are not in it."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    held = held_by(weight)
+    flat = torch.zeros(-(-held.numel() // group.size) * group.size, dtype=dtype, device=weight.device)
+    if total is not None:
+        flat[: held.numel()] = total.reshape(-1)
+    group.all_reduce(flat)
+    return flat[: held.numel()].view(held.shape)

@@ -1,9 +1,13 @@
-"""Where ranks are: coordinates on named axes, and the rank of each.
+"""The topology: ranks on named axes, and this rank's place with its process groups.
+
+coordinates on named axes, and the rank of each.
 
     ProcessTopology(["pipe", "data"], [2, 3])       pipe 0: ranks 0 1 2
                                                     pipe 1: ranks 3 4 5       the last axis runs fastest
 
 Arguments and results are those of DeepSpeed's classes of these names; where those assert, these raise.
+
+Attributes and methods are those of DeepSpeed's `PipelineParallelGrid`, an `mpu` for whoever takes one.
 """
 
 from __future__ import annotations
@@ -11,7 +15,21 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.mesh import mesh_of_group
+from zero_strategy.comm.process_group import (
+    ProcessGroup,
+    group_size,
+    has_process_group,
+    own_group,
+    world_rank,
+    world_size,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ProcessTopology:
@@ -171,3 +189,219 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 def _text(coord: dict[str, int]) -> str:
     return ", ".join(f"{axis}={idx}" for axis, idx in coord.items())
+
+class PipelineParallelGrid:
+    """The grid from one rank's point of view. Making it is a collective over all ranks.
+
+    Args:
+        topology: Which rank is where; axes "pipe", "data" and "model" are looked at. None: pipelines and copies of
+            them, the world's prime factors given to both in turn.
+        process_group: A group of all ranks, or None.
+        rank: Look at the grid as this rank without making process groups; None: as this process.
+
+    Attributes:
+        global_rank, world_size: Of this rank.
+        stage_id, data_parallel_id: Its place in its pipeline, and which pipeline that is.
+        is_first_stage, is_last_stage: Whether it is at an end of its pipeline.
+        pipe_parallel_size, data_parallel_size, model_parallel_size, slice_parallel_size: Ranks along the axes; the
+            last two are the same.
+        pp_group, dp_group, slice_group: Ranks of this rank's pipeline, of its copies, of those that divide its layers.
+        pipe_groups, dp_groups, model_groups: The same of all ranks.
+        p2p_groups: For each rank, it and the next one in its pipeline; the first one comes after the last.
+        pp_proc_group, dp_proc_group, slice_proc_group: Process groups; None if there is none.
+        ds_model_proc_group, ds_model_rank, ds_model_world_size: All ranks that hold parts of one copy of the model.
+
+    Raises:
+        ValueError: If the topology has another number of ranks than there are.
+    """
+
+    def __init__(
+        self,
+        topology: ProcessTopology | None = None,
+        process_group: ProcessGroup | None = None,
+        *,
+        rank: int | None = None,
+    ) -> None:
+        ranks = topology.world_size() if rank is not None and topology is not None else world_size()
+        self._topo = topology if topology is not None else _default_topology(ranks)
+        self.world_size, self.global_rank = ranks, world_rank() if rank is None else rank
+        self._check(process_group)
+        self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
+        self.data_parallel_size = max(self._topo.get_dim("data"), 1)
+        self.model_parallel_size = self.slice_parallel_size = max(self._topo.get_dim("model"), 1)
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+
+        self.pipe_groups, self.dp_groups = self._groups_of("pipe"), self._groups_of("data")
+        self.model_groups = self._groups_of("model")
+        self.pp_group, self.dp_group = self._own(self.pipe_groups), self._own(self.dp_groups)
+        self.slice_group = self._own(self.model_groups)
+        self.p2p_groups = self._pairs()
+        copies = self._copies()
+        self._ds_model_group = self._own(copies)
+        self.ds_model_rank = self._ds_model_group.index(self.global_rank)
+        self.ds_model_world_size = len(self._ds_model_group)
+
+        makes = rank is None and has_process_group()
+        self.pp_proc_group = own_group(self.pipe_groups) if makes else None
+        self.dp_proc_group = own_group(self.dp_groups) if makes else None
+        self.slice_proc_group = own_group(self.model_groups) if makes else None
+        everyone = own_group([range(ranks)], backend="gloo") if makes else None
+        self._tensor_mesh: DeviceMesh | None = None
+        self._control = Communicator(everyone, CommunicationCounters())
+        whole = makes and self.model_parallel_size > 1
+        self.ds_model_proc_group = own_group(copies) if whole else self.pp_proc_group
+
+    def _check(self, process_group: ProcessGroup | None) -> None:
+        if self._topo.world_size() != self.world_size:
+            raise ValueError(
+                f"the topology {self._topo} has {self._topo.world_size()} ranks, but {self.world_size} take part; "
+                "start as many ranks as it has, or change it"
+            )
+        if process_group is not None and group_size(process_group) != self.world_size:
+            raise ValueError(
+                f"process_group has {group_size(process_group)} of {self.world_size} ranks; a grid spans all of them, "
+                "so leave process_group out"
+            )
+
+    def _groups_of(self, axis: str) -> list[list[int]]:
+        """Its communicators' ranks; an axis that is not there has one rank."""
+        return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
+
+    def _own(self, groups: list[list[int]]) -> list[int]:
+        return next(group for group in groups if self.global_rank in group)
+
+    def _copies(self) -> list[list[int]]:
+        """Ranks of each copy of the model."""
+        if "data" not in self._topo.get_axis_names():
+            return [list(range(self.world_size))]
+        return [self._topo.get_axis_list("data", index) for index in range(self.data_parallel_size)]
+
+    def _pairs(self) -> list[list[int]]:
+        after: dict[int, int] = {}
+        for group in self.pipe_groups:
+            after.update(zip(group, [*group[1:], group[0]]))
+        return [[rank, after[rank]] for rank in range(self.world_size)]
+
+    def _place_on(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    def __deepcopy__(self, memo: object) -> PipelineParallelGrid:
+        return self  # a copy of a module is in the same place, and process groups cannot be copied
+
+    def topology(self) -> ProcessTopology:
+        """Which rank is where."""
+        return self._topo
+
+    def control(self) -> Communicator:
+        """All ranks, on the host, for flags and objects; this rank alone without process groups."""
+        return self._control
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank at another place of this rank's pipeline.
+
+        Args:
+            stage_id: Index on the axis "pipe".
+            **kwargs: Indices on other axes, where they are not this rank's.
+        """
+        place: dict[str, Any] = self._topo.get_coord(self.global_rank)._asdict()
+        if "pipe" in place:
+            place["pipe"] = stage_id
+        elif stage_id != 0:
+            raise ValueError(f"there is no stage {stage_id}: {self._topo} has no axis 'pipe'")
+        return self._topo.get_rank(**{**place, **kwargs})
+
+    def get_global_rank(self) -> int:
+        """This rank among all."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """This rank's place in its pipeline."""
+        return self._place_on("pipe")
+
+    def get_data_parallel_id(self) -> int:
+        """Which of the pipelines this rank is in."""
+        return self._place_on("data")
+
+    def get_pipe_parallel_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.get_stage_id()
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> ProcessGroup | None:
+        """The ranks of this rank's pipeline."""
+        return self.pp_proc_group
+
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        """Which of the pipelines this rank is in."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of pipelines."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same layers."""
+        return self.dp_proc_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The same as ranks of the world."""
+        return self.dp_group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among those of its copy of the model: over stages and slices."""
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Number of those."""
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> ProcessGroup | None:
+        """The group of those."""
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """Which slice of its layers this rank has, of tensor parallelism."""
+        return self._place_on("model")
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Number of slices."""
+        return self.slice_parallel_size
+
+    def pipeline_id(self) -> int:
+        """Which pipeline this rank is in: copies have several each where layers are divided."""
+        return self.get_data_parallel_id() * self.slice_parallel_size + self.get_slice_parallel_rank()
+
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The ranks that have slices of the same layers, for `parallelize_module`; None without process groups."""
+        if self._tensor_mesh is None and self.slice_proc_group is not None:
+            self._tensor_mesh = mesh_of_group(self.slice_proc_group, self.slice_group)
+        return self._tensor_mesh
+
+    def get_slice_parallel_group(self) -> ProcessGroup | None:
+        """The ranks that have slices of the same layers."""
+        return self.slice_proc_group
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
+
+
+def _default_topology(ranks: int) -> PipeDataParallelTopology:
+    """Prime factors from the least on, given to pipelines and to copies in turn."""
+    sizes, turn, factor = [1, 1], 0, 2
+    while ranks > 1:
+        if ranks % factor:
+            factor += 1
+            continue
+        sizes[turn] *= factor
+        turn, ranks = 1 - turn, ranks // factor
+    return PipeDataParallelTopology(num_pp=sizes[0], num_dp=sizes[1])

@@ -1,16 +1,78 @@
-"""A plan held against memory: whether it fits, and the changes after which it does, cheapest first."""
+"""A plan held against memory: whether it fits, the cheapest changes after which it does, the largest model.
+
+the largest `offload.resident_bytes` that fits.
+
+whether it fits, and the changes after which it does, cheapest first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zero_strategy.memory.ledger import TIERS, Ledger
-from zero_strategy.memory.machine import Machine
-from zero_strategy.memory.offload import TIER_ORDER, Offload
-from zero_strategy.memory.plan import MemoryPlan
-from zero_strategy.planning.resident import kept_bytes, largest_resident, moved_bytes, with_resident
-from zero_strategy.runtime.terminal import size
+from zero_strategy.offload.chunk_store import PAGE_BYTES
+from zero_strategy.planning.buckets import TIER_ORDER, Offload, facts_of, placement_of, staying, staying_bytes, stop_of
+from zero_strategy.planning.ledger import TIERS, Ledger
+from zero_strategy.planning.machine import Machine
+from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.planning.shapes import ModelShape
+from zero_strategy.runtime.terminal import size, table
+
+_ENDLESS = 1 << 60
+
+
+def with_resident(plan: MemoryPlan, nbytes: int) -> MemoryPlan:
+    """The plan with another `offload.resident_bytes`."""
+    return plan.changed(offload=replace(plan.offload, resident_bytes=nbytes))
+
+
+def kept_bytes(plan: MemoryPlan) -> int:
+    """Bytes of `offload.resident_bytes` that are used; a setting of just these keeps the same."""
+    return staying_bytes(facts_of(plan.model, plan.resolved, plan.compute_dtype), plan.resolved, plan.offload)
+
+
+def largest_resident(
+    plan: MemoryPlan, fits: Callable[[MemoryPlan], bool], low: int, high: int | None = None
+) -> int | None:
+    """The largest `offload.resident_bytes` from `low` to `high` with which a plan fits; None if it does with none.
+
+    No more than is used: what it keeps is what the next larger ones do that fit. `high` None: all that is in files.
+    """
+    if not fits(with_resident(plan, low)):
+        return None
+    most = kept_bytes(with_resident(plan, _ENDLESS if high is None else high))
+    good, bad = low // PAGE_BYTES, max(most, low) // PAGE_BYTES + 1
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(with_resident(plan, middle * PAGE_BYTES)):
+            good = middle
+        else:
+            bad = middle
+    return kept_bytes(with_resident(plan, max(good * PAGE_BYTES, low)))
+
+
+def moved_bytes(plan: MemoryPlan, rank: int = 0) -> int:
+    """Bytes of parameters and gradients that a rank reads from files and writes in a step of one micro-batch.
+
+    Parameters are read for forward and for backward, read and written by the step; gradients are written once they are
+    reduced, and read by the step. Clipping by a norm reads gradients once more, and is left out.
+    """
+    units, offload = facts_of(plan.model, plan.resolved, plan.compute_dtype), plan.offload
+    stays, placement = staying(units, plan.resolved, offload), placement_of(plan.resolved)
+    gradients_in_files = offload.gradient_tier(plan.resolved.gradient_reduction) == "nvme"
+    total = 0
+    for bucket in (bucket for unit in units for bucket in unit):
+        here = stays[id(bucket)]
+        if offload.parameters == "nvme":
+            numel = bucket.layout.slice_numel
+            left = numel - stop_of(offload.cuts(numel), here.weights)
+            total += left * bucket.dtype.itemsize * (4 if bucket.trainable else 2)
+        if gradients_in_files and bucket.trainable:
+            start, stop = bucket.owned(placement, rank % plan.resolved.shard)
+            cuts = offload.cuts(stop - start)
+            left = stop - start - (stop_of(cuts, cuts.heads + here.gradients))
+            total += 2 * left * bucket.gradient_dtype.itemsize
+    return total
 
 _MOST_RANKS = 4096
 _SMALL_SHM = 1 << 30
@@ -257,3 +319,105 @@ def notes(plan: MemoryPlan, machine: Machine, ledger: Ledger | None = None) -> l
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+_MOST_STEPS = 1 << 14
+"""Bound of the search: a hidden size of a million."""
+
+OFFLOADS = (
+    Offload(),
+    Offload(optimizer="cpu"),
+    Offload(optimizer="nvme"),
+    Offload(optimizer="cpu", parameters="cpu"),
+    Offload(optimizer="nvme", parameters="cpu"),
+    Offload(optimizer="nvme", parameters="nvme"),
+)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest model under one setting.
+
+    Attributes:
+        stage: The stage.
+        offload: What lies outside of the device.
+        plan: Its plan; None if not even the smallest fits.
+    """
+
+    stage: int
+    offload: Offload
+    plan: MemoryPlan | None
+
+
+def largest_models(plan: MemoryPlan, budget: Budget, member: Callable[[int], ModelShape]) -> Iterator[Largest]:
+    """The largest model for every stage and offload that the budget has tiers for.
+
+    Args:
+        plan: World size, precision, optimizer and the rest; its model does not count.
+        budget: What there is.
+        member: Shapes of a family by number, 1, 2, ...; each at least as large as the one before.
+    """
+    for stage in range(4):
+        for offload in OFFLOADS:
+            tiers = (offload.optimizer, offload.parameters)
+            if (offload.parameters != "none" and stage != 3) or ("nvme" in tiers and budget.disk is None):
+                continue
+            if "cpu" in tiers and plan.device_type == "cpu":
+                continue  # the same memory
+            base = plan.changed(settings={"stage": stage}, offload=offload)
+            yield Largest(stage, offload, _search(base, budget, member))
+
+
+def _search(base: MemoryPlan, budget: Budget, member: Callable[[int], ModelShape]) -> MemoryPlan | None:
+    """By doubling, then by halving; `fits` is monotone along the family."""
+    found: MemoryPlan | None = None
+    low, high = 0, 1
+
+    def good(step: int) -> bool:
+        nonlocal found
+        tried = replace(base, model=member(step))
+        if fits(tried, budget):
+            found = tried
+            return True
+        return False
+
+    while high <= _MOST_STEPS and good(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if good(middle):
+            low = middle
+        else:
+            high = middle
+    return found
+
+
+def largest_table(models: list[Largest]) -> str:
+    """Columns: stage, offload, parameters, layers and hidden, bytes per rank and tier."""
+    rows: list[tuple[object, ...]] = []
+    for entry in models:
+        if entry.plan is None:
+            rows.append((entry.stage, entry.offload.describe(), "none fits", "", "", "", ""))
+            continue
+        ledger, shape = entry.plan.ledger(), entry.plan.model
+        layers = len(shape.units) - 1
+        hidden = shape.units[0].parameters[0][1].shape[1]
+        sizes = [size(ledger.tier_bytes(tier)) if ledger.tier_bytes(tier) else "-" for tier in TIERS]
+        rows.append(
+            (entry.stage, entry.offload.describe(), f"{shape.parameters / 1e9:.2f}B", f"{layers} x {hidden}", *sizes)
+        )
+    header = ("stage", "offload", "parameters", "layers x hidden", "device", "host", "nvme")
+    return table(rows, header, right=(2, 4, 5, 6))
+
+
+def largest_json(models: list[Largest]) -> list[dict[str, object]]:
+    """The same as plain types."""
+    return [
+        {
+            "stage": entry.stage,
+            "offload": {"optimizer": entry.offload.optimizer, "parameters": entry.offload.parameters},
+            "parameters": None if entry.plan is None else entry.plan.model.parameters,
+            "model": None if entry.plan is None else entry.plan.model.title,
+            "ledger": None if entry.plan is None else entry.plan.ledger().to_json(entries=False),
+        }
+        for entry in models
+    ]

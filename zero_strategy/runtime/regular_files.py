@@ -1,4 +1,4 @@
-"""Opens and reads regular files, and refuses by name what only has a file's place.
+"""Regular files alone: opening and reading them; pipes, devices and directories are refused by name.
 
 A pipe without a writer, or a device, would keep a reader waiting for ever, on every rank; a directory, or bytes that
 are no text, would end in an error that does not say which file.

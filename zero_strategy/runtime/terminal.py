@@ -1,13 +1,25 @@
-"""What the actions share: tables, sizes, progress bars, arguments."""
+"""Terminal output of commands and long work: tables, sizes, progress bars, lines that a script asked for.
+
+tables, sizes, progress bars, arguments.
+
+on one rank, on a terminal, and only if it does take long.
+
+to the log, or to stderr where no log is set up.
+
+Python drops what is logged at INFO until a handler is there, so a plain script would see nothing of what it asked for.
+Where logging is configured, by anyone and in any way, it alone decides, and no line comes twice.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -70,3 +82,70 @@ def progress_bar(options: argparse.Namespace, what: str) -> Iterator[Callable[[i
             return lambda count: bar.update(count)
 
         yield start
+
+T = TypeVar("T")
+DELAY_SECONDS = 1.0
+"""What is over sooner shows no bar."""
+
+
+def is_shown(rank: int) -> bool:
+    """Whether bars are drawn: by the first rank, if somebody may be looking at its standard error."""
+    return rank == 0 and sys.stderr.isatty()
+
+
+@contextmanager
+def progress(what: str, total: int, rank: int) -> Iterator[Callable[[int], object] | None]:
+    """Around something long.
+
+    Args:
+        what: Before the bar, such as "saving".
+        total: Bytes of all of it.
+        rank: Of this process.
+
+    Yields:
+        Is told of bytes that are done, in any thread; None where no bar is drawn.
+    """
+    if not is_shown(rank):
+        yield None
+        return
+    from tqdm import tqdm
+
+    settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "delay": DELAY_SECONDS}
+    with tqdm(total=total, desc=what, **settings) as bar:
+        yield bar.update
+
+
+def each(what: str, items: Sequence[T], rank: int) -> Iterator[T]:
+    """The items, with a bar of how many of them there have been."""
+    if not is_shown(rank):
+        yield from items
+        return
+    from tqdm import tqdm
+
+    yield from tqdm(items, desc=what, delay=DELAY_SECONDS)
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def report(logger: logging.Logger, message: str, *values: object) -> None:
+    """Log a line at INFO; with no logging configured for the logger, print it to stderr.
+
+    Args:
+        logger: Of the module that has something to say.
+        message: With places for values, as `logging` has them.
+        values: For the message.
+    """
+    if _configured(logger):
+        logger.info(message, *values)
+    elif logger.manager.disable < logging.INFO:
+        print(f"{_PACKAGE}: {message % values if values else message}", file=sys.stderr, flush=True)
+
+
+def _configured(logger: logging.Logger) -> bool:
+    """Whether somebody has given the logger, or one that it hands lines to, a handler; or a package's one a level."""
+    current: logging.Logger | None = logger
+    while current is not None and current.parent is not None:  # the root's level is never unset
+        if current.level != logging.NOTSET:
+            return True
+        current = current.parent
+    return logger.hasHandlers()

@@ -1,4 +1,4 @@
-"""What this package uses of torch that torch does not document, in one place, under names that say what it is for.
+"""Uses of torch's private API, all in one place, under names that say what they do.
 
 No other module may name an attribute of torch's that begins with an underscore (`tests/runtime/test_torch_private.py`
 looks), and that file tests every function here, so a new version of torch is tried by `make test-torch
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

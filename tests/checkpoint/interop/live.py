@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero_strategy.checkpoint.portable import PortableState, loaded
+from zero_strategy.convert.portable import PortableState, loaded
 
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """How torch computes a step; no setting of the training."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zero_strategy.checkpoint.interop.megatron_rules import MergeRules, split
+from zero_strategy.convert.megatron import MergeRules, split
 
 Tensors = Mapping[str, torch.Tensor]
 KINDS = ("exp_avg", "exp_avg_sq")

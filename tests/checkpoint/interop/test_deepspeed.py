@@ -16,9 +16,10 @@ import torch
 from tests.checkpoint.interop.live import compare, same
 from tests.checkpoint.interop.written import LEFT_OUT, ROOT, cases, script, unpack
 from zero_strategy.checkpoint import CheckpointReader
-from zero_strategy.checkpoint.interop import deepspeed, detect
-from zero_strategy.checkpoint.interop.pickles import load_restricted
-from zero_strategy.checkpoint.portable import PortableState, loaded, portable_of, write_portable
+from zero_strategy.convert import deepspeed
+from zero_strategy.convert.convert import detect
+from zero_strategy.convert.pickles import load_restricted
+from zero_strategy.convert.portable import PortableState, loaded, portable_of, write_portable
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_checkpoints_written_anew_by_deepspeed_are_read(tmp_path, part):
 
 def test_reading_imports_nothing_of_deepspeed(written):
     code = (
-        "import sys; from pathlib import Path; from zero_strategy.checkpoint.interop import deepspeed\n"
+        "import sys; from pathlib import Path; from zero_strategy.convert import deepspeed\n"
         f"deepspeed.read(Path({str(written / 'z3_fp16' / 'checkpoint')!r}))\n"
         "assert not any(name.split('.')[0] == 'deepspeed' for name in sys.modules)"
     )

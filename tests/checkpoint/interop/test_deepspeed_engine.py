@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.checkpoint.interop.live import IMPLEMENTATION
 from tests.checkpoint.interop.written import script, unpack
-from zero_strategy.checkpoint.interop import deepspeed
-from zero_strategy.checkpoint.interop.pickles import load_restricted
-from zero_strategy.checkpoint.portable import write_portable
 from zero_strategy.config import load_config
+from zero_strategy.convert import deepspeed
+from zero_strategy.convert.pickles import load_restricted
+from zero_strategy.convert.portable import write_portable
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import full_state
 
@@ -141,8 +141,8 @@ def test_two_ranks_of_stage_3_go_on(written, ranks, case):
 
 def test_our_loss_scale_grows_at_the_same_steps_as_deepspeeds():
     """DeepSpeed's rule, step by step, from states after any history."""
-    from zero_strategy.checkpoint.interop.deepspeed_optimizer import loss_scaler_state
     from zero_strategy.config import LossScaleConfig
+    from zero_strategy.convert.deepspeed_model import loss_scaler_state
     from zero_strategy.optim.loss_scale import LossScaler
 
     for window in (1, 2, 5):

@@ -17,8 +17,8 @@ from lightning.fabric.utilities.data import AttributeDict
 from tests.checkpoint.interop.written import ROOT
 from tests.checkpoint.interop.zero_files import Truth, model_states, write_stage2, write_stage3
 from zero_strategy.checkpoint import CheckpointReader
-from zero_strategy.checkpoint.interop import deepspeed
-from zero_strategy.checkpoint.portable import loaded, portable_of, write_portable
+from zero_strategy.convert import deepspeed
+from zero_strategy.convert.portable import loaded, portable_of, write_portable
 
 SHAPES = [{"a": (3, 5), "b": (), "c": (7,)}, {"d": (1,), "e": (2, 2, 3)}]
 FROZEN = {"f": (5, 3), "g": (2,)}
@@ -214,8 +214,8 @@ def test_a_fused_fp16_wrapper_has_one_flat_tensor_per_group(tmp_path):
 PEAK = """
 import resource, sys
 from pathlib import Path
-from zero_strategy.checkpoint.interop import deepspeed
-from zero_strategy.checkpoint.portable import loaded
+from zero_strategy.convert import deepspeed
+from zero_strategy.convert.portable import loaded
 def anonymous():
     fields = dict(line.split(":") for line in open("/proc/self/status"))
     return int(fields["RssAnon"].split()[0]) * 1024

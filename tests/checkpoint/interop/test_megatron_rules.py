@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_strategy.checkpoint.interop.megatron_rules import MergeRules, Rule, SubparamShape, merge, merged_shape, split
+from zero_strategy.convert.megatron import MergeRules, Rule, SubparamShape, merge, merged_shape, split
 
 
 def numbered(*shape: int) -> torch.Tensor:

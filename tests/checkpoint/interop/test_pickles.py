@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from zero_strategy.checkpoint.interop.pickles import ATTRIBUTES, Record, load_restricted
+from zero_strategy.convert.pickle_globals import ATTRIBUTES, Record
+from zero_strategy.convert.pickles import load_restricted
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 

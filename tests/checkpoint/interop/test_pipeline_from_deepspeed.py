@@ -10,8 +10,8 @@ import torch
 
 from tests.checkpoint.interop.deepspeed_ranks import run
 from zero_strategy.checkpoint import CheckpointReader
-from zero_strategy.checkpoint.interop.deepspeed import read
-from zero_strategy.checkpoint.portable import portable_of, write_portable
+from zero_strategy.convert.deepspeed import read
+from zero_strategy.convert.portable import portable_of, write_portable
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 

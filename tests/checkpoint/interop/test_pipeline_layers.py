@@ -10,10 +10,10 @@ import torch
 
 from tests.checkpoint.interop.parallel_files import KINDS, save_rank, shards_of, value
 from zero_strategy.checkpoint import CheckpointReader
-from zero_strategy.checkpoint.interop.deepspeed import detect, read
-from zero_strategy.checkpoint.interop.megatron_rules import MergeRules
-from zero_strategy.checkpoint.interop.pipeline_layers import MEGATRON_GPT
-from zero_strategy.checkpoint.portable import PortableState, portable_of, write_portable
+from zero_strategy.convert.deepspeed import detect, read
+from zero_strategy.convert.megatron import MergeRules
+from zero_strategy.convert.pipeline_layers import MEGATRON_GPT
+from zero_strategy.convert.portable import PortableState, portable_of, write_portable
 
 INFO: dict[str, Any] = {
     "universal_checkpoint_version": 0.4,

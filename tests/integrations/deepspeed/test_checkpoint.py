@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.checkpoint.interop.parallel_files import save_rank, shards_of, value
-from zero_strategy.checkpoint.interop.pipeline_layers import MEGATRON_GPT
-from zero_strategy.integrations import deepspeed as face
-from zero_strategy.integrations.deepspeed import DeepSpeedCheckpoint, ZeROCheckpoint, merge_state
+from zero_strategy.compat import deepspeed as face
+from zero_strategy.compat.deepspeed import DeepSpeedCheckpoint, ZeROCheckpoint, merge_state
+from zero_strategy.convert.pipeline_layers import MEGATRON_GPT
 
 PP, TP, DP = 2, 4, 2
 EMBEDDING = {"word_embeddings.weight": (8, 4), "position_embeddings.weight": (6, 4)}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
+from zero_strategy.compat.deepspeed.runtime.zero import stage3, stage_1_and_2
 from zero_strategy.config import load_config
-from zero_strategy.integrations.deepspeed.runtime.zero import stage3, stage_1_and_2
 
 COUNT = 64_000_000
 LAYER = 2_000_000

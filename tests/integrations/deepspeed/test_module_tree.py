@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_strategy
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.launcher import Launcher
-from zero_strategy import sharding
-from zero_strategy.scripts import ScriptEngine
-from zero_strategy.sharding.sharded_parameter import ShardedParameter
+from zero_strategy import fsdp as sharding
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
+from zero_strategy.fsdp.sharded_parameter import ShardedParameter
 
 TREE = {
     "": ("initialize", "init_distributed", "add_config_arguments", "DeepSpeedEngine", "zero", "comm", "utils", "ops"),
@@ -57,7 +57,7 @@ def test_names_are_the_package_s_own() -> None:
 
 def test_importing_the_package_loads_nothing_of_it() -> None:
     code = (
-        "import sys, zero_strategy; assert not [m for m in sys.modules if m.startswith(('zero_strategy.scripts', "
+        "import sys, zero_strategy; assert not [m for m in sys.modules if m.startswith(('zero_strategy.compat', "
         "'lightning', 'accelerate', 'transformers', 'deepspeed'))]; zero_strategy.initialize; "
         "assert not [m for m in sys.modules if m.startswith(('lightning', 'accelerate', 'transformers', 'deepspeed'))]"
     )

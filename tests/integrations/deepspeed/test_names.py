@@ -16,12 +16,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 from tests.launcher import Launcher
-from zero_strategy.integrations.deepspeed.names import TABLE, Refused
-from zero_strategy.integrations.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from zero_strategy.scripts import ScriptEngine
-from zero_strategy.sharding.units import find_units
+from zero_strategy.compat.deepspeed.names import TABLE, Refused
+from zero_strategy.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
+from zero_strategy.fsdp.units import find_units
 
 MIGRATING = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
 
@@ -64,7 +64,7 @@ def test_names_that_nobody_has() -> None:
 
 
 def test_the_first_script(tmp_path: Path) -> None:
-    from zero_strategy.integrations.deepspeed.accelerator import get_accelerator
+    from zero_strategy.compat.deepspeed.accelerator import get_accelerator
 
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
     get_accelerator().set_device(0)
@@ -274,7 +274,7 @@ def logged_ranks() -> list[str]:
 
 
 def test_the_profile_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from zero_strategy.integrations.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+    from zero_strategy.compat.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_model_profile
 
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     operations, parameters = 2 * 5 * (8 * 16 + 16 * 4), 8 * 16 + 16 + 16 * 4 + 4
@@ -301,7 +301,7 @@ def test_the_profile_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_models_without_experts_in_parallel() -> None:
-    from zero_strategy.integrations.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from zero_strategy.compat.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     group = {"params": list(nn.Linear(2, 2).parameters()), "name": "parameters"}
     assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
@@ -390,7 +390,7 @@ def of_the_engine(folder: str) -> None:
 
 def test_whole_weights_of_a_checkpoint(ranks: Launcher, tmp_path: Path) -> None:
     ranks(2)(of_the_engine, str(tmp_path))
-    from zero_strategy.integrations.deepspeed.utils import zero_to_fp32
+    from zero_strategy.compat.deepspeed.utils import zero_to_fp32
 
     masters = torch.load(tmp_path / "masters.pt", weights_only=True)
     for tag in (None, "first"):

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_strategy.checkpoint.interop.parallel_grid import Degrees, groups_of, obstacles
-from zero_strategy.integrations.deepspeed.checkpoint.reshape_meg_2d import (
+from zero_strategy.compat.deepspeed.checkpoint.reshape_meg_2d import (
     flatten_dp_dimension,
     get_mpu_ranks,
     meg_2d_parallel_map,
@@ -15,6 +14,7 @@ from zero_strategy.integrations.deepspeed.checkpoint.reshape_meg_2d import (
     reshape_meg_2d_parallel,
     unflatten_dp_dimension,
 )
+from zero_strategy.convert.merge_ranks import Degrees, groups_of, obstacles
 
 SMALL = st.integers(1, 3)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import zero_strategy.integrations.deepspeed as deepspeed
+import zero_strategy.compat.deepspeed as deepspeed
 
 PACKAGE = deepspeed.__name__
 BATCH = {"train_batch_size": 4}

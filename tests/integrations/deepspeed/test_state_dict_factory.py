@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_strategy.integrations.deepspeed.runtime.state_dict_factory import MegatronSDLoader, SDLoaderFactory
+from zero_strategy.compat.deepspeed.runtime.state_dict_factory import MegatronSDLoader, SDLoaderFactory
 
 H, HEADS = 8, 4
 

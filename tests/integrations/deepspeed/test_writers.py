@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_strategy.integrations.deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import (
+from zero_strategy.compat.deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import (
     CHECKPOINT_DATA_PARALLEL_UNITS,
     DataParallelWriterFactory,
     ExpertParallelInfo,

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import zero_strategy.integrations.megatron as megatron
+import zero_strategy.compat.megatron as megatron
 from tests.distributed.pretended import pretend
-from zero_strategy import versions
 from zero_strategy.activation.rng import DEFAULT_NAME
-from zero_strategy.integrations.megatron import core_utils, fsdp_utils
-from zero_strategy.integrations.megatron.later import LATER
-from zero_strategy.integrations.megatron.state import UtilityState
+from zero_strategy.compat.megatron import core_utils, fsdp_utils
+from zero_strategy.compat.megatron import lifecycle as versions
+from zero_strategy.compat.megatron.state import LATER, UtilityState
 
 
 def test_the_package_has_all_names_of_both_modules() -> None:
@@ -29,12 +28,12 @@ def test_the_package_has_all_names_of_both_modules() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'parallel_state'"):
         getattr(megatron, "parallel_state")  # noqa: B009
     with pytest.raises(ImportError):
-        exec("from zero_strategy.integrations.megatron import no_such_name")
+        exec("from zero_strategy.compat.megatron import no_such_name")
     assert set(LATER) <= set(dir(megatron))
 
 
 def test_importing_the_package_imports_nothing_of_it() -> None:
-    code = "import sys, zero_strategy.integrations.megatron; print('torch' in sys.modules)"
+    code = "import sys, zero_strategy.compat.megatron; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero_strategy.integrations.deepspeed.runtime.utils as deepspeed_utils
-import zero_strategy.integrations.megatron as megatron
+import zero_strategy.compat.deepspeed.runtime.utils as deepspeed_utils
+import zero_strategy.compat.megatron as megatron
 from tests.launcher import Launcher
-from zero_strategy.checkpoint.sharded_tensor import assemble
-from zero_strategy.distributed.context_parallel import batch_from_ranks
-from zero_strategy.distributed.parallel_groups import ParallelGroups
+from zero_strategy.compat.megatron.groups import ParallelGroups, batch_from_ranks
+from zero_strategy.compat.megatron.sharded_tensors import assemble
 from zero_strategy.engine import ZeroEngine
 
 ORDERS = (1.0, 2, math.inf)

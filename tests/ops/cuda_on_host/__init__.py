@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from zero_strategy.ops import cache
+from zero_strategy.ops import build as cache
 from zero_strategy.ops.build import SOURCES, TARGET_ABI, recipe
 
 HERE = Path(__file__).resolve().parent

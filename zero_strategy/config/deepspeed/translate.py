@@ -1,4 +1,7 @@
-"""From classified keys to settings. A key that only some values of can be translated is rejected here."""
+"""Translation of classified DeepSpeed keys into settings. A value that cannot be translated is rejected by name.
+
+A key that only some values of can be translated is rejected here.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,39 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..batch import ACCUMULATION, MICRO, TRAIN, BatchSettings
-from ..rules import ACCEPTS, Accepts, check_value, from_origin
-from ..schema import ZeroConfig
-from ..section import Section, Setting, is_section, typed_fields
-from .classify import AUTO, KeyReport
-from .keys import REJECTED, TRANSLATED, Group, Key
-from .named import Named, Refusal, read_optimizer, read_scheduler, short_name
-from .runtime_keys import DEFAULTS_VERSION, OBSERVERS, ROOT
-from .training_keys import MAX_IN_CPU
+from zero_strategy.config.deepspeed.classify import AUTO, KeyReport
+from zero_strategy.config.deepspeed.keys import (
+    DEFAULTS_VERSION,
+    MAX_IN_CPU,
+    OBSERVERS,
+    REJECTED,
+    ROOT,
+    TRANSLATED,
+    Group,
+    Key,
+)
+from zero_strategy.config.deepspeed.settings import (
+    ACCUMULATION,
+    MICRO,
+    TRAIN,
+    BatchSettings,
+    Named,
+    Refusal,
+    read_optimizer,
+    read_scheduler,
+    short_name,
+)
+from zero_strategy.config.schema import ZeroConfig
+from zero_strategy.config.section import (
+    ACCEPTS,
+    Accepts,
+    Section,
+    Setting,
+    check_value,
+    from_origin,
+    is_section,
+    typed_fields,
+)
 
 DEFAULT_ORIGIN = f"default of DeepSpeed {DEFAULTS_VERSION}"
 _NEVER = 2**62

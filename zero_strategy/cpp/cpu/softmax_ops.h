@@ -1,4 +1,4 @@
-// Softmax with mask and dropout; schemas and formulas are in zero_strategy/ops/softmax.py.
+// Softmax with mask and dropout; schemas and formulas are in zero_strategy/ops/fused_layers.py.
 #pragma once
 
 #include <tuple>

@@ -1,4 +1,4 @@
-// The C interface of the file queues, called by memory/native_queue.py. Nothing here throws.
+// The C interface of the file queues, called by offload/file_queues.py. Nothing here throws.
 #include <new>
 
 #include "thread_queue.h"

@@ -24,7 +24,7 @@ constexpr int kFileEnded = -1;  // beside the values of errno
 constexpr int kMostRetries = 100;  // of a call that was interrupted or told to come again
 constexpr int kMostStalls = 1;  // of calls in a row that moved too little to go on
 
-// A range of a file and the memory of its bytes; memory/native_queue.py has the same fields.
+// A range of a file and the memory of its bytes; offload/file_queues.py has the same fields.
 struct Extent {
   int32_t fd;
   uint32_t alignment;  // at what multiples of bytes of the file a call may begin

@@ -1,0 +1,513 @@
+"""The contents of an engine's checkpoint: names, order, states, and this rank's pieces.
+
+A checkpoint holds whole tensors. A part that is one range of its tensor is a piece like any other. One that is divided
+inside of its rows (a row-parallel layer's) is many short ranges: ranks with the same rows exchange them, so that each
+writes an equal share of whole rows, one long range. What lies in a tier is written row by row instead, for there is no
+memory for a second copy of it.
+
+names, order, tables of state, and this rank's pieces of it.
+
+Every rank has its own slices of weights, master weights and optimizer state, which go straight into the final files
+under the module's own names.
+
+A checkpoint is of the whole model: its files, their order and their header depend on the names, dtypes and shapes of
+all tensors. Where ranks hold different parts, they tell each other; tensors then come in the order that the whole model
+gives them, so that a checkpoint is the same whatever the model was divided into.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.checkpoint.layout import TensorSpec
+from zero_strategy.checkpoint.manifest import FileKind
+from zero_strategy.checkpoint.state_reader import Wanted
+from zero_strategy.checkpoint.writer import LatePiece, Piece
+from zero_strategy.comm.barrier import together
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.fsdp import layout
+from zero_strategy.fsdp.dtensor import TensorPart, held_by
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.offload.chunks import OffloadedPart
+from zero_strategy.offload.images import VectorReader, live_values
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.runtime.torch_private import buffers_of, children_of, non_persistent_buffers, parameters_of
+
+if TYPE_CHECKING:
+    from zero_strategy.train_state import TrainState
+
+
+_READ_BYTES = 16 << 20
+"""Of rows that are read at once, other ranks' elements included."""
+
+
+def pieces_in_whole(
+    part: TensorPart,
+    tensor: Communicator,
+    name: str,
+    bounds: tuple[int, int],
+    dtype: torch.dtype,
+    read: Callable[[int, int], Tensor],
+    *,
+    late: bool,
+) -> Iterator[Piece | LatePiece]:
+    """What this rank writes of a tensor. A collective of the tensor-parallel ranks where these divide its rows.
+
+    Args:
+        part: What this rank has of it.
+        tensor: The tensor-parallel ranks.
+        name: Of the tensor.
+        bounds: First and one-past-last element that is this rank's, in the flattened part.
+        dtype: In which it is written.
+        read: Gives elements [start, stop) of the part, flat and of that dtype; called for some within `bounds`.
+        late: They are in a tier: read when their turn comes. The same on all ranks.
+    """
+    if not part.counts:
+        return
+    start, stop = bounds
+    if part.is_one_range or late:
+        for span in part.spans(start, stop):
+            load = partial(read, span.local, span.local + span.stop - span.start)
+            if late:
+                yield LatePiece(name, span.start, span.stop - span.start, dtype, load)
+            elif part.is_one_range or start < stop:
+                yield Piece(name, span.start, load())
+        return
+    values = read(start, stop).cpu() if start < stop else torch.empty(0, dtype=dtype)
+    for first, found in _share_rows(part, tensor, start, values):
+        yield Piece(name, first, found)
+
+
+def _share_rows(part: TensorPart, tensor: Communicator, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Whole rows for as many as all ranks have from end to end, an equal share for each; what is left, as it lies."""
+    stop = start + values.numel()
+    rows_here = part.whole_rows(start, stop) if part.row else (0, part.rows)
+    own = torch.tensor([*rows_here, part.row, part.offset])
+    table = torch.stack(tensor.exchange_small(own)).tolist()
+    first, last = max(row[0] for row in table), min(row[1] for row in table)
+    if first >= last:
+        first = last = -(-stop // max(part.row, 1))  # none in common
+    for low, high in ((start, min(first * part.row, stop)), (max(last * part.row, start), stop)):
+        for span in part.spans(low, high) if low < high else ():
+            yield span.start, values[span.local - start :][: span.stop - span.start]
+    if first >= last:
+        return
+    share = -(-(last - first) // tensor.size)
+    begins = [min(first + rank * share, last) for rank in range(tensor.size + 1)]
+    room = share * max(row[2] for row in table)
+    outgoing = []
+    for begin, end in pairwise(begins):
+        padded = values.new_zeros(room)
+        padded[: (end - begin) * part.row] = values[begin * part.row - start : end * part.row - start]
+        outgoing.append(padded)
+    begin, end = begins[tensor.rank], begins[tensor.rank + 1]
+    rows = values.new_empty(end - begin, part.whole_row)
+    for arrived, (_, _, width, column) in zip(tensor.all_to_all(outgoing), table, strict=True):
+        rows[:, column : column + width] = arrived[: (end - begin) * width].view(end - begin, width)
+    if begin < end:
+        yield begin * part.whole_row, rows.view(-1)
+
+
+def wanted_in_whole(
+    part: TensorPart,
+    name: str,
+    bounds: tuple[int, int],
+    kind: FileKind = "model",
+    *,
+    itemsize: int,
+    out: Tensor | None = None,
+    write: Callable[[int, Tensor], object] | None = None,
+) -> Iterator[Wanted]:
+    """What this rank reads of a tensor.
+
+    Args:
+        part: What it has of it.
+        name: Of the tensor in the checkpoint.
+        bounds: First and one-past-last element that it wants, in the flattened part.
+        kind: Weights, or which state.
+        itemsize: Bytes per element there.
+        out: Where they go, (wanted elements,).
+        write: Or what takes them, with the index of the first in `bounds`; in any thread.
+    """
+    start, stop = bounds
+    if part.is_one_range:
+        then = None if write is None else partial(write, 0)
+        yield Wanted(name, part.offset + start, part.offset + stop, kind, out=out, then=then)
+        return
+    most = max(1, _READ_BYTES // (part.whole_row * itemsize))
+    at = start
+    while at < stop:
+        first, last = part.whole_rows(at, stop)
+        rows = min(last - first, most) if first * part.row == at else 0
+        end = at + rows * part.row if rows else min((at // part.row + 1) * part.row, stop)
+        spread = partial(_spread, part, max(rows, 1), at - start, end - at, out, write)
+        yield Wanted(name, part.whole_index(at), part.whole_index(end - 1) + 1, kind, then=spread)
+        at = end
+
+
+def _spread(
+    part: TensorPart,
+    rows: int,
+    offset: int,
+    numel: int,
+    out: Tensor | None,
+    write: Callable[[int, Tensor], object] | None,
+    values: Tensor,
+) -> None:
+    found = part.pick(values, rows) if rows > 1 else values
+    assert found.numel() == numel
+    if out is not None:
+        out[offset : offset + numel].copy_(found)
+    else:
+        assert write is not None
+        write(offset, found)
+
+EXTRA_STATE_FILE = "extra_state.pt"
+"""What modules return from `get_extra_state`."""
+
+
+@dataclass
+class OptimizerTable:
+    """What all ranks together know about one optimizer's state.
+
+    Attributes:
+        kinds: State kind -> parameter name -> dtype.
+        scalars: Parameter name -> key -> number.
+        scalar_dtypes: Key -> dtype name, for numbers that the optimizer keeps as 0-d tensors.
+    """
+
+    kinds: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scalar_dtypes: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, other: OptimizerTable) -> None:
+        """Take in another rank's entries."""
+        for kind, dtypes in other.kinds.items():
+            self.kinds.setdefault(kind, {}).update(dtypes)
+        for name, values in other.scalars.items():
+            self.scalars.setdefault(name, {}).update(values)
+        self.scalar_dtypes.update(other.scalar_dtypes)
+
+
+def state_dict_entries(module: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and objects of parameters and persistent buffers in the order of the module's state dict.
+
+    Args:
+        module: The root.
+        tied: Give tied tensors under each of their names; else once, under the first.
+    """
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        for key, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+            if tensor is None or key in non_persistent_buffers(module) or id(tensor) in seen:
+                continue
+            if not tied:
+                seen.add(id(tensor))
+            yield prefix + key, tensor
+        for key, child in children_of(module).items():
+            if child is not None:
+                yield from visit(child, f"{prefix}{key}.")
+
+    yield from visit(module, "")
+
+
+def extra_state_file(engine: TrainState) -> dict[str, bytes]:
+    """What modules return from `get_extra_state`, as a file of its own; any picklable value.
+
+    A collective of the team if the engine's module is a part of a model.
+    """
+    found = {
+        name: child.get_extra_state()
+        for name, child in engine.module.named_modules()
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
+    if engine.is_part:
+        found = {name: state for part in engine.mesh.team.control.gather_objects(found) for name, state in part.items()}
+    if not found:
+        return {}
+    buffer = io.BytesIO()
+    torch.save(found, buffer)
+    return {EXTRA_STATE_FILE: buffer.getvalue()}
+
+
+States = Mapping[str, tuple[torch.Size, Mapping[str, Any]]]
+"""Parameter name -> shape of this rank's piece, and its live state."""
+
+
+def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
+    """This rank's state of an optimizer, looked up once for all that a save asks of it."""
+    names, found = {id(p): name for name, p in engine.model.names()}, {}
+    for parameter in sharded.parameters():
+        piece = sharded.piece(parameter)
+        if piece is not None:
+            found[names[id(parameter)]] = (piece.shape, sharded.state.get(piece, {}))
+    return found
+
+
+def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> OptimizerTable:
+    """What this rank knows of an optimizer's state.
+
+    Raises:
+        TypeError: Naming a state that no file of tensors can hold.
+    """
+    table, dtypes = OptimizerTable(), dict[torch.dtype, str]()
+    parameters = {id(parameter) for parameter in sharded.parameters()}
+    for bucket in engine.model.buckets:
+        if bucket.has_master:
+            held = zip(bucket.names, bucket.parameters, strict=True)
+            table.kinds.setdefault("master", {}).update((n, torch.float32) for n, p in held if id(p) in parameters)
+    for name, (shape, state) in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                table.scalars.setdefault(name, {})[key] = value.item()
+                if value.dtype not in dtypes:
+                    dtypes[value.dtype] = str(value.dtype).removeprefix("torch.")
+                table.scalar_dtypes[key] = dtypes[value.dtype]
+            elif isinstance(value, (Tensor, OffloadedPart)) and value.shape == shape:
+                table.kinds.setdefault(key, {})[name] = value.dtype
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                table.scalars.setdefault(name, {})[key] = value
+            else:
+                raise TypeError(
+                    f"state {key!r} of {type(sharded.optimizer).__name__} for parameter {name!r} is a "
+                    f"{type(value).__name__} that cannot be stored: only one value per element, or plain numbers"
+                )
+    return table
+
+
+def stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a weight is saved as: `wanted` converts floating-point ones."""
+    return own if wanted is None or not own.is_floating_point else wanted
+
+
+def pieces_of(
+    engine: TrainState,
+    order: Sequence[tuple[str, Tensor]],
+    saved: Sequence[States],
+    tables: Sequence[OptimizerTable],
+    dtype: torch.dtype | None,
+    values_of: VectorReader = live_values,
+) -> Iterator[tuple[FileKind, Piece | LatePiece]]:
+    """All that this rank writes: views of live memory, weights converted to `dtype`, and what is to be read first.
+
+    A collective of the tensor-parallel ranks if there are several.
+
+    Args:
+        engine: The engine.
+        order: Weights and buffers.
+        saved: By optimizer: this rank's states.
+        tables: By optimizer: what all ranks know of them.
+        dtype: Of weights; None: their own.
+        values_of: Gives what reads values of state in tiers; all of these, and nothing else, are read late.
+    """
+    if engine.mesh.replicate.rank:  # the first replica writes for all
+        return
+    wanted = {name for name, _ in order}
+    for bucket in engine.model.buckets:
+        for piece in _slice_pieces(bucket):
+            if bucket.names[piece.index] in wanted:
+                for found in _weights_pieces(engine, bucket, piece, dtype, values_of):
+                    yield "model", found
+    if engine.mesh.rank == 0 and engine.mesh.tensor.rank == 0:
+        for name, tensor in order:
+            if not isinstance(tensor, nn.Parameter):
+                flat = held_by(tensor).detach().contiguous().reshape(-1)
+                yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, dtype)))
+    for number, (states, table) in enumerate(zip(saved, tables, strict=True)):
+        for kind, dtypes in table.kinds.items():
+            for state in _state_pieces(engine, states, kind, dtypes, values_of):
+                yield (str(number), kind), state
+
+
+def _slice_pieces(bucket: ParameterBucket) -> Iterator[layout.Piece]:
+    """The parts of parameters in this rank's slice; of those whose rows are divided an empty one where none is there.
+
+    Other ranks may have some of theirs, and exchange rows.
+    """
+    found = {piece.index: piece for piece in bucket.slice_pieces}
+    for index, part in enumerate(bucket.parts):
+        if index in found:
+            yield found[index]
+        elif not part.is_one_range:
+            yield layout.Piece(index, 0, 0, 0)
+
+
+def _weights_pieces(
+    engine: TrainState,
+    bucket: ParameterBucket,
+    piece: layout.Piece,
+    dtype: torch.dtype | None,
+    values_of: VectorReader,
+) -> Iterator[Piece | LatePiece]:
+    """A weight's slice as it is saved: from its master copy where that is finer and wanted."""
+    stored = stored_dtype(bucket.dtype, dtype)
+    finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
+    lead = bucket.slice.start - bucket.owned.start if finer else 0
+    at, vector = lead + piece.offset - piece.start, bucket.master_vector if finer else bucket.shard_vector
+    if vector is not None:
+        values = values_of(vector, at + piece.start, at + piece.stop)
+    else:
+        values = bucket.read_master if finer else bucket.read_shard
+
+    def read(start: int, stop: int) -> Tensor:
+        return values(at + start, at + stop).to(stored)
+
+    part, bounds, name = bucket.parts[piece.index], (piece.start, piece.stop), bucket.names[piece.index]
+    return pieces_in_whole(part, engine.mesh.tensor, name, bounds, stored, read, late=vector is not None)
+
+
+def _state_pieces(
+    engine: TrainState, states: States, kind: str, dtypes: Mapping[str, torch.dtype], values_of: VectorReader
+) -> Iterator[Piece | LatePiece]:
+    for bucket in engine.model.buckets:
+        lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
+        for piece in _slice_pieces(bucket):
+            name, part = bucket.names[piece.index], bucket.parts[piece.index]
+            if name not in dtypes:
+                continue
+            values: Callable[[int, int], Tensor]
+            if kind == "master":
+                at, held = lead + piece.offset - piece.start, bucket.master_vector
+                late, values = held is not None, bucket.read_master
+            else:
+                value = states[name][1][kind] if name in states else torch.empty(0, dtype=dtypes[name])
+                held, at = (value.vector, value.start) if isinstance(value, OffloadedPart) else (None, 0)
+                at -= 0 if whole else piece.start
+                late, values = engine.model.optimizer_store is not None, partial(_some, value)
+            if held is not None:
+                values = values_of(held, at + piece.start, at + piece.stop)
+            read, bounds = partial(_shifted, values, at), (piece.start, piece.stop)
+            for found in pieces_in_whole(part, engine.mesh.tensor, name, bounds, dtypes[name], read, late=late):
+                yield found if held is not None else found.loaded()
+
+
+def _shifted(values: Callable[[int, int], Tensor], at: int, start: int, stop: int) -> Tensor:
+    return values(at + start, at + stop)
+
+
+def _some(value: Tensor, start: int, stop: int) -> Tensor:
+    return value.reshape(-1)[start:stop].contiguous()
+
+
+def groups_of(engine: TrainState, sharded: ShardedOptimizer) -> list[dict[str, Any]]:
+    """Hyper-parameters of each param group, its parameters by name."""
+    names = {id(p): name for name, p in engine.model.names()}
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params"}
+        | {"params": [names[id(p)] for p in group["params"]]}
+        for group in sharded.optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 else value.tolist()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+Position = tuple[int, ...]
+"""Where a tensor comes in the whole model's order."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All tensors of a model.
+
+    Attributes:
+        weights: Parameters and persistent buffers, in the order of the whole model's state dict.
+        aliases: Further names of tied tensors: {alias: first name}.
+        frozen: Names of parameters that need no gradient.
+    """
+
+    weights: Sequence[TensorSpec]
+    aliases: Mapping[str, str]
+    frozen: frozenset[str] = frozenset()
+
+    def names(self) -> list[str]:
+        """First names, in order."""
+        return [spec.name for spec in self.weights]
+
+    def without(self, names: Collection[str]) -> Catalog:
+        """The same, some tensors left out."""
+        if not names:
+            return self
+        weights = [spec for spec in self.weights if spec.name not in names]
+        aliases = {alias: name for alias, name in self.aliases.items() if name not in names}
+        return Catalog(weights, aliases, self.frozen.difference(names))
+
+
+def catalog_of(engine: TrainState) -> Catalog:
+    """All tensors of the model that an engine trains, or trains a part of. A collective of the team if it is a part.
+
+    Raises:
+        TypeError: If a tensor's dtype cannot be stored.
+        ValueError: If parts hold different tensors under one name.
+    """
+    if not engine.is_part:
+        return _merged([_own(engine)], sort=engine.order is not None)
+    control = engine.mesh.team.control
+    return _merged(control.gather_objects(together(control, lambda: _own(engine))), sort=True)
+
+
+_Part = tuple[list[tuple[Position, TensorSpec]], dict[str, str], set[str]]
+
+
+def _own(engine: TrainState) -> _Part:
+    order = engine.order or (lambda name: ())
+    entries = [(order(name), TensorSpec.of(name, tensor)) for name, tensor in state_dict_entries(engine.module)]
+    frozen = {name for name, parameter in engine.model.names() if not parameter.requires_grad}
+    return entries, dict(engine.aliases), frozen
+
+
+def _merged(parts: Sequence[_Part], *, sort: bool) -> Catalog:
+    found: dict[str, tuple[Position, TensorSpec]] = {}
+    aliases, frozen = dict[str, str](), set[str]()
+    for entries, others, still in parts:
+        aliases |= others
+        frozen |= still
+        for position, spec in entries:
+            known = found.setdefault(spec.name, (position, spec))[1]
+            if known != spec:
+                raise ValueError(f"parts of the model hold different tensors {spec.name!r}: {known} and {spec}")
+    order = sorted(found.values(), key=lambda item: item[0]) if sort else list(found.values())
+    return Catalog([spec for _, spec in order], aliases, frozenset(frozen))
+
+
+def union_of_groups(engine: TrainState, groups: list[dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
+    """The param groups of an optimizer over all parts of a model. A collective of the team if there are several.
+
+    Args:
+        engine: Of this part.
+        groups: This part's, with "params" as names.
+        order: All names of the model.
+
+    Raises:
+        ValueError: If the parts' optimizers have other numbers of groups, or other hyper-parameters.
+    """
+    if not engine.is_part:
+        return groups
+    everyone = engine.mesh.team.control.gather_objects(groups)
+    settings = [
+        [{key: value for key, value in group.items() if key != "params"} for group in part] for part in everyone
+    ]
+    for rank, theirs in enumerate(settings):
+        if theirs != settings[0]:
+            raise ValueError(
+                f"the optimizers of pipeline stages must have the same param groups but for the parameters: rank 0 has "
+                f"{settings[0]}, rank {rank} has {theirs}"
+            )
+    places = {name: place for place, name in enumerate(order)}
+    members = [{name for part in everyone for name in part[number]["params"]} for number in range(len(groups))]
+    return [
+        {**group, "params": sorted(names, key=lambda name: places[name])} for group, names in zip(groups, members)
+    ]

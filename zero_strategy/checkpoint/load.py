@@ -1,0 +1,324 @@
+"""Loading a checkpoint into an engine: each rank reads the element ranges that it owns.
+
+each rank reads the element ranges that it owns, whoever saved it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.checkpoint import references
+from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, catalog_of, state_dict_entries, wanted_in_whole
+from zero_strategy.checkpoint.layout import TensorSpec
+from zero_strategy.checkpoint.pieces import hosts as piece_exchange
+from zero_strategy.checkpoint.state_reader import StateReader, Wanted
+from zero_strategy.comm.barrier import together
+from zero_strategy.fsdp.dtensor import held_by
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.runtime.terminal import is_shown, progress
+
+if TYPE_CHECKING:
+    from zero_strategy.train_state import TrainState
+
+
+T = TypeVar("T")
+OWN = "zero_strategy"
+"""Key of the engine's own entry in the manifest's user metadata."""
+_MOMENT_SETTINGS = {"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "rho"}
+"""Hyper-parameters that tell families of optimizers apart, for a state of one means nothing to another."""
+
+
+def open_together(engine: TrainState, opened: Callable[[], T]) -> T:
+    """Open a checkpoint on all ranks; what hinders one of them is raised on all; see `together`."""
+    return together(engine.mesh.team.control, opened)
+
+
+def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> None:
+    """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
+    piece_exchange.check_one_save(engine, reader)
+    with contextlib.suppress(OSError):  # what could not be written before is written anew
+        engine.offloaded.settle()
+    _check_same(engine, reader)
+    together(engine.mesh.team.control, engine.model.let_go)
+    referenced = references.check(engine, reader)
+    entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
+    whole = catalog_of(engine).without(referenced)
+    tied = whole.aliases
+    if strict:
+        reader.check_against(whole.weights, tied)
+    sources = reader.sources(entries, tied)
+    for name, source in sorted(sources.items()):
+        _check_shape(name, tuple(reader.spec(source).shape), tuple(entries[name].shape))
+
+    wanted: list[Wanted] = []
+
+    def want() -> None:
+        if engine.mesh.team.rank == 0:
+            reader.check_ties(tied)
+        for bucket in engine.model.buckets:
+            wanted.extend(_wanted_weights(engine, reader, bucket, sources))
+        for name, buffer in entries.items():
+            if name in sources and not isinstance(buffer, nn.Parameter):
+                held = held_by(buffer)
+                wanted.append(Wanted(sources[name], 0, held.numel(), then=_copier(held, tuple(held.shape))))
+
+    together(engine.mesh.team.control, lambda: _check_small_files(engine, reader))
+    with torch.no_grad():
+        together(engine.mesh.team.control, want)
+        with piece_exchange.supplied(engine, reader, wanted):
+            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "weights"))
+        load_extra_state(engine.module, reader)
+        for bucket in engine.model.buckets:
+            if not bucket.placement.shard_parameters:
+                engine.mesh.gather.all_gather(bucket.flat).wait()
+        engine.model.forget_gathered()
+
+
+def load_optimizers(engine: TrainState, reader: StateReader) -> None:
+    """Read this rank's optimizer state and master weights; see `ZeroEngine.load_optimizers`."""
+    _check_same(engine, reader)
+    records = reader.manifest.optimizers
+    if len(records) != len(engine.optimizers):
+        raise ValueError(
+            f"{reader.directory} holds the state of {len(records)} optimizer(s), {len(engine.optimizers)} are "
+            "attached; attach the same optimizers in the same order, or load weights only"
+        )
+    own = reader.manifest.user.get(OWN, {})
+    names = {id(p): name for name, p in engine.model.names()}
+    elsewhere = set(catalog_of(engine).names()).difference(names.values()) if engine.is_part else set[str]()
+
+    wanted: list[Wanted] = []
+
+    def want() -> None:
+        for number, sharded in enumerate(engine.optimizers):
+            groups = sharded.optimizer.param_groups
+            reader.name_parameters(str(number), [names[id(p)] for group in groups for p in group["params"]])
+            available = reader.states(str(number))
+            if available:
+                _check_family(sharded, reader.manifest.optimizers[str(number)].param_groups, reader)
+            stored = reader.manifest.optimizers[str(number)].param_groups
+            _set_groups(sharded, _own_groups(stored, elsewhere), names, reader)
+            dtypes = own.get("scalar_dtypes", [{}] * len(records))[number]
+            sharded.state.clear()
+            for group in sharded.optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names[id(parameter)]
+                    source = (reader, str(number), available, dtypes)
+                    wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
+
+    with torch.no_grad():
+        together(engine.mesh.team.control, engine.model.let_go)
+        together(engine.mesh.team.control, want)
+        with piece_exchange.supplied(engine, reader, wanted):
+            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "optimizer state"))
+
+        for work in [bucket.publish() for bucket in engine.model.buckets]:
+            work.wait()
+        engine.model.forget_gathered()
+    if engine.scaler is not None and own.get("loss_scaler"):
+        engine.scaler.load_state_dict(own["loss_scaler"])
+
+
+def _read(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted], what: str) -> None:
+    """All of it, with a bar where somebody looks."""
+    if not is_shown(engine.mesh.team.rank):
+        reader.read_many(wanted)
+        return
+    sizes = [(item.stop - item.start) * reader.spec(item.name, item.kind).dtype.itemsize for item in wanted]
+    with progress(f"loading {what}", sum(sizes), engine.mesh.team.rank) as tell:
+        reader.read_many([replace(item, then=_then(item, size, tell)) for item, size in zip(wanted, sizes)])
+
+
+def _then(item: Wanted, nbytes: int, tell: Callable[[int], object] | None) -> Callable[[Tensor], None]:
+    def take(values: Tensor) -> None:
+        if item.then is not None:
+            item.then(values)
+        if tell is not None:
+            tell(nbytes)
+
+    return take
+
+
+def load_extra_state(module: nn.Module, reader: StateReader) -> None:
+    """Give modules back what `get_extra_state` returned, if the checkpoint has it."""
+    if not reader.has_manifest or EXTRA_STATE_FILE not in reader.manifest.files:
+        return
+    stored = torch.load(io.BytesIO(reader.extra(EXTRA_STATE_FILE)), weights_only=True)
+    for name, child in module.named_modules():
+        if name in stored:
+            child.set_extra_state(stored[name])
+
+
+def _check_shape(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if stored != wanted:
+        raise ValueError(f"tensor {name!r} has shape {stored} in the checkpoint and {wanted} in the model")
+
+
+def _wanted_weights(
+    engine: TrainState, reader: StateReader, bucket: ParameterBucket, sources: Mapping[str, str]
+) -> Iterator[Wanted]:
+    """What this rank reads into a bucket, straight into the shard where dtypes allow."""
+    if bucket.has_master and not bucket.placement.shard_optimizer:
+        for name, part, segment in zip(bucket.names, bucket.parts, bucket.layout.segments, strict=True):
+            if name in sources:
+                size = reader.spec(sources[name]).dtype.itemsize
+                write = _from(bucket.write_master, segment.offset)
+                yield from wanted_in_whole(part, sources[name], (0, segment.numel), itemsize=size, write=write)
+    for piece in bucket.slice_pieces:
+        name = bucket.names[piece.index]
+        target: Tensor | None = None
+        put: Callable[[int, Tensor], object] | None = None
+        if name not in sources:
+            continue
+        stored = reader.spec(sources[name]).dtype
+        if bucket.has_master and bucket.placement.shard_optimizer:
+            put = _from(partial(_master_and_weights, bucket), piece.offset)
+        elif bucket.shard_vector is None and stored == bucket.dtype:
+            target = bucket.shard[piece.offset : piece.offset + piece.numel]
+        else:
+            put = _from(bucket.write_shard, piece.offset)
+        part, bounds = bucket.parts[piece.index], (piece.start, piece.stop)
+        yield from wanted_in_whole(part, sources[name], bounds, itemsize=stored.itemsize, out=target, write=put)
+
+
+def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[Tensor], None]:
+    def copy(values: Tensor) -> None:
+        target.copy_(values if shape is None else values.view(shape))
+
+    return copy
+
+
+def _master_and_weights(bucket: ParameterBucket, start: int, values: Tensor) -> None:
+    bucket.write_shard(start, values)
+    bucket.write_master(start, values)
+
+
+def _from(write: Callable[[int, Tensor], object], first: int) -> Callable[[int, Tensor], object]:
+    """The same, counted from `first`."""
+    return lambda start, values: write(first + start, values)
+
+
+def _set_groups(
+    sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]], names: dict[int, str], reader: StateReader
+) -> None:
+    groups = sharded.optimizer.param_groups
+    # Frozen and empty parameters have no state: some hand them to the optimizer, some (and DeepSpeed) leave them out.
+    idle = {names[id(p)] for group in groups for p in group["params"] if not (p.requires_grad and p.numel())}
+    mine = [[name for p in group["params"] if (name := names[id(p)]) not in idle] for group in groups]
+    theirs = [[name for name in group["params"] if name not in idle] for group in stored]
+    if [sorted(group) for group in mine] != [sorted(group) for group in theirs]:
+        different = sorted({name for group in mine for name in group} ^ {name for group in theirs for name in group})
+        raise ValueError(
+            f"{reader.directory}: the param groups of {type(sharded.optimizer).__name__} hold other parameters "
+            f"({len(theirs)} group(s) there, {len(mine)} here; first differences: {different[:5]})"
+        )
+    for group, values in zip(groups, stored, strict=True):
+        for key, value in values.items():
+            if key != "params":
+                old = group.get(key)
+                if isinstance(old, Tensor):
+                    value = torch.as_tensor(value, dtype=old.dtype, device=old.device)
+                group[key] = value
+
+
+def _own_groups(stored: Sequence[Mapping[str, Any]], elsewhere: set[str]) -> list[Mapping[str, Any]]:
+    """Param groups without the parameters that other parts of the model hold."""
+    if not elsewhere:
+        return list(stored)
+    return [{**group, "params": [name for name in group["params"] if name not in elsewhere]} for group in stored]
+
+
+def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]], reader: StateReader) -> None:
+    for group, values in zip(sharded.optimizer.param_groups, stored, strict=False):
+        here, there = (sorted(_MOMENT_SETTINGS & keys.keys()) for keys in (group, values))
+        if here and there and here != there:
+            raise ValueError(
+                f"{reader.directory} holds the state of an optimizer with the hyper-parameters {there}; "
+                f"{type(sharded.optimizer).__name__} has {here} and would drop it: attach an optimizer of the kind "
+                "that was saved, or load weights only"
+            )
+
+
+def _load_state(
+    engine: TrainState,
+    sharded: ShardedOptimizer,
+    parameter: nn.Parameter,
+    name: str,
+    reader: StateReader,
+    number: str,
+    available: Mapping[str, Mapping[str, TensorSpec]],
+    scalar_dtypes: Mapping[str, str],
+    group: Mapping[str, Any],
+) -> list[Wanted]:
+    """Gives a parameter its state; the tensors are filled when what is returned has been read."""
+    piece = sharded.piece(parameter)
+    place = engine.model.place(parameter)
+    assert place is not None
+    bucket, index = place
+    if piece is None:
+        return []
+    cut = bucket.piece_of[index]
+    values: dict[str, Any] = {}
+    wanted: list[Wanted] = []
+    for kind, specs in available.items():
+        if name not in specs:
+            continue
+        _check_shape(name, tuple(specs[name].shape), tuple(parameter.shape))
+        want = partial(
+            wanted_in_whole,
+            bucket.parts[index],
+            name,
+            (cut.start, cut.stop),
+            (number, kind),
+            itemsize=specs[name].dtype.itemsize,
+        )
+        if kind == "master":
+            wanted.extend(want(write=_from(bucket.write_master, cut.offset)))
+        elif (offloaded := sharded.offloaded_place(parameter, kind)) is not None:
+            wanted.extend(want(write=_from(offloaded.vector.write, offloaded.start)))
+            values[kind] = offloaded
+        else:
+            state = torch.empty(cut.numel, dtype=specs[name].dtype, device=piece.device)
+            wanted.extend(want(out=state))
+            values[kind] = state.view(piece.shape)
+    for key, value in reader.manifest.optimizers[number].scalars.get(name, {}).items():
+        values[key] = value
+        if key in scalar_dtypes:
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            device = piece.device if on_device else torch.device("cpu")
+            values[key] = torch.tensor(value, dtype=getattr(torch, scalar_dtypes[key]), device=device)
+    if values:
+        sharded.set_state_of(parameter, values)
+    return wanted
+
+
+def _check_same(engine: TrainState, reader: StateReader) -> None:
+    """Ranks that read different checkpoints would make a model of pieces of both."""
+    everyone = engine.mesh.team.control.gather_objects((str(reader.directory), reader.identity()))
+    if len({identity for _, identity in everyone}) > 1:
+        raise ValueError(
+            "the ranks would load different checkpoints: "
+            + ", ".join(f"rank {rank} {directory}" for rank, (directory, _) in enumerate(everyone))
+            + "; give all of them the same one, on a file system that they share or as equal copies"
+        )
+
+
+def _check_small_files(engine: TrainState, reader: StateReader) -> None:
+    """Each rank reads its share: what one rank alone needs later, such as its random state, fails on all, and here."""
+    if not reader.has_manifest:
+        return
+    manifest = reader.manifest
+    with_tensors = {record.file for record in manifest.weights.values()}
+    with_tensors |= {path for record in manifest.optimizers.values() for path in record.states.values()}
+    small = sorted(manifest.files.keys() - with_tensors)
+    for path in small[engine.mesh.team.rank :: engine.mesh.team.world_size]:
+        reader.extra(path)

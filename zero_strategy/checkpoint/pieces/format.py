@@ -1,0 +1,194 @@
+"""Pieces: where the bytes lie that ranks could not write in place, one file of slices per rank.
+
+one file of slices per rank.
+
+    manifest.json                             the ordinary one, and the table of this module in it
+    pieces-<token>/rank-00003.safetensors     slices of rank 3, each a 1-D tensor named "file:tensor[start:stop]"
+    pieces-<token>/files/<path>               small files, such as random states
+
+The manifest describes the *logical* files, those that an in-place save would have written and that merging writes:
+their names, sizes, headers and checksums. The table says where their bytes are meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES, FileLayout, TensorSpec
+
+FOLDER_PREFIX = "pieces-"
+_FOLDER = re.compile(FOLDER_PREFIX + "[A-Za-z0-9_-]+")
+_SLICE = re.compile("([0-9]{1,18}):([0-9]{1,18}):([0-9]{1,9}):([0-9]{1,18})")
+
+
+def folder_of(token: str) -> str:
+    """The folder of one save's pieces."""
+    return FOLDER_PREFIX + token
+
+
+def rank_path(folder: str, rank: int) -> str:
+    """The file of a rank's slices, relative to the checkpoint."""
+    return f"{folder}/rank-{rank:05d}.safetensors"
+
+
+def small_path(folder: str, path: str) -> str:
+    """Where a small file lies, relative to the checkpoint."""
+    return f"{folder}/files/{path}"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, stop) of a row-major flattened tensor, at a byte offset of a rank's file."""
+
+    start: int
+    stop: int
+    rank: int
+    offset: int
+
+
+@dataclass
+class PieceTable:
+    """Where all bytes of one save are.
+
+    Attributes:
+        folder: The folder of all files of the save.
+        ranks: Rank -> (bytes of its file, checksum of that file's header).
+        layouts: Logical file with tensors -> its layout.
+        slices: Logical file -> tensor -> its slices, in order, together the whole tensor.
+        owners: Small file -> the rank that alone has it, or None where every host has a copy.
+    """
+
+    folder: str
+    ranks: dict[int, tuple[int, str]] = field(default_factory=dict)
+    layouts: dict[str, FileLayout] = field(default_factory=dict)
+    slices: dict[str, dict[str, list[Slice]]] = field(default_factory=dict)
+    owners: dict[str, int | None] = field(default_factory=dict)
+
+    def files(self) -> dict[str, int | None]:
+        """Physical path of every file besides the manifest -> the rank that wrote it; None: a copy on every host."""
+        small = {small_path(self.folder, path): rank for path, rank in self.owners.items()}
+        return {rank_path(self.folder, rank): rank for rank in self.ranks} | small
+
+    def overlapping(self, path: str, name: str, start: int, stop: int) -> list[Slice]:
+        """The slices that have elements of [start, stop)."""
+        parts = self.slices.get(path, {}).get(name, []) if start < stop else []
+        first = bisect_right(parts, start, key=lambda part: part.stop)
+        last = bisect_right(parts, stop - 1, key=lambda part: part.start)
+        return parts[first:last]
+
+    def to_json(self) -> dict[str, object]:
+        """As JSON can hold it; a slice is "start:stop:rank:offset"."""
+        return {
+            "folder": self.folder,
+            "ranks": {str(rank): list(entry) for rank, entry in sorted(self.ranks.items())},
+            "layouts": {path: _layout_to_json(layout) for path, layout in self.layouts.items()},
+            "slices": slices_to_json(self.slices),
+            "owners": dict(sorted(self.owners.items())),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> PieceTable:
+        """What `to_json` made.
+
+        Raises:
+            ValueError: If it is something else, or slices leave elements out; says what and where.
+        """
+        keys = {"folder", "ranks", "layouts", "slices", "owners"}
+        good = isinstance(value, dict) and value.keys() == keys
+        if not good or not all(isinstance(value[key], dict) for key in keys - {"folder"}):
+            raise ValueError(f"pieces must have {sorted(keys)}")
+        folder = value["folder"]
+        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
+            raise ValueError(f"pieces.folder is {folder!r}, expected {FOLDER_PREFIX}<token>")
+        if not all(owner is None or _is_count(owner) for owner in value["owners"].values()):
+            raise ValueError("pieces.owners does not map paths to ranks")
+        table = cls(
+            folder,
+            dict(_rank_entry(rank, entry) for rank, entry in value["ranks"].items()),
+            {path: _layout_from_json(path, entry) for path, entry in value["layouts"].items()},
+            slices_from_json(value["slices"]),
+            dict(value["owners"]),
+        )
+        _check_complete(table)
+        return table
+
+
+def slices_to_json(slices: Mapping[str, Mapping[str, Iterable[Slice]]]) -> dict[str, dict[str, list[str]]]:
+    """Logical file -> tensor -> "start:stop:rank:offset"."""
+    return {
+        path: {
+            name: [f"{part.start}:{part.stop}:{part.rank}:{part.offset}" for part in parts]
+            for name, parts in tensors.items()
+        }
+        for path, tensors in slices.items()
+    }
+
+
+def slices_from_json(value: Mapping[str, Any]) -> dict[str, dict[str, list[Slice]]]:
+    """What `slices_to_json` made.
+
+    Raises:
+        ValueError: Naming the tensor with a malformed entry.
+    """
+    if not all(isinstance(tensors, dict) for tensors in value.values()):
+        raise ValueError("pieces.slices does not map files to tensors")
+    for path, tensors in value.items():
+        if odd := [name for name, entries in tensors.items() if not isinstance(entries, list)]:
+            raise ValueError(f"pieces.slices has no list of slices for tensor {odd[0]!r} of {path}")
+    return {
+        path: {name: [_slice(path, name, entry) for entry in entries] for name, entries in tensors.items()}
+        for path, tensors in value.items()
+    }
+
+
+def _slice(path: str, name: str, entry: Any) -> Slice:
+    found = _SLICE.fullmatch(entry) if isinstance(entry, str) else None
+    if found is None:
+        raise ValueError(f"pieces of tensor {name!r} of {path} have the malformed entry {entry!r}")
+    return Slice(*(int(number) for number in found.groups()))
+
+
+def _rank_entry(rank: str, entry: Any) -> tuple[int, tuple[int, str]]:
+    good = rank.isdecimal() and isinstance(entry, list) and len(entry) == 2
+    if not good or not _is_count(entry[0]) or not re.fullmatch("[0-9a-f]{16}", str(entry[1])):
+        raise ValueError(f"pieces.ranks has the malformed entry {rank!r}: {entry!r}")
+    return int(rank), (entry[0], entry[1])
+
+
+def _layout_to_json(layout: FileLayout) -> dict[str, object]:
+    tensors = {spec.name: [DTYPE_NAMES[spec.dtype], list(spec.shape)] for spec in layout.specs.values()}
+    return {"metadata": dict(layout.metadata), "tensors": tensors}
+
+
+def _layout_from_json(path: str, entry: Any) -> FileLayout:
+    """The layout follows from the tensors, as it did when it was planned."""
+    try:
+        specs = [TensorSpec(name, DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in entry["tensors"].items()]
+        return FileLayout.compute(path, specs, entry["metadata"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"pieces.layouts of {path} is malformed: {error}") from None
+
+
+def _check_complete(table: PieceTable) -> None:
+    for path, layout in table.layouts.items():
+        found = table.slices.get(path, {})
+        if unknown := sorted(found.keys() - layout.specs.keys()):
+            raise ValueError(f"there are pieces of tensors that {path} does not have: {unknown}")
+        for name, spec in layout.specs.items():
+            end = 0
+            for part in found.get(name, []):
+                if part.start != end or part.stop <= end or part.rank not in table.ranks:
+                    break
+                end = part.stop
+            if end != spec.numel:
+                raise ValueError(f"the pieces of tensor {name!r} of {path} end at element {end} of {spec.numel}")
+    if unknown := sorted(table.slices.keys() - table.layouts.keys()):
+        raise ValueError(f"there are pieces of files without a layout: {unknown}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0

@@ -1,0 +1,343 @@
+"""Reads a checkpoint that is made of pieces: any element range, from whichever ranks' files have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+import xxhash
+
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
+from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.checkpoint.pieces.format import PieceTable, Slice, rank_path, small_path
+from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
+from zero_strategy.checkpoint.storage import Storage
+from zero_strategy.checkpoint.verify import check_blocks
+from zero_strategy.runtime.host_bytes import checksum_of
+
+_TOGETHER_BYTES = 32 << 20
+"""Most bytes of one request."""
+_GAP_BYTES = 1 << 20
+"""Unwanted bytes between two ranges that are read along rather than asked for around."""
+_AT_ONCE = 4
+"""Requests that are handed to the storage together; an object store carries them out at the same time."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Consecutive bytes of a rank's file: a block with its checksum, or any range where nothing is compared.
+
+    Attributes:
+        rank, offset, nbytes: The bytes.
+        item: Index of the range that was asked for.
+        start, stop: Elements of the tensor that they are.
+        checksum: What they must have, or None.
+    """
+
+    rank: int
+    offset: int
+    nbytes: int
+    item: int
+    start: int
+    stop: int
+    checksum: str | None
+
+
+class PieceReader(StateReader):
+    """A checkpoint of pieces, open for reading. It keeps no file open between calls.
+
+    Args:
+        storage: Where the pieces are, or some of them.
+        manifest: The checkpoint's.
+        directory: What users call it.
+        verify: Compare the checksums of all that is read; a block is read whole where a part of it is asked for.
+
+    Raises:
+        ValueError: If the manifest is that of an ordinary checkpoint, or its checksums leave out elements of a tensor.
+    """
+
+    def __init__(
+        self, storage: Storage, manifest: Manifest, directory: Path | str, *, verify: bool = True
+    ) -> None:
+        if manifest.pieces is None:
+            raise ValueError(f"{directory}: an ordinary checkpoint, not one of pieces")
+        self.directory = directory
+        self.aliases = dict(manifest.aliases)
+        self._storage, self._manifest, self._verify = storage, manifest, verify
+        self._pieces: PieceTable = manifest.pieces
+        for name, record in manifest.weights.items():
+            layout = self._pieces.layouts.get(record.file)
+            if layout is None or name not in layout.specs:
+                raise ValueError(f"{directory}: the manifest names weight {name!r} in {record.file}, which has no such")
+        specs = {name: self._pieces.layouts[record.file].specs[name] for name, record in manifest.weights.items()}
+        self._weights = MappingProxyType(specs)
+        self._supplied: dict[tuple[str, str, int], torch.Tensor] = {}
+        self._small: dict[str, bytes] = {}
+        if verify:
+            check_blocks(manifest, self._pieces, str(directory))
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest."""
+        return self._manifest
+
+    @property
+    def has_manifest(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def weights(self) -> Mapping[str, TensorSpec]:
+        """See `StateReader.weights`."""
+        return self._weights
+
+    def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
+        """See `StateReader.states`."""
+        record = self._manifest.optimizers.get(optimizer)
+        if record is None:
+            known = sorted(self._manifest.optimizers)
+            raise ValueError(f"{self.directory}: has no optimizer {optimizer!r}; it has {known}")
+        return {kind: self._pieces.layouts[path].specs for kind, path in record.states.items()}
+
+    def spec(self, name: str, kind: FileKind = "model") -> TensorSpec:
+        """See `StateReader.spec`."""
+        layout, stored = self._find(name, kind)
+        return layout.specs[stored]
+
+    def read(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        out: torch.Tensor | None = None,
+        kind: FileKind = "model",
+    ) -> torch.Tensor:
+        """See `StateReader.read`.
+
+        Raises:
+            ValueError, TypeError: As there; also if the elements are in the file of a rank that is not here, naming it.
+        """
+        found: list[torch.Tensor] = []
+        stop = self.spec(name, kind).numel if stop is None else stop
+        self.read_many([Wanted(name, start, stop, kind, out, found.append)])
+        return found[0]
+
+    def read_many(self, wanted: Sequence[Wanted]) -> None:
+        """Reads ranges in the order of the ranks' files, neighbours in one request."""
+        results = _Results(wanted)
+        parts: list[_Part] = []
+        for number, item in enumerate(wanted):
+            layout, stored = self._find(item.name, item.kind)
+            layout.span(stored, item.start, item.stop)  # that there are such elements
+            results.begin(number, layout.specs[stored])
+            for one in self._pieces.overlapping(layout.path, stored, item.start, item.stop):
+                values = self._supplied.get((layout.path, stored, one.start))
+                if values is None:
+                    begin, end = max(item.start, one.start), min(item.stop, one.stop)
+                    parts += self._parts(layout, stored, one, begin, end, number)
+                else:
+                    results.put(number, one.start, values)
+        results.finish_empty()
+        groups = list(_neighbours(sorted(parts, key=lambda part: (part.rank, part.offset))))
+        for at in range(0, len(groups), _AT_ONCE):
+            self._carry_out(groups[at : at + _AT_ONCE], wanted, results)
+
+    def extra(self, path: str) -> bytes:
+        """See `StateReader.extra`.
+
+        Raises:
+            ValueError: If there is no such file, it is damaged, or the rank that wrote it has it on another host.
+        """
+        if path not in self._pieces.owners:
+            raise ValueError(f"{self.directory}: the manifest lists no file {path!r} that is not made of pieces")
+        if path in self._small:
+            return self._small[path]
+        place = small_path(self._pieces.folder, path)
+        try:
+            content = self._storage.read(place)
+        except FileNotFoundError:
+            raise ValueError(self._elsewhere(place, f"the file {path!r}", self._pieces.owners[path])) from None
+        expected = self._manifest.checksums.files[path]
+        if self._verify and (actual := checksum_of(content)) != expected:
+            raise ValueError(
+                f"{self.directory}/{place}: is damaged: its checksum is {actual}, the manifest says {expected}"
+            )
+        return content
+
+    def lacking(self) -> list[int]:
+        """The ranks whose files are not here."""
+        folder = self._pieces.folder
+        return [rank for rank in sorted(self._pieces.ranks) if self._storage.size(rank_path(folder, rank)) is None]
+
+    def lacking_small(self) -> list[str]:
+        """The small files that are not here."""
+        folder = self._pieces.folder
+        return [path for path in sorted(self._pieces.owners) if self._storage.size(small_path(folder, path)) is None]
+
+    def slices_of(self, name: str, kind: FileKind, start: int, stop: int) -> list[Slice]:
+        """Where elements [start, stop) of a tensor are."""
+        layout, stored = self._find(name, kind)
+        return self._pieces.overlapping(layout.path, stored, start, stop)
+
+    def supply(self, name: str, kind: FileKind, one: Slice, values: torch.Tensor) -> None:
+        """Gives it a slice that another rank has read, flat, on the CPU; see `forget_supplied`."""
+        layout, stored = self._find(name, kind)
+        check_out(name, layout.specs[stored].dtype, one.stop - one.start, values)
+        self._supplied[layout.path, stored, one.start] = values
+
+    def supply_small(self, path: str, content: bytes) -> None:
+        """Gives it a small file that another rank has read."""
+        self._small[path] = content
+
+    def forget_supplied(self) -> None:
+        """Gives the memory of all slices free that it was given."""
+        self._supplied.clear()
+
+    def _find(self, name: str, kind: FileKind) -> tuple[FileLayout, str]:
+        if kind == "model":
+            stored = self.stored_name(name, self._weights)
+            record = self._manifest.weights.get(stored)
+            if record is None:
+                raise ValueError(f"{self.directory}: has no tensor {name!r}")
+            return self._pieces.layouts[record.file], stored
+        optimizer, state = kind
+        entry = self._manifest.optimizers.get(optimizer)
+        path = entry.states.get(state) if entry else None
+        if path is None:
+            raise ValueError(f"{self.directory}: has no state {state!r} of an optimizer {optimizer!r}")
+        layout = self._pieces.layouts[path]
+        stored = self.stored_name(name, layout.specs)
+        if stored not in layout.specs:
+            raise ValueError(f"{self.directory}/{path}: has no tensor {name!r}")
+        return layout, stored
+
+    def _parts(
+        self, layout: FileLayout, name: str, one: Slice, start: int, stop: int, item: int
+    ) -> Iterator[_Part]:
+        """What must be read for elements [start, stop) of one slice."""
+        size = layout.specs[name].dtype.itemsize
+        blocks: list[tuple[int, int, str | None]] = [(start, stop, None)]
+        if self._verify:
+            found = self._manifest.checksums.overlapping(layout.path, name, start, stop)
+            blocks = [(block.start, block.stop, block.checksum) for block in found]
+        for begin, end, checksum in blocks:
+            offset = one.offset + (begin - one.start) * size
+            yield _Part(one.rank, offset, (end - begin) * size, item, begin, end, checksum)
+
+    def _carry_out(self, groups: list[list[_Part]], wanted: Sequence[Wanted], results: _Results) -> None:
+        folder = self._pieces.folder
+        ranges = []
+        for parts in groups:
+            begin, end = parts[0].offset, max(part.offset + part.nbytes for part in parts)
+            path = rank_path(folder, parts[0].rank)
+            ranges.append((path, begin, end - begin))
+        for parts, content in zip(groups, self._fetch(ranges, groups, wanted), strict=True):
+            for part in parts:
+                at = part.offset - parts[0].offset
+                piece = memoryview(content)[at : at + part.nbytes]
+                name = wanted[part.item].name
+                self._check(part, name, piece)
+                results.put(part.item, part.start, torch.frombuffer(piece, dtype=torch.uint8))
+
+    def _fetch(
+        self, ranges: list[tuple[str, int, int]], groups: list[list[_Part]], wanted: Sequence[Wanted]
+    ) -> list[bytearray]:
+        try:
+            return self._storage.read_ranges(ranges)
+        except FileNotFoundError:
+            for (path, _, _), parts in zip(ranges, groups, strict=True):
+                if self._storage.size(path) is None:
+                    part = parts[0]
+                    what = f"elements [{part.start}, {part.stop}) of tensor {wanted[part.item].name!r}"
+                    raise ValueError(self._elsewhere(path, what, part.rank)) from None
+            raise
+
+    def _check(self, part: _Part, name: str, content: memoryview) -> None:
+        place = f"{self.directory}/{rank_path(self._pieces.folder, part.rank)}"
+        if len(content) != part.nbytes:
+            raise ValueError(f"{place}: truncated inside tensor {name!r}")
+        if part.checksum is None:
+            return
+        actual = xxhash.xxh3_64_hexdigest(content)
+        if actual != part.checksum:
+            raise ValueError(
+                f"{place}: tensor {name!r} is damaged: elements [{part.start}, {part.stop}) have the checksum "
+                f"{actual}, the manifest says {part.checksum}"
+            )
+
+    def _elsewhere(self, place: str, what: str, rank: int | None) -> str:
+        who = "every host has a copy of" if rank is None else f"rank {rank} wrote on its host"
+        return (
+            f"{self._storage.name}: {place} is not here, which {who}, and {what} is needed from it. Bring the "
+            f"directories of all hosts together with `zero-strategy checkpoint merge DIR [DIR...] --output OUT`, and "
+            "load OUT"
+        )
+
+
+class _Results:
+    """Ranges that are being put together from parts."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self._wanted = wanted
+        self._out: dict[int, torch.Tensor] = {}
+        self._specs: dict[int, TensorSpec] = {}
+        self._left: dict[int, int] = {}
+
+    def begin(self, number: int, spec: TensorSpec) -> None:
+        item = self._wanted[number]
+        self._specs[number], self._left[number] = spec, item.stop - item.start
+        if item.out is not None:
+            check_out(item.name, spec.dtype, item.stop - item.start, item.out)
+
+    def finish_empty(self) -> None:
+        for number in [number for number, left in self._left.items() if left == 0]:
+            if number not in self._out:
+                self._done(number, self._memory(number))
+
+    def put(self, number: int, start: int, content: torch.Tensor) -> None:
+        """Elements from `start` on, as bytes or as the tensor's dtype; those that nobody wants are left out."""
+        item, spec = self._wanted[number], self._specs[number]
+        values = content.view(torch.uint8)
+        size = spec.dtype.itemsize
+        stop = start + values.numel() // size
+        begin, end = max(start, item.start), min(stop, item.stop)
+        target = self._memory(number).view(torch.uint8)[(begin - item.start) * size : (end - item.start) * size]
+        target.copy_(values[(begin - start) * size : (end - start) * size])
+        self._left[number] -= end - begin
+        if self._left[number] == 0:
+            self._done(number, self._out[number])
+
+    def _memory(self, number: int) -> torch.Tensor:
+        item = self._wanted[number]
+        if number not in self._out:
+            out = item.out
+            if out is None:
+                out = torch.empty(item.stop - item.start, dtype=self._specs[number].dtype)
+            self._out[number] = out
+        return self._out[number]
+
+    def _done(self, number: int, values: torch.Tensor) -> None:
+        then: Callable[[torch.Tensor], object] | None = self._wanted[number].then
+        if then is not None:
+            with torch.no_grad():
+                then(values)
+        self._out[number] = torch.empty(0)
+
+
+def _neighbours(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Parts of one file that are read in one request, given in order."""
+    for _, of_rank in groupby(parts, key=lambda part: part.rank):
+        group: list[_Part] = []
+        for part in of_rank:
+            if group:
+                end = max(other.offset + other.nbytes for other in group[-2:])
+                if part.offset - end > _GAP_BYTES or part.offset + part.nbytes - group[0].offset > _TOGETHER_BYTES:
+                    yield group
+                    group = []
+            group.append(part)
+        if group:
+            yield group

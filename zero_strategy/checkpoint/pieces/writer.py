@@ -1,0 +1,280 @@
+"""Writes a checkpoint as one file of slices per rank, where ranks cannot write into the same files.
+
+    every rank    prepare   write_files   write_all -- report
+    rank 0                                             commit: add all reports up, make the manifest known, publish
+    others                                             follow: what publishing takes on their side
+
+What the ranks tell each other goes over the board; nothing is read from another rank's directory.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from zero_strategy.checkpoint.checksums import Block, Checksums, Coverage, blocks_of
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
+from zero_strategy.checkpoint.manifest import CheckpointPlan, FileKind, Manifest
+from zero_strategy.checkpoint.pieces.format import (
+    PieceTable,
+    Slice,
+    folder_of,
+    rank_path,
+    slices_from_json,
+    slices_to_json,
+    small_path,
+)
+from zero_strategy.checkpoint.writer import (
+    LatePiece,
+    Piece,
+    SaveWriter,
+    check_extra_files,
+    check_free_of,
+    check_manifest,
+    check_piece,
+)
+from zero_strategy.runtime.host_bytes import Seen, checksum_of
+
+
+class Board(Protocol):
+    """What ranks tell each other; `distributed.save_board.SaveBoard` is one."""
+
+    def post(self, phase: str) -> None:
+        """This rank has finished a phase."""
+
+    def wait(self, phase: str, rank: int | None = None) -> None:
+        """Returns when a rank, or every rank if None, has finished a phase."""
+
+    def posted(self, phase: str, rank: int) -> bool:
+        """Whether a rank has finished a phase."""
+
+    def send(self, name: str, content: bytes) -> None:
+        """Leave a message."""
+
+    def receive(self, name: str, rank: int) -> bytes:
+        """Wait for a message of another rank."""
+
+
+class Sink(Protocol):
+    """An open file of a rank's slices."""
+
+    def write(self, data: torch.Tensor, offset: int, seen: Seen) -> None:
+        """Writes a flat tensor at a byte offset, each call where the one before it ended."""
+
+    def finish(self) -> None:
+        """Returns when all bytes are safe."""
+
+
+class PieceWriter(SaveWriter):
+    """What piece writers have in common.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        token: names this save; equal on all ranks, different for every save.
+        board: this rank's.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, token: str, board: Board) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not within a world of {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self.folder = folder_of(token)
+        self._token = token
+        self._board = board
+        self._plan: CheckpointPlan | None = None
+        self._report = _Report()
+
+    @abstractmethod
+    def _put(self, path: str, content: bytes) -> None:
+        """Writes a small file of this save."""
+
+    @abstractmethod
+    def _sink(
+        self,
+        layout: FileLayout,
+        threads: int,
+        bytes_per_second: float | None,
+        wrote: Callable[[int], object] | None,
+    ) -> AbstractContextManager[Sink]:
+        """Makes this rank's file, its header included."""
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Writes small files of this rank's own, such as its random state, under paths that no other rank uses.
+
+        Raises:
+            ValueError: if a path is not free, or leads out of the checkpoint.
+            OSError: if the file system fails.
+        """
+        check_extra_files(self._prepared_plan(), files)
+        for path, content in files.items():
+            self._put(small_path(self.folder, path), content)
+            self._report.files[path] = len(content)
+            self._report.checksums.files[path] = checksum_of(content)
+
+    def write_all(
+        self,
+        pieces: Iterable[tuple[FileKind, Piece | LatePiece]],
+        *,
+        threads: int = 2,
+        bytes_per_second: float | None = None,
+        wrote: Callable[[int], object] | None = None,
+    ) -> None:
+        """Writes all pieces of this rank, one after the other, and tells rank 0; called once, after `write_files`.
+
+        Args:
+            pieces: (kind, piece), views of memory. Together with those of all other ranks they must cover every
+                element once.
+            threads, bytes_per_second, wrote: see `DiskWriter`.
+
+        Raises:
+            ValueError: naming the tensor, if it is unknown or the range is outside it or given twice.
+            TypeError: naming the tensor, if the data has another dtype or is not flat and contiguous.
+            OSError: if the file system fails.
+        """
+        layout, placed = rank_layout(self._prepared_plan(), rank_path(self.folder, self.rank), pieces)
+        covered = Coverage()
+        with self._sink(layout, threads, bytes_per_second, wrote) as sink:
+            for logical, piece, offset in placed:
+                covered.add(logical.path, piece.name, piece.start, piece.start + piece.numel)
+                self._write_piece(sink, logical, piece.loaded(), offset)
+            sink.finish()
+        self._report.size, self._report.header = layout.size, checksum_of(layout.header)
+        if self.rank != 0:
+            self._board.send("reported", self._report.to_json())
+
+    def _write_piece(self, sink: Sink, logical: FileLayout, piece: Piece, offset: int) -> None:
+        size, stop = piece.data.element_size(), piece.start + piece.data.numel()
+        slices = self._report.slices.setdefault(logical.path, {}).setdefault(piece.name, [])
+        slices.append(Slice(piece.start, stop, self.rank, offset))
+        for begin, end in blocks_of(piece.start, stop, size):
+            checksum = xxhash.xxh3_64()
+            part = piece.data[begin - piece.start : end - piece.start]
+            sink.write(part, offset + (begin - piece.start) * size, checksum.update)
+            self._report.checksums.add(logical.path, piece.name, Block(begin, end, checksum.hexdigest()))
+
+    def _prepared_plan(self) -> CheckpointPlan:
+        if self._plan is None:
+            raise RuntimeError(f"{self.folder}: prepare(plan) must come before write and commit")
+        return self._plan
+
+    def _described(self, manifest: Manifest, extra_files: Mapping[str, bytes]) -> tuple[Manifest, dict[str, bytes]]:
+        """On rank 0: the manifest of what all ranks wrote, and the small files that every host gets.
+
+        Raises:
+            ValueError: if elements were written by no rank or by two, or a small file's path is not free.
+            FailedElsewhereError: if a rank does not report.
+        """
+        plan = self._prepared_plan()
+        check_extra_files(plan, extra_files)
+        check_manifest(plan, manifest)
+        total, table = _Report(), PieceTable(self.folder, layouts={layout.path: layout for layout in plan.layouts})
+        coverage = Coverage()
+        for rank in range(self.world_size):
+            report = self._report
+            if rank != 0:
+                report = _Report.from_json(self._board.receive("reported", rank), f"rank {rank}")
+            check_free_of(total.files, report.files)
+            total.add(report, coverage)
+            table.ranks[rank] = (report.size, report.header)
+            table.owners |= dict.fromkeys(report.files, rank)
+        coverage.check_complete(plan.layouts)
+        check_free_of(total.files, extra_files)
+        everywhere = {**plan.generated, **extra_files}
+        table.owners |= dict.fromkeys(everywhere)
+        table.slices = total.sorted_slices()
+        checksums = total.checksums
+        checksums.sort()
+        checksums.files |= {layout.path: checksum_of(layout.header) for layout in plan.layouts}
+        checksums.files |= {path: checksum_of(content) for path, content in everywhere.items()}
+        sizes = plan.sizes() | total.files | {path: len(content) for path, content in everywhere.items()}
+        described = replace(manifest, files=sizes, checksums=checksums, save=self._token, pieces=table)
+        return described, everywhere
+
+
+@dataclass
+class _Report:
+    """What a rank wrote."""
+
+    size: int
+    header: str
+    slices: dict[str, dict[str, list[Slice]]]
+    checksums: Checksums
+    files: dict[str, int]
+
+    def __init__(self) -> None:
+        self.size, self.header, self.slices, self.files = 0, "", {}, {}
+        self.checksums = Checksums()
+
+    def add(self, other: _Report, coverage: Coverage) -> None:
+        """Takes in another rank's; raises ValueError if both wrote the same element."""
+        for path, tensors in other.slices.items():
+            for name, parts in tensors.items():
+                for part in parts:
+                    coverage.add(path, name, part.start, part.stop)
+                self.slices.setdefault(path, {}).setdefault(name, []).extend(parts)
+        self.checksums.merge(other.checksums)
+        self.files |= other.files
+
+    def sorted_slices(self) -> dict[str, dict[str, list[Slice]]]:
+        return {
+            path: {name: sorted(parts, key=lambda part: part.start) for name, parts in tensors.items()}
+            for path, tensors in self.slices.items()
+        }
+
+    def to_json(self) -> bytes:
+        content = {
+            "size": self.size,
+            "header": self.header,
+            "slices": slices_to_json(self.slices),
+            "checksums": self.checksums.to_json(),
+            "files": self.files,
+        }
+        return json.dumps(content).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, source: str) -> _Report:
+        content: dict[str, Any] = json.loads(text)
+        report = cls()
+        report.size, report.header, report.files = content["size"], content["header"], content["files"]
+        report.slices = slices_from_json(content["slices"])
+        report.checksums = Checksums.from_json(content["checksums"])
+        return report
+
+
+def rank_layout(
+    plan: CheckpointPlan, path: str, pieces: Iterable[tuple[FileKind, Piece | LatePiece]]
+) -> tuple[FileLayout, list[tuple[FileLayout, Piece | LatePiece, int]]]:
+    """Lays out the file of a rank's slices.
+
+    Args:
+        plan: The logical files.
+        path: The file's own path.
+        pieces: Views of memory, in the order in which they shall lie; wider dtypes come first all the same.
+
+    Returns:
+        The file's layout; and (logical file, piece, byte offset in the rank's file) in the order of the offsets.
+
+    Raises:
+        ValueError, TypeError: Naming the tensor, if a piece does not fit the plan or is there twice.
+    """
+    found: dict[str, tuple[FileLayout, Piece | LatePiece]] = {}
+    for kind, piece in pieces:
+        logical = plan.layout_of(kind, piece.name)
+        check_piece(logical, piece)
+        if piece.numel:
+            stop = piece.start + piece.numel
+            name = f"{logical.path}:{piece.name}[{piece.start}:{stop}]"
+            if name in found:
+                raise ValueError(f"elements [{piece.start}, {stop}) of tensor {piece.name!r} are given twice")
+            found[name] = logical, piece
+    specs = [TensorSpec(name, piece.dtype, (piece.numel,)) for name, (_, piece) in found.items()]
+    layout = FileLayout.compute(path, specs)
+    return layout, [(*found[name], offset) for name, offset in layout.offsets.items()]

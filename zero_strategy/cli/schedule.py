@@ -1,0 +1,165 @@
+"""`zero-strategy schedule`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from zero_strategy.pipeline.checker import check
+from zero_strategy.pipeline.lowering import lower
+from zero_strategy.pipeline.schedules import SCHEDULES, build_table, write_csv
+from zero_strategy.pipeline.simulator import (
+    Timeline,
+    Times,
+    chrome_trace,
+    picture,
+    read_timeline,
+    scale_of,
+    simulate,
+    text,
+    write_timeline,
+)
+from zero_strategy.runtime.terminal import table as as_table
+
+_SHOW = """\
+Draws who computes what when: of a schedule, by simulation, or of a step of a run, from the timeline that it wrote.
+Letters are F (forward), B (backward), I and W (its halves: gradients of inputs, of weights) with the micro-batch, and
+with several chunks per rank a letter for the chunk; dots are idle.
+
+Exit status: 0; 2 if there is no such schedule, or a file cannot be read or written."""
+
+_EXAMPLES = """\
+examples:
+  zero-strategy schedule list
+  zero-strategy schedule show --schedule zbv --stages 4 --micro-batches 8
+  zero-strategy schedule show --schedule 1f1b --stages 4 --micro-batches 8 --forward 1 --backward 1.2 --weight 0.9
+  zero-strategy schedule show --schedule interleaved_1f1b --chunks 2 --stages 4 --micro-batches 8 --output schedule.svg
+  zero-strategy schedule show --schedule csv:mine.csv --stages 4 --micro-batches 8
+  zero-strategy schedule show --timeline timeline.jsonl --step 20 --output measured.png
+"""
+
+
+def add_schedule_commands(commands: Any) -> None:
+    """Adds `schedule` with its own commands to the parser's."""
+    schedule = commands.add_parser("schedule", help="pipeline schedules: list them, draw them, draw a measured run")
+    inner = schedule.add_subparsers(dest="schedule_command", required=True, metavar="command")
+    inner.add_parser("list", help="the schedules there are, what they leave idle and what they hold")
+    show = inner.add_parser(
+        "show",
+        help="draw a schedule, or the timeline of a run",
+        description=_SHOW,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    show.add_argument("--schedule", metavar="NAME", help=f"{', '.join(SCHEDULES)}, or csv:PATH")
+    show.add_argument("--stages", type=int, help="ranks of the pipeline")
+    show.add_argument("--micro-batches", type=int, help="micro-batches of a step")
+    show.add_argument("--chunks", type=int, help="stages of each rank; default: the fewest that the schedule has")
+    show.add_argument("--forward", type=_times, default=1.0, metavar="T", help="of a forward in a stage (default: 1)")
+    show.add_argument("--backward", type=_times, default=1.0, metavar="T", help="of the input half of a backward")
+    show.add_argument("--weight", type=_times, default=1.0, metavar="T", help="of the weight half; B takes both")
+    show.add_argument("--latency", type=float, default=0.0, metavar="T", help="of a message (default: 0)")
+    show.add_argument("--timeline", type=Path, nargs="+", metavar="FILE", help="draw this run: JSON lines of ranks")
+    show.add_argument(
+        "--step", default="last", metavar="N", help="of a run: the step to draw; `all` in one strip (default: the last)"
+    )
+    show.add_argument("--output", type=Path, metavar="FILE", help="draw into .png, .svg, .json (Chrome), .jsonl")
+    show.add_argument("--csv", type=Path, metavar="FILE", help="write the table, which --schedule csv:FILE reads")
+    show.add_argument("--width", type=int, help="characters of a line; default: the terminal's, or 160")
+
+
+def run_schedule_command(options: argparse.Namespace) -> int:
+    """Run it; returns the exit status."""
+    try:
+        if options.schedule_command == "list":
+            print(_list())
+        else:
+            print(_show(options))
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:
+        print(f"zero-strategy schedule: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _list() -> str:
+    rows = []
+    for name, schedule in SCHEDULES.items():
+        fewest, most = schedule.chunks
+        chunks = str(fewest) if most == fewest else f"{fewest} or more"
+        rows.append((name, chunks, schedule.idle, schedule.in_flight))
+    legend = (
+        "p stages, m micro-batches, v chunks per rank; idle where m >= p and forward, I and W take equally long.\n"
+        "Held: activations of a rank (s of p) at most, in micro-batches of all its chunks.\n"
+        "csv:PATH reads a table from a file; auto chooses by simulation."
+    )
+    return f"{as_table(rows, ('schedule', 'chunks', 'idle', 'held'))}\n\n{legend}"
+
+
+def _show(options: argparse.Namespace) -> str:
+    timeline, buffers = _timeline(options)
+    if options.output is not None:
+        _write(timeline, options.output, 1.0 if options.timeline is None else 1e6)
+    width = options.width or shutil.get_terminal_size((160, 24)).columns
+    return f"{text(timeline, width)}\n\n{_summary(timeline, buffers)}"
+
+
+def _timeline(options: argparse.Namespace) -> tuple[Timeline, list[int] | None]:
+    """What is to be drawn; of a schedule, how many buffers each rank has, too."""
+    if options.timeline is not None:
+        if options.schedule is not None or options.csv is not None:
+            raise ValueError("--timeline draws a run: --schedule and --csv are for schedules")
+        return _chosen_step(read_timeline(options.timeline), options.step), None
+    missing = [name for name in ("schedule", "stages", "micro_batches") if getattr(options, name) is None]
+    if missing:
+        wanted = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ValueError(f"a schedule needs {wanted}; a measured run is drawn with --timeline FILE")
+    table = build_table(options.schedule, options.stages, options.micro_batches, options.chunks)
+    schedules = lower(table)
+    check(schedules)
+    if options.csv is not None:
+        write_csv(table, options.csv)
+    times = Times(options.forward, options.backward, options.weight, latency=options.latency)
+    return simulate(schedules, times), [schedule.num_pipe_buffers() for schedule in schedules]
+
+
+def _chosen_step(timeline: Timeline, step: str) -> Timeline:
+    if step == "all" or (step == "last" and not timeline.steps):  # files whose lines name no steps
+        return timeline
+    if step != "last" and not step.isdigit():
+        raise ValueError(f"--step {step}: give a number, last or all")
+    return timeline.of_step(timeline.steps[-1] if step == "last" else int(step))
+
+
+def _write(timeline: Timeline, path: Path, microseconds: float) -> None:
+    if path.suffix in (".png", ".svg"):
+        picture(timeline, path)
+    elif path.suffix == ".json":
+        path.write_text(chrome_trace(timeline, microseconds), encoding="utf-8")
+    elif path.suffix == ".jsonl":
+        write_timeline(timeline.events, path)
+    else:
+        raise ValueError(f"--output {path}: the name must end in .png, .svg, .json or .jsonl")
+
+
+def _summary(timeline: Timeline, buffers: list[int] | None) -> str:
+    scale, unit = scale_of(timeline)
+    rows = []
+    for rank, usage in enumerate(timeline.usage):
+        row = [str(rank), f"{usage.busy * scale:.6g}", f"{usage.idle:.1%}", f"{usage.idle_in_window:.1%}"]
+        row += [str(usage.in_flight), f"{usage.activations:.4g}"]
+        rows.append((*row, str(buffers[rank])) if buffers else tuple(row))
+    busy = f"busy, {unit}" if unit else "busy"
+    heads = ("rank", busy, "idle", "in its window", "in flight", "held", *(("buffers",) if buffers else ()))
+    makespan = f"{timeline.makespan * scale:.6g}{' ' * bool(unit)}{unit}"
+    return f"{timeline.name}: {makespan} in all\n{as_table(rows, heads, range(len(heads)))}"
+
+
+def _times(value: str) -> float | list[float]:
+    """`1.5`, or one for each global stage: `1,1,2,1`."""
+    times = [float(part) for part in value.split(",")]
+    return times[0] if len(times) == 1 else times

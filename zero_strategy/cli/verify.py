@@ -1,0 +1,150 @@
+"""`zero-strategy verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_strategy.config import ZeroConfig
+    from zero_strategy.verify.compare import VerifyReport
+
+
+_DESCRIPTION = """\
+Trains your model on your batches for a few steps, sharded as chosen and in one plain process of torch, and compares
+losses, every gradient, every parameter and every state of the optimizer. The first tensor that differs is reported by
+name, step, rank and phase, with the size of the difference against what re-ordered summation explains.
+
+FACTORY is a function without arguments, path.py:function or package.module:function, that every rank calls and that
+returns the same each time: (model, optimizer, batches, loss), where optimizer(model) makes the optimizer and
+loss(model, batch) the loss, or (LightningModule, dataloader). Micro-batch a of rank r in step s is batch number
+(s x accumulation + a) x ranks + r; batches start over at their end. Rank 0 needs the memory of a whole model besides.
+
+Of a pipeline (--strategy pipeline, --stages, or pipeline.stages of the config) it returns (layers, optimizer, batches,
+loss): layers as PipelineModule takes them, batches of (inputs, labels), loss(outputs, labels); or (LightningModule with
+configure_pipeline, dataloader). Micro-batch a of copy d of the pipeline is batch (s x micro-batches + a) x copies + d.
+
+Exit status: 0 if nothing differs; 1 if something does; 2 if it could not be run."""
+
+_EXAMPLES = """\
+examples:
+  zero-strategy verify train.py:factory --strategy zero3_offload --ranks 2 --steps 5
+  zero-strategy verify my_package.models:factory --config zero.yaml --dtype bf16 --clip 1.0 --accumulation 4
+  zero-strategy verify train.py:layers --strategy pipeline --ranks 4 --stages 2 --stage 2 --accumulation 4
+"""
+
+_DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
+
+
+def add_verify_command(commands: Any) -> None:
+    """Adds `verify` to the parser's commands."""
+    parser = commands.add_parser(
+        "verify",
+        help="prove that a configuration trains your model as one plain process does",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("factory", metavar="FACTORY", help="path.py:function or package.module:function")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--strategy", metavar="NAME", help="zero1, zero2, zero3, zero2_offload, ..., pipeline")
+    chosen.add_argument("--config", metavar="FILE", help="our YAML or DeepSpeed's JSON, as for training")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="on top of it; default: the config's, 3")
+    parser.add_argument("--stages", type=int, metavar="N", help="of a pipeline; default: the config's or all ranks")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes to start (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--accumulation", type=int, default=1, metavar="N", help="micro-batches per step and rank, or per pipeline"
+    )
+    parser.add_argument("--clip", type=float, metavar="NORM", help="bound of the gradient norm; default: none")
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), default="fp32", help="of parameters in computation; fp16 scales losses"
+    )
+    parser.add_argument(
+        "--autocast", nargs="?", choices=("bf16", "fp16"), const="bf16", help="over float32 parameters instead"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the factory and the ranks (default: %(default)s)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="TIMES",
+        help="how many times what re-ordered summation explains may differ; 0: bits have to be equal; default: 0 where "
+        "the order can be reproduced (on the CPU), else 8",
+    )
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="until the ranks are given up")
+    parser.add_argument("--traceback", action="store_true", help="where a rank failed, all that it raised")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run_verify_command(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status, with a message on stderr where it is 2."""
+    from zero_strategy.comm.local_ranks import LocalRankError, in_sentences
+
+    try:
+        report = _verified(options)
+    except LocalRankError as error:
+        said = str(error) if options.traceback else in_sentences(error.failures)
+        return _could_not(said, options, "" if options.traceback else "--traceback shows all that the ranks raised")
+    except (ValueError, TypeError, OSError) as error:
+        return _could_not(str(error), options)
+    except KeyboardInterrupt:  # the ranks are gone by now
+        print("interrupted", file=sys.stderr)
+        return 130
+    return show(report, as_json=options.json)
+
+
+def _could_not(said: str, options: argparse.Namespace, hint: str = "") -> int:
+    if options.json:
+        print(json.dumps({"error": said}, indent=1))
+    print(f"{said}\n({hint})" if hint else said, file=sys.stderr)
+    return 2
+
+
+def show(report: VerifyReport, *, as_json: bool) -> int:
+    """Print a report; returns the command's exit status."""
+    print(json.dumps(report.to_json(), indent=1) if as_json else report)
+    return int(not report.passed)
+
+
+def _verified(options: argparse.Namespace) -> VerifyReport:
+    from zero_strategy.verify import verify_on_new_ranks
+
+    config, given = asked(options)
+    return verify_on_new_ranks(options.factory, config, given, options.ranks, options.timeout)
+
+
+def asked(options: argparse.Namespace) -> tuple[ZeroConfig, dict[str, Any]]:
+    """The config that options describe, and how to train.
+
+    Raises:
+        ValueError: If they make no sense.
+    """
+    import torch
+
+    from zero_strategy.config import load_config, preset
+    from zero_strategy.verify.subject import VerifySettings
+
+    named = options.strategy == "pipeline"
+    source = {"stage": 1} if named else preset(options.strategy) if options.strategy else options.config
+    config = load_config(source, **({} if options.stage is None else {"stage": options.stage}))
+    if named or options.stages is not None:
+        stages = options.ranks if options.stages is None else options.stages
+        if stages < 2:
+            raise ValueError(f"a pipeline of {stages} stage(s): give --ranks or --stages 2 or more")
+        config.pipeline.record("stages", stages, "--stages")
+    if config.pipeline.stages > 1 and options.accumulation > 1 and config.pipeline.micro_batches is None:
+        config.pipeline.record("micro_batches", options.accumulation, "--accumulation")
+    dtype = _DTYPES[options.dtype]
+    given = {
+        "steps": options.steps,
+        "accumulation": options.accumulation,
+        "clip_norm": options.clip,
+        "compute_dtype": None if dtype is None else getattr(torch, dtype),
+        "autocast": None if options.autocast is None else getattr(torch, str(_DTYPES[options.autocast])),
+        "seed": options.seed,
+        "tolerance": options.tolerance,
+    }
+    VerifySettings(**given)  # refused here, not on some rank
+    return config, given

@@ -1,0 +1,17 @@
+"""Process groups, the device mesh and collectives: the only room that calls `torch.distributed`."""
+
+from zero_strategy.comm.barrier import RendezvousError, StoreRendezvous
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.pending import PendingWork
+from zero_strategy.comm.process_group import world_size
+
+__all__ = [
+    "CommunicationCounters",
+    "Communicator",
+    "Mesh",
+    "PendingWork",
+    "RendezvousError",
+    "StoreRendezvous",
+    "world_size",
+]

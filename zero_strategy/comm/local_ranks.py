@@ -1,0 +1,307 @@
+"""Ranks on this host for a command: started, connected, and their failures told in sentences.
+
+Their process group's connections listen on the loopback, where another user of the host may connect. So what comes over
+them is unpickled only where a MAC (HMAC-SHA256, RFC 2104) shows that one of these ranks has sent it. The key comes with
+the environment, which other users cannot read.
+
+whoever wrote the factory looks for a line of his own.
+
+A message of this package is a sentence already. Of other errors the line of the user's code is named that raised, or
+called what raised.
+
+processes that form a process group, run one function, and go away.
+
+    results = run_local_ranks("package.module:function", (1, 2), ranks=2)
+
+The call lies in a private temporary directory beside the file through which ranks find each other, and a result comes
+through a pipe that its rank inherits. Only the connections of the process group itself listen, on the loopback; what
+the ranks exchange over them is unpickled only where a key shows that one of them sent it (`sealed`). Ranks may print
+what they like; it goes to stderr. Whatever ends this process ends them: they are killed when a call returns or raises
+(Ctrl-C included), and each watches its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import pickle
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_strategy.runtime.torch_private import FileStore
+
+KEY_VARIABLE = "ZERO_STRATEGY_LOCAL_RANKS_KEY"
+_MAC_BYTES = 32
+
+
+def new_key() -> str:
+    """A key for the environment of ranks that are about to start."""
+    return secrets.token_hex(32)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Every rank's picklable `value`, in rank order.
+
+    Raises:
+        RuntimeError: If the ranks share a key and a message was not sent by one of them.
+    """
+    size = dist.get_world_size(group)
+    key = os.environ.get(KEY_VARIABLE)
+    if key is None:
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, value, group=group)
+        return values
+    messages = _gather_bytes(_seal(pickle.dumps(value), key), group, size, device)
+    for rank, message in enumerate(messages):
+        if not hmac.compare_digest(message, _seal(message[_MAC_BYTES:], key)):
+            raise RuntimeError(
+                f"a message in the name of rank {rank} does not come from it: another process of this host has written "
+                "to the ranks' connections; nothing of it was read"
+            )
+    return [pickle.loads(message[_MAC_BYTES:]) for message in messages]
+
+
+def _seal(data: bytes, key: str) -> bytes:
+    return hmac.digest(key.encode(), data, "sha256") + data
+
+
+def _gather_bytes(message: bytes, group: dist.ProcessGroup, size: int, device: torch.device) -> list[bytes]:
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
+    counts = [int(length) for length in lengths]
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    everyone: list[Tensor] = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(everyone, padded, group=group)
+    return [bytes(tensor[:count].cpu().numpy()) for tensor, count in zip(everyone, counts)]
+
+_HEAD = "Traceback (most recent call last):\n"
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NOT_THE_USERS = (_OWN, *(path + os.sep for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}))
+_SENTENCES = ("ValueError", "TypeError", "FileNotFoundError", "NotImplementedError")
+"""Classes whose messages, where this package raises them, need no class before them."""
+
+
+class Frame(NamedTuple):
+    """One line of a traceback."""
+
+    file: str
+    line: int
+    name: str
+
+
+def in_sentences(failures: Mapping[int, str]) -> str:
+    """What happened on ranks, a line or so for each different thing.
+
+    Args:
+        failures: By rank, a traceback as Python prints it, or a sentence.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in sorted(failures.items()):
+        ranks_of.setdefault(sentence(text), []).append(rank)
+    if len(ranks_of) == 1 and len(failures) > 1:
+        return next(iter(ranks_of))
+    return "\n".join(f"{_ranks(ranks)}: {said}" for said, ranks in ranks_of.items())
+
+
+def sentence(text: str) -> str:
+    """The last exception of a traceback and its place in the user's code; other text as it is."""
+    begin = text.rfind(_HEAD)
+    if begin < 0:
+        return text.strip()
+    frames, said = _divided(text[begin + len(_HEAD) :])
+    users = [frame for frame in frames if not frame.file.startswith((*_NOT_THE_USERS, "<"))]
+    kind, _, message = said.partition(": ")
+    if frames and frames[-1].file.startswith(_OWN) and kind in _SENTENCES and message:
+        return message
+    place = f" ({users[-1].file}, line {users[-1].line}, in {users[-1].name})" if users else ""
+    return said + place
+
+
+def _divided(block: str) -> tuple[list[Frame], str]:
+    """The frames of one traceback, and the exception below them."""
+    lines = block.splitlines()
+    end = next((number for number, line in enumerate(lines) if not line.startswith("  ")), len(lines))
+    frames = [Frame(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(block)]
+    return frames, "\n".join(lines[end:]).strip()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+_CALL, _STORE = "call", "store"
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_POLL = 0.05
+_GRACE = 2.0
+"""Seconds in which other ranks may tell of a failure that is the cause of the first one heard of."""
+
+
+class LocalRankError(RuntimeError):
+    """A rank raised, died or did not end in time.
+
+    Attributes:
+        failures: By rank, what happened: a traceback, or how it ended.
+    """
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"rank {rank}: {text.rstrip()}" for rank, text in sorted(failures.items())))
+
+
+def run_local_ranks(
+    function: str, arguments: tuple[Any, ...], ranks: int, *, timeout: float = 600.0, backend: str = "gloo"
+) -> list[Any]:
+    """Call a function on several ranks of this host; returns what it returned, in rank order.
+
+    Args:
+        function: Where it is, as "module:name".
+        arguments: For it; they are pickled.
+        ranks: How many.
+        timeout: Seconds until they are given up.
+        backend: Of the default process group: "gloo", or "nccl" with a GPU for each.
+
+    Raises:
+        LocalRankError: If a rank raised, died or did not end in time.
+    """
+    call = pickle.dumps((function, arguments))
+    threads = max(1, torch.get_num_threads() // ranks)
+    folder = Path(tempfile.mkdtemp(prefix="zero_strategy-ranks-"))  # which nobody else may look into
+    processes: list[subprocess.Popen[bytes]] = []
+    results: list[Connection] = []
+    environment = _environment()
+    try:
+        (folder / _CALL).write_bytes(pickle.dumps((list(sys.path), threads, call)))
+        for rank in range(ranks):
+            receiving, sending = Pipe(duplex=False)
+            results.append(receiving)
+            with sending:
+                number = sending.fileno()
+                command = [sys.executable, "-m", __name__, str(folder), str(number), str(rank), str(ranks), backend]
+                processes.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[number])
+                )
+        return _collect(results, processes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        for receiving in results:
+            receiving.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    env = dict(os.environ)
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    env[KEY_VARIABLE] = new_key()
+    # Also where the user has chosen another for trainings on several hosts: none of these ranks is on one.
+    if interface := _LOOPBACK.get(sys.platform):
+        env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = interface
+    return env
+
+
+def _collect(pipes: Sequence[Connection], processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) + len(failures) < len(processes) and time.monotonic() < deadline:
+        for rank, process in enumerate(processes):
+            if rank in results or rank in failures:
+                continue
+            status = process.poll()  # asked first: what it left in the pipe is then complete
+            if (answer := _received(pipes[rank])) is not None:
+                good, value = pickle.loads(answer)
+                (results if good else failures)[rank] = value
+            elif status is not None:
+                failures[rank] = f"ended with {_how(status)}, without a word"
+        if failures:
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        time.sleep(_POLL)
+    if failures:
+        raise LocalRankError(failures)
+    if missing := [rank for rank in range(len(processes)) if rank not in results]:
+        raise LocalRankError({rank: f"was not done within {timeout:g} seconds" for rank in missing})
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _received(pipe: Connection) -> bytes | None:
+    try:
+        return pipe.recv_bytes() if pipe.poll() else None
+    except EOFError:  # it has ended
+        return None
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-status).name}"
+    return f"signal {-status}"
+
+
+# ------------------------------------------------------------------------------------------------ the rank's side
+
+
+def _end_with_parent(folder: Path) -> None:
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _main(folder: Path, number: int, rank: int, ranks: int, backend: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it as well, and decides what ends
+    _end_with_parent(folder)
+    os.set_inheritable(number, False)
+    result = Connection(number, readable=False)
+    path, threads, call = pickle.loads((folder / _CALL).read_bytes())
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+    try:
+        name, arguments = pickle.loads(call)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        store = FileStore(str(folder / _STORE), ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+        module, _, attribute = name.partition(":")
+        value = getattr(import_module(module), attribute)(*arguments)
+        answer = pickle.dumps((True, value))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    result.send_bytes(answer)
+    # Until the parent ends it: who closes its connections early takes from others what is still under way.
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

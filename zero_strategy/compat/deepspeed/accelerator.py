@@ -1,0 +1,275 @@
+"""`deepspeed.accelerator`: the device of this process, CUDA or the CPU, by one object."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_strategy.compat.deepspeed.names import named
+from zero_strategy.diagnostics.memory_use import MemoryUse
+from zero_strategy.runtime.torch_private import call_when_cuda_starts
+
+
+class Accelerator:
+    """A device, with what scripts ask about it and do with it; index None is the current one.
+
+    On the CPU there is one device: choosing it does nothing, and memory is that of this process.
+
+    Args:
+        device_type: "cuda" or "cpu".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._cuda = device_type == "cuda"
+        self._module: Any = torch.cuda if self._cuda else torch.cpu
+
+    def __repr__(self) -> str:
+        return f"Accelerator({self._type!r})"
+
+    # ---- devices ----
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """"cuda" or "cpu"; "cuda:1" with an index."""
+        return f"cuda:{device_index}" if self._cuda and device_index is not None else self._type
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which the device is the current one."""
+        return torch.cuda.device(device_index) if self._cuda else torch.device("cpu")
+
+    def set_device(self, device_index: int) -> None:
+        """Make a device the current one."""
+        self._module.set_device(device_index)
+
+    def current_device(self) -> int:
+        """Index of the current device; on the CPU this process's rank on its host."""
+        return torch.cuda.current_device() if self._cuda else int(os.environ.get("LOCAL_RANK", "0"))
+
+    def current_device_name(self) -> str:
+        """Its name, such as "cuda:1"; "cpu"."""
+        return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
+
+    def device_count(self) -> int:
+        """Devices that this process sees; 1 on the CPU."""
+        return torch.cuda.device_count() if self._cuda else 1
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for what the device has to do."""
+        self._module.synchronize(device_index)
+
+    def is_available(self) -> bool:
+        """True if there is such a device."""
+        return torch.cuda.is_available() if self._cuda else True
+
+    def is_synchronized_device(self) -> bool:
+        """True if calls return when they are done: on the CPU."""
+        return not self._cuda
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def communication_backend_name(self) -> str:
+        """"nccl" or "gloo"."""
+        return "nccl" if self._cuda else "gloo"
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """True if a tensor is on such a device."""
+        return tensor.device.type == self._type
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        """The tensor in page-locked host memory; on the CPU the tensor itself."""
+        return tensor.pin_memory() if self._cuda else tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """True if it is there already."""
+        return tensor.is_pinned()
+
+    # ---- random numbers ----
+
+    @property
+    def random(self) -> Any:
+        """Torch's module of random states."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the current device."""
+        if self._cuda:
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed all devices."""
+        if self._cuda:
+            torch.cuda.manual_seed_all(seed)
+        else:
+            torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """The seed of the current device."""
+        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """The state of a device's generator."""
+        if not self._cuda:
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Set it."""
+        if self._cuda:
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+        else:
+            torch.set_rng_state(new_state)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator of a device."""
+        return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
+
+    # ---- streams ----
+
+    @property
+    def Stream(self) -> Any:
+        """The class of streams."""
+        return self._module.Stream
+
+    @property
+    def Event(self) -> Any:
+        """The class of events; None on the CPU."""
+        return torch.cuda.Event if self._cuda else None
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which work goes to a stream."""
+        return self._module.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream in use."""
+        return torch.cuda.current_stream(device_index) if self._cuda else torch.cpu.current_stream()
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The device's own stream."""
+        return torch.cuda.default_stream(device_index) if self._cuda else torch.cpu.current_stream()
+
+    # ---- memory ----
+
+    def empty_cache(self) -> None:
+        """Give what the allocator keeps back to the device."""
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of tensors on the device; on the CPU what this process occupies."""
+        return torch.cuda.memory_allocated(device_index) if self._cuda else MemoryUse.now().resident or 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most of it; on the CPU since the process began."""
+        if self._cuda:
+            return torch.cuda.max_memory_allocated(device_index)
+        return max(self.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that the allocator has taken; on the CPU as `memory_allocated`."""
+        return torch.cuda.memory_reserved(device_index) if self._cuda else self.memory_allocated()
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most of it."""
+        return torch.cuda.max_memory_reserved(device_index) if self._cuda else self.max_memory_allocated()
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Figures of the allocator; on the CPU two of them."""
+        if self._cuda:
+            return dict(torch.cuda.memory_stats(device_index))
+        now, peak = self.memory_allocated(), self.max_memory_allocated()
+        return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begin anew with the most; not on the CPU, where the system counts."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device, or of the host."""
+        if self._cuda:
+            return torch.cuda.get_device_properties(self._index(device_index)).total_memory
+        return MemoryUse.now().host_total or 0
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Those that can be had."""
+        if self._cuda:
+            return torch.cuda.mem_get_info(self._index(device_index))[0]
+        now = MemoryUse.now()
+        return (now.host_total or 0) - (now.host_used or 0)
+
+    def _index(self, device_index: int | None) -> int:
+        return torch.cuda.current_device() if device_index is None else device_index
+
+    # ---- dtypes ----
+
+    def is_bf16_supported(self) -> bool:
+        """True if the device computes in bf16."""
+        return torch.cuda.is_bf16_supported() if self._cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        """True if it computes in fp16: GPUs from compute capability 7.0 on; on the CPU slowly."""
+        return torch.cuda.get_device_capability()[0] >= 7 if self._cuda else True
+
+    def is_triton_supported(self) -> bool:
+        """True if Triton compiles for it."""
+        return self._cuda and torch.cuda.get_device_capability()[0] >= 7
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Dtypes that models may have."""
+        low = {torch.float16: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
+        return [torch.float32, *(dtype for dtype, there in low.items() if there)]
+
+    # ---- tools ----
+
+    def amp(self) -> Any:
+        """Torch's module of automatic mixed precision."""
+        return torch.cuda.amp if self._cuda else torch.cpu.amp
+
+    def range_push(self, msg: str) -> None:
+        """Open a range in NVIDIA's profiler; nothing on the CPU."""
+        if self._cuda:
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self) -> None:
+        """Close it."""
+        if self._cuda:
+            torch.cuda.nvtx.range_pop()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call it, on CUDA once that is initialised."""
+        if self._cuda:
+            call_when_cuda_starts(callback)
+            return None
+        return callback()
+
+
+@functools.cache
+def _of(device_type: str) -> Accelerator:
+    return Accelerator(device_type)
+
+
+def get_accelerator() -> Accelerator:
+    """The device of this process: CUDA where torch sees a GPU, unless DS_ACCELERATOR says "cpu".
+
+    Raises:
+        ValueError: If DS_ACCELERATOR says something else than "cuda" or "cpu".
+    """
+    said = os.environ.get("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    if said not in ("cuda", "cpu"):
+        raise ValueError(f"DS_ACCELERATOR is {said!r}; devices here are 'cuda' and 'cpu'")
+    return _of(said)
+
+
+__getattr__ = named(__name__)

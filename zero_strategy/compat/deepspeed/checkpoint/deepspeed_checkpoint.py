@@ -1,0 +1,304 @@
+"""`deepspeed.checkpoint.DeepSpeedCheckpoint`: a Megatron-DeepSpeed checkpoint directory, for any smaller grid of ranks.
+
+Names, arguments and results are DeepSpeed's. Files are found by parsing their names and read by the restricted
+unpickler; where DeepSpeed asserts, ValueError says what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_strategy.compat.deepspeed.checkpoint.reshape_meg_2d import (
+    meg_2d_parallel_map,
+    model_3d_desc,
+    reshape_meg_2d_parallel,
+)
+from zero_strategy.compat.deepspeed.checkpoint.reshape_utils import merge_state
+from zero_strategy.compat.deepspeed.checkpoint.zero_checkpoint import ZeROCheckpoint
+from zero_strategy.convert.deepspeed import DeepSpeedDirectory
+from zero_strategy.convert.megatron import Rule, merge
+from zero_strategy.convert.merge_ranks import parts
+
+EMBEDDING_LAYER_INDEX = 0
+FINAL_LAYER_NORM_INDEX = -1
+ARGS_KEY = "args"
+CHECKPOINT_INFO_KEY = "checkpoint_info"
+ITERATION_KEY = "iteration"
+
+SEQUENTIAL_LAYERS = (
+    "input_layernorm.weight",
+    "input_layernorm.bias",
+    "self_attention.dense.bias",
+    "post_attention_layernorm.weight",
+    "post_attention_layernorm.bias",
+    "mlp.dense_4h_to_h.bias",
+    "position_embeddings.weight",
+)
+"""Tensors of a layer file that all tensor-parallel ranks hold whole."""
+LAYER_CONCAT_DIM = {"self_attention.dense.weight": 1, "mlp.dense_4h_to_h.weight": 1}
+"""Tensors that are divided along another dimension than 0."""
+
+
+class DeepSpeedCheckpoint:
+    """A checkpoint directory, seen from a grid of ranks that is no larger than the one that saved it.
+
+    Args:
+        dir: The directory of one tag.
+        tp_degree: Tensor-parallel ranks that ask; None is as many as saved.
+        pp_degree: Pipeline stages that ask.
+        dp_degree: Data-parallel ranks that ask.
+        final_layer_norm_idx: Which of the layer files is the final norm's.
+
+    Attributes:
+        file_list: All files.
+        layer_files: Files of layers.
+        mp_rank_files: Model files, by model-parallel rank.
+        layer_keys: "layer_XX" of each layer file, once, in order.
+        zero_checkpoint: The optimizer files.
+        old_2d_map: Model files of each (pipeline, tensor) position that saved.
+        new_2d_map: Model files of each position that asks.
+
+    Raises:
+        ValueError: Naming what is missing, or why the grids do not fit.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        tp_degree: int | None = None,
+        pp_degree: int | None = None,
+        dp_degree: int | None = None,
+        final_layer_norm_idx: int = FINAL_LAYER_NORM_INDEX,
+    ) -> None:
+        self.dir = os.fspath(dir)
+        self.final_layer_norm_idx = final_layer_norm_idx
+        self._files = DeepSpeedDirectory(dir)
+        self.zero_checkpoint = ZeROCheckpoint(dir)
+        source = self.zero_checkpoint.src_3d
+        self.tp_degree = source.tp_degree if tp_degree is None else tp_degree
+        self.pp_degree = source.pp_degree if pp_degree is None else pp_degree
+        self.dp_degree = source.dp_degree if dp_degree is None else dp_degree
+        self.original_world_size = source.world_size()
+        self.world_size = self.tp_degree * self.pp_degree * self.dp_degree
+        self.zero_checkpoint.reshape(model_3d_desc(self.pp_degree, self.tp_degree, self.dp_degree))
+        self.old_2d_map = meg_2d_parallel_map(source.pp_degree, source.tp_degree)
+        self.old_2d_map.simple_init()
+        self.new_2d_map = reshape_meg_2d_parallel(
+            source.pp_degree, source.tp_degree, self.pp_degree, self.tp_degree
+        )
+        self._list_files()
+        self._map_layers()
+        self.global_state: dict[str, Any] = {}
+
+    # ---- what changed ----
+
+    def is_change_tp_degree(self) -> bool:
+        """Whether another number of tensor-parallel ranks asks than saved."""
+        return self.tp_degree != self.zero_checkpoint.get_src_tp_degree()
+
+    def is_change_pp_degree(self) -> bool:
+        """Whether another number of pipeline stages asks than saved."""
+        return self.pp_degree != self.zero_checkpoint.get_src_pp_degree()
+
+    def is_change_dp_degree(self) -> bool:
+        """Whether another number of data-parallel ranks asks than saved."""
+        return self.dp_degree != self.zero_checkpoint.get_src_dp_degree()
+
+    # ---- model files ----
+
+    def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
+        """The model files of a position.
+
+        Raises:
+            ValueError: If there is no such position.
+        """
+        return [self.mp_rank_files[number] for number in self.new_2d_map.get_data(pp_index, tp_index)]
+
+    def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> dict[str, Any]:
+        """Their content, tensors joined along dimension 0."""
+        first, *others = (self._load(file) for file in self.get_2d_parallel_files(tp_index, pp_index))
+        for state in others:
+            first = merge_state(first, state)
+        return first
+
+    def get_zero_checkpoint_state(
+        self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
+    ) -> dict[str, Any]:
+        """The optimizer state of a rank; see `ZeROCheckpoint.get_state_for_rank`."""
+        return self.zero_checkpoint.get_state_for_rank(
+            pp_index, tp_index, dp_index, ["param_shapes"], strip_tensor_paddings
+        )
+
+    def get_zero_files(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
+        """The optimizer files of a rank."""
+        return self.zero_checkpoint.get_files_for_rank(pp_index, tp_index, dp_index)
+
+    # ---- layers ----
+
+    def get_embedding_layer_id(self) -> str:
+        """"layer_XX" of the embedding."""
+        return self._layer_key(EMBEDDING_LAYER_INDEX)
+
+    def get_final_norm_layer_id(self) -> str:
+        """"layer_XX" of the final norm."""
+        return self._layer_key(self.final_layer_norm_idx)
+
+    def get_embedding_files(self, tp_index: int) -> list[str]:
+        """The embedding's files of a tensor-parallel rank."""
+        return self._of_rank(self.tp_to_embedding_map, tp_index)
+
+    def get_embedding_state(self, tp_index: int) -> dict[str, Any]:
+        """The embedding of a tensor-parallel rank, shards joined."""
+        return self._merged(self.get_embedding_files(tp_index))
+
+    def get_final_norm_files(self, tp_index: int) -> list[str]:
+        """The final norm's files of a tensor-parallel rank."""
+        return self._of_rank(self.tp_to_final_norm_map, tp_index)
+
+    def get_final_norm_state(self, tp_index: int) -> dict[str, Any]:
+        """The final norm, which every rank holds whole."""
+        return self._load(self.get_final_norm_files(tp_index)[0])
+
+    def get_transformer_state(self, tp_index: int, pp_index: int) -> list[dict[str, Any]]:
+        """The transformer layers of a position in order, shards joined.
+
+        Raises:
+            ValueError: If there is no such position.
+        """
+        self.new_2d_map.get_data(pp_index, tp_index)
+        return [self._merged(files) for files in self.transformer_file_map.get((tp_index, pp_index), [])]
+
+    def get_pp_transformer_map(self, pp_index: int) -> list[str]:
+        """"layer_XX" of a stage's transformer layers."""
+        if pp_index not in self.pp_to_transformer_map:
+            raise ValueError(f"pp index {pp_index} is not within the pp degree {self.pp_degree}")
+        return self.pp_to_transformer_map[pp_index]
+
+    # ---- metadata ----
+
+    def get_iteration(self) -> int:
+        """The first model file's `iteration`, or 0."""
+        return int(self._global(ITERATION_KEY) or 0)
+
+    def get_args(self) -> Any:
+        """The first model file's `args`, a namespace, or None."""
+        found = self._global(ARGS_KEY)
+        if getattr(found, "full_name", "") == "argparse.Namespace":
+            return argparse.Namespace(**found.state)
+        return found
+
+    def get_checkpoint_info(self, info_key: str = CHECKPOINT_INFO_KEY) -> Any:
+        """Any value of the first model file, or None."""
+        return self._global(info_key)
+
+    def validate_files(self) -> None:
+        """Check that all files are still there.
+
+        Raises:
+            ValueError: Listing those that are not.
+        """
+        if gone := [file for file in self.file_list if not os.path.isfile(file)]:
+            raise ValueError(f"{self.dir}: files are missing: {gone}")
+
+    # ---- printing ----
+
+    def show_2d_mapping(self) -> None:
+        """Print the model files of each position."""
+        print("reshaped 2d map ---- begin")
+        for pp in range(self.pp_degree):
+            for tp in range(self.tp_degree):
+                print(f"[{pp}, {tp}] = {self.get_2d_parallel_files(tp_index=tp, pp_index=pp)}")
+        print("reshaped 2d map ---- end")
+
+    def show_tp_embedding_map(self) -> None:
+        """Print the embedding's files of each tensor-parallel rank."""
+        _show("tp_to_embedding_layers", self.tp_to_embedding_map)
+
+    def show_tp_final_norm_map(self) -> None:
+        """Print the final norm's files of each tensor-parallel rank."""
+        _show("tp_to_final_norm_layers", self.tp_to_final_norm_map)
+
+    def show_pp_transformer_map(self) -> None:
+        """Print the layers of each stage."""
+        _show("pp_to_transformer_layers", self.pp_to_transformer_map)
+
+    def show_transformer_file_map(self) -> None:
+        """Print the layer files of each position."""
+        _show("rank_to_transformer_files", self.transformer_file_map)
+
+    # ---- inside ----
+
+    def _list_files(self) -> None:
+        self.file_list = sorted(str(file) for file in Path(self.dir).rglob("*") if file.is_file())
+        self.mp_rank_files = [str(self._files.first_model_file(mp)) for mp in self._files.mp_ranks]
+        layers = self._files.layer_files
+        self.layer_files = [str(file) for files in layers.values() for file in files.values()]
+        width = 2 if not layers else len(Path(self.layer_files[0]).name.split("_")[1].split("-")[0])
+        self._by_key = {f"layer_{layer:0{width}d}": [str(f) for f in files.values()] for layer, files in layers.items()}
+        self.layer_keys = list(self._by_key)
+        self.layer_count = len(self.layer_keys)
+
+    def _map_layers(self) -> None:
+        """Layers among stages in equal numbers, the last stage also takes the rest; files among tensor ranks."""
+        middle = self.layer_keys[1 : self.final_layer_norm_idx]
+        each = max(1, len(middle) // self.pp_degree)
+        self.pp_to_transformer_map: dict[int, list[str]] = {pp: [] for pp in range(self.pp_degree)}
+        self.transformer_file_map: dict[tuple[int, int], list[list[str]]] = {}
+        for number, key in enumerate(middle):
+            pp = min(number // each, self.pp_degree - 1)
+            self.pp_to_transformer_map[pp].append(key)
+            for tp, files in enumerate(parts(self._by_key[key], self.tp_degree, f"files of {key}")):
+                self.transformer_file_map.setdefault((tp, pp), []).append(files)
+        self.tp_to_embedding_map = self._other_layer(EMBEDDING_LAYER_INDEX)
+        self.tp_to_final_norm_map = self._other_layer(self.final_layer_norm_idx)
+
+    def _other_layer(self, index: int) -> dict[int, list[str]]:
+        if not self.layer_keys:
+            return {}
+        key = self._layer_key(index)
+        return dict(enumerate(parts(self._by_key[key], self.tp_degree, f"files of {key}")))
+
+    def _layer_key(self, index: int) -> str:
+        if not -self.layer_count <= index < self.layer_count:
+            raise ValueError(f"{self.dir}: has {self.layer_count} layer files, none with index {index}")
+        return self.layer_keys[index]
+
+    def _of_rank(self, files: dict[int, list[str]], tp_index: int) -> list[str]:
+        if tp_index not in files:
+            raise ValueError(
+                f"{self.dir}: tp index {tp_index} is not within the tp degree {self.tp_degree}, or there are no layer "
+                "files"
+            )
+        return files[tp_index]
+
+    def _merged(self, files: list[str]) -> dict[str, Any]:
+        states = [self._load(file) for file in files]
+        return {name: _joined(name, [state[name] for state in states]) for name in states[0]}
+
+    def _load(self, file: str) -> dict[str, Any]:
+        loaded = self._files.load(Path(file))
+        if not isinstance(loaded, dict):
+            raise ValueError(f"{file} holds a {type(loaded).__name__}, not a state dict")
+        return loaded
+
+    def _global(self, key: str) -> Any:
+        if key not in self.global_state:
+            self.global_state[key] = self._load(self.mp_rank_files[0]).get(key)
+        return self.global_state[key]
+
+
+def _joined(name: str, values: list[Any]) -> Any:
+    if name in SEQUENTIAL_LAYERS or not isinstance(values[0], torch.Tensor):
+        return values[0]
+    return merge(name, values, Rule("row" if LAYER_CONCAT_DIM.get(name) == 1 else "column"))
+
+
+def _show(tag: str, data: dict[Any, Any]) -> None:
+    print(f"Dump mapping: {tag}")
+    for key, value in data.items():
+        print(f"{key} = {value}")

@@ -1,0 +1,6 @@
+"""`deepspeed.runtime.fp16`."""
+
+from __future__ import annotations
+
+
+

@@ -1,0 +1,326 @@
+"""`deepspeed.runtime.state_dict_factory`: Megatron state dicts for any number of tensor-parallel ranks.
+
+Names, arguments and results are DeepSpeed's; files are read by the restricted unpickler, and the joining and dividing
+is `checkpoint.interop.megatron_states`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_strategy.checkpoint.layout import parse_object
+from zero_strategy.convert.megatron import merge, merge_states, missing_names, rule_of, split, split_state
+from zero_strategy.runtime.regular_files import read_regular
+
+AUTO_MODULE_KEY = "auto"
+_MODULE_KEYS = ("module", "model")
+_QKV = "attention.query_key_value"
+
+State = MutableMapping[str, Any]
+
+
+class SDLoaderFactory:
+    """Makes loaders."""
+
+    @staticmethod
+    def get_sd_loader_json(json_file: str | os.PathLike[str] | Mapping[str, Any], checkpoint_engine: Any = None) -> Any:
+        """A loader for a description `{"type", "checkpoints", "version"}`.
+
+        Args:
+            json_file: The description or the path of a file with it.
+            checkpoint_engine: Something with `load(path, map_location=...)`; None is the restricted unpickler.
+
+        Returns:
+            The loader; of the types `bloom` and `ds_model` the description itself.
+
+        Raises:
+            ValueError: If a key is missing or the type is not known.
+        """
+        if isinstance(json_file, Mapping):
+            data = dict(json_file)
+        else:
+            data = parse_object(read_regular(json_file), os.fspath(json_file))
+        if missing := sorted({"type", "checkpoints", "version"} - data.keys()):
+            raise ValueError(f"the description of a checkpoint lacks {missing}; it has {sorted(data)}")
+        if str(data["type"]).lower() in ("bloom", "ds_model"):
+            return data
+        return SDLoaderFactory.get_sd_loader(data["checkpoints"], checkpoint_engine, data["type"], data["version"])
+
+    @staticmethod
+    def get_sd_loader(
+        ckpt_list: Sequence[str | os.PathLike[str]],
+        checkpoint_engine: Any = None,
+        sd_type: str = "Megatron",
+        version: float | None = None,
+    ) -> MegatronSDLoader:
+        """A loader for the files of all tensor-parallel ranks.
+
+        Raises:
+            ValueError: If the type is not "Megatron", or see `SDLoaderBase`.
+        """
+        if sd_type != "Megatron":
+            raise ValueError(f"checkpoint type {sd_type!r} is not supported, only 'Megatron'")
+        return MegatronSDLoader(ckpt_list, version, checkpoint_engine)
+
+
+class SDLoaderBase(ABC):
+    """Loads the state dict of one rank from the files of another number of ranks.
+
+    Args:
+        ckpt_list: One file per tensor-parallel rank that saved, in order.
+        version: The checkpoint's version; None takes the one in the files.
+        checkpoint_engine: Something with `load(path, map_location=...)`; None is the restricted unpickler.
+
+    Raises:
+        ValueError: If there are no files, or not as many as the first one says.
+    """
+
+    def __init__(
+        self, ckpt_list: Sequence[str | os.PathLike[str]], version: float | None, checkpoint_engine: Any = None
+    ) -> None:
+        self.module_key: str | None = None
+        self.ckpt_list = list(ckpt_list)
+        self.version = version
+        self.checkpoint_engine = checkpoint_engine
+        self.check_ckpt_list()
+
+    def load(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        module_key: str | None = AUTO_MODULE_KEY,
+        is_pipe_parallel: bool = False,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        quantize_groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[Any, State, tuple[None, int]]:
+        """The state dict of one rank.
+
+        Files are used as they are where there are as many as ranks, else joined or divided. `mp_rank_*` files of a
+        pipeline (`is_pipe_parallel` with a module key) hold no weights and are alike: the first one serves.
+
+        Args:
+            mp_world_size: Ranks that load.
+            mp_rank: This one.
+            module_key: Where the model is in the state dict; None is the top, "auto" is `module` or `model`.
+            is_pipe_parallel: Whether a pipeline loads.
+            quantize: Not supported.
+            quantize_bits: Has no effect.
+            quantize_groups: Has no effect.
+            mlp_extra_grouping: Has no effect.
+
+        Returns:
+            (path of the first file used, state dict, (None, number of files joined)).
+
+        Raises:
+            NotImplementedError: If `quantize` is set.
+            ValueError: If the numbers of files and ranks do not divide, or see `merge_state_dict`.
+        """
+        if quantize:
+            raise NotImplementedError("quantizing while loading is not supported; quantize the loaded weights")
+        self.module_key = module_key
+        count = len(self.ckpt_list)
+        if not 0 <= mp_rank < mp_world_size:
+            raise ValueError(f"mp_rank {mp_rank} is not within mp_world_size {mp_world_size}")
+        index = mp_rank * count // mp_world_size
+        if is_pipe_parallel and module_key is not None and mp_world_size != count:
+            mp_world_size, index = count, 0
+        path, merged = self.ckpt_list[index], 1
+        if count == mp_world_size:
+            state = self._load(path)
+        elif count > mp_world_size:
+            state, _, merged = self.merge_state_dict(mp_world_size, mp_rank)
+        else:
+            state, _ = self.split_state_dict(mp_world_size, mp_rank)
+        return path, state, (None, merged)
+
+    def get_merge_state_dicts(self, mp_world_size: int, mp_rank: int) -> list[State]:
+        """The files that a rank of a smaller world joins.
+
+        Raises:
+            ValueError: If the number of files is no multiple of the ranks.
+        """
+        count = len(self.ckpt_list)
+        if count % mp_world_size:
+            raise ValueError(f"{count} checkpoint files cannot be merged for {mp_world_size} ranks evenly")
+        each = count // mp_world_size
+        return [self._load(path) for path in self.ckpt_list[each * mp_rank : each * (mp_rank + 1)]]
+
+    def get_split_state_dict(self, mp_world_size: int, mp_rank: int) -> tuple[State, int, int]:
+        """The file that a rank of a larger world takes a part of, the number of parts, and which.
+
+        Raises:
+            ValueError: If the number of ranks is no multiple of the files.
+        """
+        count = len(self.ckpt_list)
+        if mp_world_size % count:
+            raise ValueError(f"{count} checkpoint files cannot be divided among {mp_world_size} ranks evenly")
+        each = mp_world_size // count
+        return self._load(self.ckpt_list[mp_rank // each]), each, mp_rank % each
+
+    def get_module(self, sd: State) -> Any:
+        """The model's part of a state dict."""
+        return sd if self.module_key is None else sd[self._key_in(sd)]
+
+    def set_module(self, sd: State, module: Any) -> Any:
+        """The state dict with another model; without a module key the model itself."""
+        if self.module_key is None:
+            return module
+        sd[self._key_in(sd)] = module
+        return sd
+
+    def check_ckpt_list(self) -> None:
+        """Compare the number of files with the world size in the first.
+
+        Raises:
+            ValueError: If there are none or they differ.
+        """
+        if not self.ckpt_list:
+            raise ValueError("there are no checkpoint files to load")
+        saved = self._load(self.ckpt_list[0]).get("mp_world_size", len(self.ckpt_list))
+        if saved != len(self.ckpt_list):
+            raise ValueError(f"{len(self.ckpt_list)} checkpoint files are given, but mp_world_size {saved} saved them")
+
+    @abstractmethod
+    def merge_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None, int]:
+        """(joined state dict, None, number of files)."""
+
+    @abstractmethod
+    def split_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        """(part of a state dict, None)."""
+
+    @abstractmethod
+    def sanity_check(self, ckpt_file_name: str | os.PathLike[str]) -> None:
+        """Raise ValueError if a file does not hold such a model."""
+
+    def _key_in(self, sd: State) -> str:
+        if self.module_key != AUTO_MODULE_KEY:
+            assert self.module_key is not None
+            return self.module_key
+        found = [key for key in _MODULE_KEYS if key in sd]
+        if len(found) != 1:
+            raise ValueError(f"a checkpoint must have one of the keys {_MODULE_KEYS}, it has {found or 'neither'}")
+        return found[0]
+
+    def _load(self, path: str | os.PathLike[str]) -> State:
+        if self.checkpoint_engine is None:
+            from zero_strategy.convert.pickles import load_restricted
+
+            return _mapping(path, load_restricted(path))
+        loader: Callable[..., Any] = self.checkpoint_engine.load
+        return _mapping(path, loader(path, map_location="cpu"))
+
+
+class MegatronSDLoader(SDLoaderBase):
+    """State dicts of Megatron-LM's transformer; see `checkpoint.interop.megatron_states` for what is divided how."""
+
+    def merge_query_key_value(self, param_list: Sequence[torch.Tensor], ckpt_ver: float) -> torch.Tensor:
+        """Join shards of a fused query-key-value weight or bias.
+
+        Raises:
+            ValueError: If they do not fit or the version is not known.
+        """
+        return merge(_QKV, param_list, rule_of(_QKV, ckpt_ver))
+
+    def split_query_key_value(
+        self, param: torch.Tensor, num_to_split: int, offset: int, ckpt_ver: float
+    ) -> torch.Tensor:
+        """Part `offset` of `num_to_split` of a fused query-key-value weight or bias.
+
+        Raises:
+            ValueError: If it cannot be divided so or the version is not known.
+        """
+        return split(_QKV, param, rule_of(_QKV, ckpt_ver), num_to_split)[offset]
+
+    def merge_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None, int]:
+        """Join the files of neighbouring ranks.
+
+        Returns:
+            (the first file's state dict with the joined model, None, number of files).
+
+        Raises:
+            ValueError: If this is no Megatron transformer or shards do not fit, by name.
+        """
+        self.sanity_check(self.ckpt_list[0])
+        states = self.get_merge_state_dicts(mp_world_size, mp_rank)
+        version = self.get_checkpoint_version(states[0])
+        merged = merge_states([self.get_module(state) for state in states], version)
+        return self.set_module(_shallow(states[0]), merged), None, len(states)
+
+    def split_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        """Take a part of one file.
+
+        Returns:
+            (the file's state dict with this part of the model, None).
+
+        Raises:
+            ValueError: If a tensor cannot be divided so, by name.
+        """
+        state, count, offset = self.get_split_state_dict(mp_world_size, mp_rank)
+        part = split_state(self.get_module(state), self.get_checkpoint_version(state), count, offset)
+        return self.set_module(_shallow(state), part), None
+
+    def sanity_check(self, ckpt_file_name: str | os.PathLike[str]) -> None:
+        """Look for the names of a Megatron transformer.
+
+        Raises:
+            ValueError: Listing those that are missing.
+        """
+        if missing := missing_names(self.get_module(self._load(ckpt_file_name))):
+            raise ValueError(f"{ckpt_file_name} is not a Megatron transformer: no name contains {missing}")
+
+    def get_checkpoint_version(self, state_dict: State) -> float:
+        """The version given, or the file's `checkpoint_version`, or 0."""
+        return self.version if self.version is not None else state_dict.get("checkpoint_version", 0)
+
+
+def _shallow(state: State) -> State:
+    return copy.copy(state)
+
+
+def _mapping(path: str | os.PathLike[str], loaded: Any) -> State:
+    if not isinstance(loaded, MutableMapping):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}, not a state dict")
+    return loaded
+
+
+__all__ = ["AUTO_MODULE_KEY", "MegatronSDLoader", "SDLoaderBase", "SDLoaderFactory"]

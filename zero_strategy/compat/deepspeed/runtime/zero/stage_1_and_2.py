@@ -1,0 +1,15 @@
+"""`deepspeed.runtime.zero.stage_1_and_2`: its estimators of memory."""
+
+from __future__ import annotations
+
+from zero_strategy.compat.deepspeed.estimates import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
+
+__all__ = [
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+]

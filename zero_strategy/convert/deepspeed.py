@@ -1,0 +1,349 @@
+"""The reader of DeepSpeed's checkpoints, and the directory of one by the ranks in its file names.
+
+ZeRO 0 to 3, fp32, fp16, bf16, any optimizer.
+
+    tag's directory --files--> model states (weights in the dtype that forward uses, buffers, counters)
+                    --files--> optimizer states --by form--> stage 0 | 1 and 2, bf16 optimizer | 3
+                                                             fp32 weights and moments under parameter names
+
+Nothing of DeepSpeed is imported. Files are mapped, and tensors put together when they are asked for. What parameters
+are called and where they lie is taken from `param_shapes`, the order of the data, never from `param_slice_mappings`,
+which is in another order with `round_robin_gradients`. Source of the formats: what DeepSpeed 0.19 writes.
+
+    mp_rank_{mp:02d}_model_states.pt                                    stages 0 to 2, and every pipeline rank
+    zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt                  stage 3; "pp" in the name means data rank
+    [bf16_|fp16_]zero_pp_rank_{dp}_mp_rank_{mp:02d}[_]optim_states.pt   stages 1 to 3
+    layer_{layer:02d}[-model_{tp:02d}]-model_states.pt                  pipelines
+    layer_{L}_expert_{E}_..., expp_rank_...                             mixtures of experts
+
+mp is `pp * tp_degree + tp`. The names are parsed, not globbed: rank 10 comes after rank 9.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zero_strategy.checkpoint.layout import is_inner_path
+from zero_strategy.convert.deepspeed_files import LATEST, CheckpointFiles, ModelRank, complete, find_tag, is_tag
+from zero_strategy.convert.deepspeed_model import MasterState, ModelFiles, assemble
+from zero_strategy.convert.deepspeed_zero import (
+    is_partitioned,
+    is_sliced,
+    rank_count,
+    read_partitioned,
+    read_sliced,
+    read_whole,
+)
+from zero_strategy.convert.merge_ranks import Degrees
+from zero_strategy.convert.pickle_globals import Record
+from zero_strategy.convert.pickles import load_restricted
+from zero_strategy.convert.portable import PortableState
+from zero_strategy.runtime.regular_files import read_regular
+
+_DICTS = ("lightning.fabric.utilities.data", "lightning_fabric.utilities.data", "pytorch_lightning.utilities.parsing")
+LIGHTNING: Mapping[str, None] = dict.fromkeys(f"{module}.AttributeDict" for module in _DICTS)
+"""A dict of hyper-parameters, in the client state that Lightning's strategy for DeepSpeed saves."""
+
+
+def detect(path: Path) -> bool:
+    """Whether a path is a directory of DeepSpeed's, or the directory of one tag."""
+    if not path.is_dir():
+        return False
+    if is_tag(path):
+        return True
+    if (path / LATEST).is_file():
+        tag = read_regular(path / LATEST)[:256].decode(errors="replace").strip()
+        return is_inner_path(tag) and "/" not in tag and is_tag(path / tag)
+    return any(is_tag(child) for child in path.iterdir())
+
+
+def read(
+    path: Path,
+    tag: str | None = None,
+    *,
+    optimizer: bool = True,
+    groups: Sequence[Sequence[str]] | None = None,
+    allow: Mapping[str, None] | None = None,
+    verify: bool = True,
+    **options: Any,
+) -> PortableState:
+    """The state that a checkpoint holds.
+
+    Args:
+        path: What was given as `save_dir`, or the directory of one tag.
+        tag: Which; by default the one that `latest` names.
+        optimizer: Read masters, moments and hyper-parameters, too.
+        groups: For stage 0, whose files have no names: the parameter names of each param group, if they are not told by
+            order, shapes and values.
+        allow: Further class names to read as inert records (see `load_restricted`).
+        verify: Compare the CRCs of all files first, which takes one pass over them.
+        options: For pipelines and tensor-parallel ranks: see `pipeline_layers.read`.
+
+    Raises:
+        ValueError: Naming the file, rank or parameter that is missing, damaged, or of another save, and class names
+            that are not on the list of what may be in such files.
+    """
+    directory = find_tag(Path(path), tag)
+    allow = {**LIGHTNING, **(allow or {})}
+    files = CheckpointFiles.find(directory)
+    if files.layers or len(files.ranks) > 1:
+        layers = import_module("zero_strategy.convert.pipeline_layers")
+        if verify:
+            for file in files.all():
+                load_restricted(file, allow=allow, verify=True)
+        merged: PortableState = layers.read(directory, optimizer=optimizer, allow=allow, **options)
+        return merged
+    if options:
+        raise TypeError(f"unknown option(s) {sorted(options)}: the checkpoint has no pipeline or tensor-parallel ranks")
+    (rank,) = files.ranks.values()
+    model = read_model_files(rank, allow, verify=verify)
+    stage = stage_of(rank, model)
+    if optimizer:
+        masters = read_optimizer_files(rank, model, groups=groups, allow=allow, verify=verify)
+        return assemble(model, masters, stage=stage)
+    masters = None
+    if stage == 3:  # whose weights are the rounded masters
+        masters = read_optimizer_files(rank, model, moments=False, allow=allow, verify=verify)
+    state = assemble(model, masters, stage=stage)
+    state.optimizers, state.loss_scaler = [], None
+    return state
+
+
+def read_model_files(
+    rank: ModelRank, allow: Mapping[str, None] | None = None, *, verify: bool = False
+) -> ModelFiles:
+    """The model states of one model-parallel rank.
+
+    Args:
+        rank: Its files.
+        allow: As for `read`.
+        verify: As for `read`.
+
+    Raises:
+        ValueError: If files are missing or do not belong together.
+    """
+    if not rank.model:
+        source = next(iter(rank.optimizer.values()))
+        raise ValueError(f"{source.parent}: the model states of model-parallel rank {rank.number} are missing")
+    first = rank.model[min(rank.model)]
+    states = {number: ModelFiles.load(path, allow, verify) for number, path in rank.model.items()}
+    content = states[min(states)]
+    if len(states) > 1 or "zero_pp_rank" in first.name:
+        count = content.get("dp_world_size")
+        if type(count) is not int:
+            raise ValueError(f"{first}: does not say how many ranks saved (dp_world_size)")
+        paths = complete(rank.model, count, "files of model states", first)
+        return ModelFiles(paths, [states[number] for number in range(count)])
+    return ModelFiles([first], [content])
+
+
+def read_optimizer_files(
+    rank: ModelRank,
+    model: ModelFiles,
+    *,
+    moments: bool = True,
+    groups: Sequence[Sequence[str]] | None = None,
+    allow: Mapping[str, None] | None = None,
+    verify: bool = False,
+) -> MasterState | None:
+    """The optimizer states of one model-parallel rank, by parameter name.
+
+    Args:
+        rank: Its files.
+        model: Its model states, which name the parameters.
+        moments: Read more than the weights (of stage 3; the others' can be had without these files).
+        groups: As for `read`.
+        allow: As for `read`.
+        verify: As for `read`.
+
+    Returns:
+        None if there was no optimizer.
+
+    Raises:
+        ValueError: If files are missing, do not belong together, or are of an unknown form.
+    """
+    whole = model.first.get("optimizer")
+    shapes = model.param_shapes
+    if not rank.optimizer:
+        if isinstance(whole, dict):
+            return read_whole(whole, model.parameters(), model.paths[0], groups)
+        if shapes:
+            raise ValueError(
+                f"{model.paths[0].parent}: the files of optimizer states (*_optim_states.pt) are missing; copy them, "
+                "or, up to stage 2, read the weights alone (optimizer=False)"
+            )
+        return None
+    if not shapes:
+        raise ValueError(f"{model.paths[0]}: has no param_shapes, so the optimizer files beside it are of another save")
+    loaded = {number: optimizer_state(path, allow, verify) for number, path in rank.optimizer.items()}
+    number = min(loaded)
+    source = rank.optimizer[number]
+    paths = complete(rank.optimizer, rank_count(loaded[number], source), "files of optimizer states", source)
+    states = [loaded[number] for number in range(len(paths))]
+    for state, path in zip(states, paths, strict=True):
+        if state.keys() != states[0].keys() or rank_count(state, path) != len(paths):
+            raise ValueError(f"{path}: is of another save than {paths[0].name}: another form or number of ranks")
+    if is_sliced(states[0]):
+        return read_sliced(states, shapes, paths)
+    if is_partitioned(states[0]):
+        if len(model.paths) != len(paths):
+            raise ValueError(f"{source.parent}: {len(model.paths)} rank(s) saved the model, {len(paths)} the optimizer")
+        return read_partitioned(states, shapes, paths, moments=moments)
+    raise ValueError(f"{source}: its optimizer state is of an unknown form ({', '.join(sorted(states[0])[:8])})")
+
+
+def optimizer_state(path: Path, allow: Mapping[str, None] | None = None, verify: bool = False) -> dict[str, Any]:
+    """The entry `optimizer_state_dict` of an optimizer file.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    content = load_restricted(path, allow=allow, verify=verify)
+    state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: has no optimizer_state_dict, so DeepSpeed did not write it")
+    return state
+
+
+def stage_of(rank: ModelRank, model: ModelFiles) -> int:
+    """ZeRO's stage, as the files tell it."""
+    if "zero_pp_rank" in model.paths[0].name:
+        return 3
+    config = model.first.get("ds_config")
+    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    stage = stage.arguments[0] if isinstance(stage, Record) and stage.arguments else stage
+    return stage if type(stage) is int else 0
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_STAGE3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-[a-z]+_(\d+))?[-_]model_states\.pt")
+_EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*\.pt|expp_rank_.*\.pt")
+K = TypeVar("K")
+
+
+class DeepSpeedDirectory:
+    """A checkpoint's files.
+
+    Args:
+        path: The directory of one tag.
+
+    Attributes:
+        path: The same.
+        model_files: mp rank -> `mp_rank_*` file.
+        stage3_files: (data rank, mp rank) -> model file of stage 3.
+        optimizer_files: (data rank, mp rank) -> optimizer file.
+        layer_files: Layer -> tensor rank -> file.
+        expert_files: All files of experts.
+
+    Raises:
+        ValueError: If it is no directory, has no model files, or has two files for one rank.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is not a directory")
+        names = sorted(entry.name for entry in self.path.iterdir() if not entry.is_dir())
+        self.model_files = self._numbered(names, _MODEL, lambda mp: mp)
+        self.stage3_files = self._numbered(names, _STAGE3, lambda dp, mp: (dp, mp))
+        self.optimizer_files = self._numbered(names, _OPTIMIZER, lambda dp, mp: (dp, mp))
+        self.layer_files: dict[int, dict[int, Path]] = {}
+        for (layer, tp), file in self._numbered(names, _LAYER, lambda layer, tp: (layer, tp)).items():
+            self.layer_files.setdefault(layer, {})[tp] = file
+        self.expert_files = [self.path / name for name in names if _EXPERT.fullmatch(name)]
+        if not self.model_files and not self.stage3_files:
+            raise ValueError(
+                f"{self.path} is not a DeepSpeed checkpoint: it has neither mp_rank_*_model_states.pt nor "
+                "zero_pp_rank_*_mp_rank_*_model_states.pt; name the directory of one tag, not its parent"
+            )
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether weights are stored layer by layer."""
+        return bool(self.layer_files)
+
+    @property
+    def mp_ranks(self) -> list[int]:
+        """Model-parallel ranks that have a model file."""
+        return sorted(self.model_files or {mp for _, mp in self.stage3_files})
+
+    def first_model_file(self, mp: int) -> Path:
+        """The model file of a model-parallel rank, of data rank 0 under stage 3.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        found = self.model_files.get(mp) or self.stage3_files.get((0, mp))
+        if found is None:
+            raise ValueError(f"{self.path} has no model file of mp rank {mp}")
+        return found
+
+    @cached_property
+    def degrees(self) -> Degrees:
+        """The grid that saved it: from `checkpoint_parallel_dimensions`, and in older ones from the files' names.
+
+        Raises:
+            ValueError: If files are missing or contradict each other, naming them.
+        """
+        tp, pp = self._model_degrees()
+        ranks = self.mp_ranks
+        if missing := sorted(set(range(tp * pp)) - set(ranks)):
+            raise ValueError(f"{self.path}: model files of mp ranks {missing} are missing (pp {pp}, tp {tp})")
+        if len(ranks) != tp * pp:
+            raise ValueError(f"{self.path}: {len(ranks)} mp ranks have model files, pp {pp} and tp {tp} make {tp * pp}")
+        dp = 1 + max((dp for dp, _ in [*self.optimizer_files, *self.stage3_files]), default=0)
+        for what, files in (("optimizer", self.optimizer_files), ("model", self.stage3_files)):
+            wanted = {(d, m) for d in range(dp) for m in ranks} if files else set()
+            if missing_pairs := sorted(wanted - files.keys()):
+                raise ValueError(f"{self.path}: {what} files of (data rank, mp rank) {missing_pairs} are missing")
+        for layer, files in self.layer_files.items():
+            if gaps := sorted(set(range(tp)) - files.keys()):
+                raise ValueError(f"{self.path}: layer {layer} lacks the files of tensor ranks {gaps}")
+        return Degrees(pp, tp, dp)
+
+    def load(self, file: Path) -> Any:
+        """Load a file with the restricted unpickler."""
+        from zero_strategy.convert.pickles import load_restricted
+
+        return load_restricted(file)
+
+    def _model_degrees(self) -> tuple[int, int]:
+        """(tensor, pipeline) degrees."""
+        recorded = self._recorded(self.load(self.first_model_file(self.mp_ranks[0])))
+        if recorded is not None:
+            return recorded
+        count = len(self.mp_ranks)
+        if not self.layer_files:
+            return count, 1
+        tp = len(next(iter(self.layer_files.values())))
+        if count % tp:
+            raise ValueError(f"{self.path}: {count} model files do not belong to {tp} tensor ranks of each layer")
+        return tp, count // tp
+
+    def _recorded(self, state: Mapping[str, Any]) -> tuple[int, int] | None:
+        dimensions = state.get("checkpoint_parallel_dimensions")
+        if dimensions is None:
+            return None
+        found = dimensions if isinstance(dimensions, Mapping) else {}
+        tp, pp = found.get("tp_degree"), found.get("pp_degree")
+        if type(tp) is not int or type(pp) is not int or tp < 1 or pp < 1:
+            raise ValueError(f"{self.path}: checkpoint_parallel_dimensions is {dimensions!r}, expected counts")
+        return tp, pp
+
+    def _numbered(self, names: Iterable[str], pattern: re.Pattern[str], key: Any) -> dict[Any, Path]:
+        found: dict[Any, Path] = {}
+        for name in names:
+            if matched := pattern.fullmatch(name):
+                rank = key(*(int(number or 0) for number in matched.groups()))
+                if rank in found:
+                    raise ValueError(f"{self.path}: {found[rank].name} and {name} are of the same rank {rank}")
+                found[rank] = self.path / name
+        return dict(sorted(found.items()))

@@ -1,0 +1,177 @@
+"""`GatheredParameters`: whole parameters on demand; and their use by a loss outside of a forward.
+
+whole parameters on demand.
+
+A hand-written penalty, `loss + 1e-4 * sum(p.pow(2).sum() for p in self.parameters())`, reads NaN for what is released,
+and plain NaN is all that would be seen of it. So the part of a loss's graph that lies outside of every unit's forward
+is looked through before its backward: a few dozen nodes, since it ends at the units' outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.fsdp.init import Construction, constructions_of
+from zero_strategy.fsdp.model import ShardedModel, sharded_model_of
+from zero_strategy.fsdp.released import EditWatch
+from zero_strategy.fsdp.unshard import UNIT_OUTPUT
+
+if TYPE_CHECKING:
+    from zero_strategy.fsdp.param_bucket import ParameterBucket
+
+
+class GatheredParameters:
+    """Hold sharded parameters whole inside a `with` block; every rank must enter and leave it.
+
+    Args:
+        params: One parameter, or any iterable of them. Parameters that no engine shards are left alone.
+        modifier_rank: The rank whose changes are kept, broadcast and sharded again at the end. With None, changes to
+            parameters that stage 3 releases are an error, since they would be lost. At lower stages, and with
+            `release_after_backward` off after a forward, they count: all ranks make the same.
+        enabled: Do nothing if False.
+
+    Raises:
+        RendezvousError: If a rank does not enter in time (stage 3).
+        RuntimeError: At the end, on all ranks, if a rank has changed parameters without `modifier_rank` (stage 3);
+            names them. In a forward with gradients: on that rank, which ends the others through the guard, and only for
+            changes that torch counts (not those through `p.data`).
+
+    What is computed in a forward (a module's, Lightning's `training_step`, `engine.forward_scope()`) with gradients
+    enabled may need the values again in backward: the parameters then stay whole until the next backward, or the next
+    optimizer step, is over.
+
+    The name and arguments are DeepSpeed's `zero.GatheredParameters`.
+    """
+
+    def __init__(
+        self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None, enabled: bool = True
+    ) -> None:
+        self._parameters = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._modifier_rank, self._enabled = modifier_rank, enabled
+        self._scopes = ExitStack()
+        self._pinned: list[tuple[Construction, list[nn.Parameter]]] = []
+
+    def __enter__(self) -> None:
+        if not self._enabled:
+            return
+        for construction in constructions_of(self._parameters):
+            self._pinned.append((construction, construction.pin(self._parameters)))
+        models = {id(model): model for model in map(sharded_model_of, self._parameters) if model is not None}
+        with ExitStack() as entered:
+            for model in models.values():
+                if self._modifier_rank is not None and not 0 <= self._modifier_rank < model.mesh.world_size:
+                    raise ValueError(
+                        f"modifier_rank {self._modifier_rank} is not a rank of this mesh of {model.mesh.world_size}"
+                    )
+                if self._modifier_rank is not None:
+                    model.moved.check("GatheredParameters(modifier_rank=...)")
+                if model.placement.shard_parameters:
+                    model.mesh.rendezvous.meet("entering sharding.GatheredParameters")
+                in_forward = model.gatherer is not None and model.gatherer.units[0].depth > 0
+                used = in_forward and torch.is_grad_enabled() and self._modifier_rank is None
+                buckets = entered.enter_context(model.gathered(self._parameters, until_backward=used))
+                if self._modifier_rank is None:
+                    entered.enter_context(_no_edits(model, buckets, in_forward=used))
+                else:
+                    entered.enter_context(_edited(buckets, self._modifier_rank))
+            self._scopes = entered.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for construction, parameters in self._pinned if kind is None else ():
+            construction.unpin(parameters, self._modifier_rank or 0)
+        self._pinned.clear()
+        self._scopes.__exit__(kind, error, trace)
+
+
+@contextmanager
+def _edited(buckets: Sequence[ParameterBucket], rank: int) -> Iterator[None]:
+    """What `rank` writes to them becomes the parameters."""
+    for bucket in buckets:
+        bucket.editors += 1
+    try:
+        yield
+        for bucket in buckets:
+            bucket.adopt(rank)
+    finally:
+        for bucket in buckets:
+            bucket.editors -= 1
+
+
+@contextmanager
+def _no_edits(model: ShardedModel, buckets: Sequence[ParameterBucket], *, in_forward: bool) -> Iterator[None]:
+    """Raise on all ranks if a rank writes to them and the writes would be lost.
+
+    In a forward nothing is exchanged, and no values are looked at: it is part of every step.
+    """
+    released = model.placement.shard_parameters
+    watches = [
+        EditWatch(bucket, hashed=not in_forward)
+        for bucket in buckets
+        if not bucket.editors and (released or bucket.has_master)
+    ]
+    for watch in watches:
+        watch.bucket.watches.append(watch)
+    try:
+        yield
+        mine = [name for watch in watches for name in watch.lost()]
+    finally:
+        for watch in watches:
+            watch.bucket.watches.remove(watch)
+    if not released:
+        return
+    control = model.mesh.control
+    if in_forward:
+        if mine:
+            raise RuntimeError(_lost_message({control.rank: mine}))
+    elif any(int(count) for count in control.exchange_small(torch.tensor([len(mine)]), "writes that would be lost")):
+        everyone = control.gather_objects(mine)
+        for bucket in buckets:
+            bucket.refresh()  # what somebody else holds whole has its values again
+        raise RuntimeError(_lost_message({rank: names for rank, names in enumerate(everyone) if names}))
+
+
+def _lost_message(written: Mapping[int, Sequence[str]]) -> str:
+    names = list(dict.fromkeys(name for mine in written.values() for name in mine))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"parameter(s) {', '.join(map(repr, names[:3]))}{more} were written to inside of GatheredParameters on rank(s) "
+        f"{list(written)}, without modifier_rank: stage 3 would drop what was written; nothing has changed. Say whose "
+        "values count, `GatheredParameters(params, modifier_rank=0)`: that rank's are taken on all ranks."
+    )
+
+def check_outside_uses(loss: Tensor, model: ShardedModel) -> None:
+    """Raise if `loss` depends on a released parameter other than through its unit's forward.
+
+    Raises:
+        RuntimeError: Naming the parameters and the way out.
+    """
+    if model.gatherer is None or loss.grad_fn is None or len(model.units) == 1:
+        return
+    found = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or UNIT_OUTPUT in node.metadata:
+            continue
+        seen.add(node)
+        place = model.place(node.variable) if hasattr(node, "variable") else None
+        if place is not None and not place[0].gathered:
+            found.append(place[0].names[place[1]])
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise RuntimeError(
+            f"the loss uses parameter(s) {', '.join(map(repr, sorted(found)[:3]))}{more} outside of their module's "
+            "forward, where stage 3 has released them: they read as NaN. Compute that part of the loss inside `with "
+            "zero_strategy.sharding.GatheredParameters(parameters):` (they then stay whole until its backward is "
+            "over), or use stage 2, where parameters are whole."
+        )

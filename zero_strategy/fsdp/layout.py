@@ -1,0 +1,288 @@
+"""The layout of a bucket: ZeRO stages as a table, parameters that share a bucket, and the elements of each rank.
+
+a row of a table, read by one implementation.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+
+where each parameter lies, and which elements each rank owns.
+
+Pure arithmetic: no tensors are allocated and no processes are needed.
+
+    bucket (numel = world_size x slice_numel)
+    |<------ rank 0 ------>|<------ rank 1 ------>|
+    [ w0 .. ][gap][ b0 ][gap][ w1 ........ ][ pad ]
+     ^ every parameter starts on an `align` boundary, so does every rank's slice
+
+Elements keep their row-major order, so a rank's part of a parameter is one contiguous range of that parameter.
+
+pure rules, for the engine and for the planner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+import torch
+
+from zero_strategy.config import PrecisionConfig
+
+if TYPE_CHECKING:
+    from zero_strategy.config import ZeroConfig
+
+
+Reduction = Literal["per_step", "per_micro_batch"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which parts of the model state are divided among the ranks of the shard axis.
+
+    Attributes:
+        stage: The ZeRO stage this row is named after.
+        shard_parameters: Parameters are released and gathered around their use.
+        shard_gradients: Only the owned slice of a gradient is kept, also of those of earlier micro-batches.
+        shard_optimizer: Each rank updates its own slice only.
+        in_place: Released parameters keep their memory, and the own slice is its place in there.
+    """
+
+    stage: int
+    shard_parameters: bool
+    shard_gradients: bool
+    shard_optimizer: bool
+    in_place: bool = False
+
+    @property
+    def reduction(self) -> Reduction:
+        """When gradients are reduced unless the config says otherwise.
+
+        Ranks that keep whole gradients can wait for the last micro-batch; ranks that keep a slice cannot.
+        """
+        return "per_micro_batch" if self.shard_gradients else "per_step"
+
+
+PLACEMENTS: dict[int, Placement] = {
+    0: Placement(0, shard_parameters=False, shard_gradients=False, shard_optimizer=False),
+    1: Placement(1, shard_parameters=False, shard_gradients=False, shard_optimizer=True),
+    2: Placement(2, shard_parameters=False, shard_gradients=True, shard_optimizer=True),
+    3: Placement(3, shard_parameters=True, shard_gradients=True, shard_optimizer=True),
+}
+
+
+def placement_for(config: ZeroConfig, tier: str | None = None) -> Placement:
+    """The row of the stage; where whole parameters stay until an optimizer steps on them, memory for them does, too.
+
+    Args:
+        config: Resolved or not.
+        tier: Of own slices; None: what the config says. They have their place in whole parameters with "none" alone.
+    """
+    row = PLACEMENTS[config.stage]
+    stays = row.shard_parameters and not config.release_after_backward
+    return replace(row, in_place=stays and (tier or config.offload.parameters) == "none")
+
+ALIGN_BYTES = 128
+"""Every parameter and every slice starts on this boundary: a cache line pair, and two AVX-512 vectors."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter inside a bucket.
+
+    Attributes:
+        name: The parameter's name in the module (its first name when it is tied).
+        shape: Its logical shape.
+        offset: Index of its first element in the bucket.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d parameter, 0 for a zero-size one."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def stop(self) -> int:
+        """Index one past its last element in the bucket."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The contiguous part of one parameter that one rank owns.
+
+    Attributes:
+        index: Position of the parameter in the bucket's segments.
+        start: First owned element, counted in the flattened parameter.
+        stop: One past the last owned element, counted in the flattened parameter.
+        offset: The first owned element, counted from the start of the rank's owned range.
+    """
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of owned elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Segments of one bucket and its equal division among `world_size` ranks.
+
+    Attributes:
+        segments: The parameters, in order.
+        numel: Padded number of elements, a multiple of `world_size * align`.
+        align: Alignment in elements.
+        world_size: Number of slices.
+    """
+
+    segments: tuple[Segment, ...]
+    numel: int
+    align: int
+    world_size: int
+
+    @property
+    def slice_numel(self) -> int:
+        """Elements per rank."""
+        return self.numel // self.world_size
+
+    def slice_bounds(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last bucket element of `rank`'s slice."""
+        assert 0 <= rank < self.world_size
+        return rank * self.slice_numel, (rank + 1) * self.slice_numel
+
+    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """The parts of parameters inside bucket elements [start, stop), in order.
+
+        A zero-size parameter is given, as an empty piece, to the one range that holds its offset
+        (to the first range when the bucket is empty).
+        """
+        found = []
+        for index, segment in enumerate(self.segments):
+            if segment.numel == 0:
+                last = start < stop == self.numel and segment.offset == stop
+                if start <= segment.offset < stop or last or (self.numel == 0 and start == 0):
+                    found.append(Piece(index, 0, 0, min(segment.offset, stop) - start))
+                continue
+            low, high = max(start, segment.offset), min(stop, segment.stop)
+            if low < high:
+                found.append(Piece(index, low - segment.offset, high - segment.offset, low - start))
+        return tuple(found)
+
+
+def build_layout(
+    named_shapes: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, world_size: int, replicas: int = 1
+) -> BucketLayout:
+    """Lay parameters of one dtype out in one bucket.
+
+    Args:
+        named_shapes: (name, shape) of each parameter, in the order they take in the bucket.
+        itemsize: Bytes per element of the parameters' dtype. Buffers of wider dtypes (fp32 gradients of bf16
+            parameters) use the same element offsets and so are aligned as well.
+        world_size: Number of equal slices.
+        replicas: Ranks that hold the same slice; each slice divides evenly among them as well.
+
+    Raises:
+        ValueError: If a name occurs twice.
+    """
+    if len({name for name, _ in named_shapes}) != len(named_shapes):
+        raise ValueError(f"a parameter name occurs twice in one bucket: {[name for name, _ in named_shapes]}")
+    align = max(1, ALIGN_BYTES // itemsize)
+    offset, segments = 0, []
+    for name, shape in named_shapes:
+        segments.append(Segment(name, tuple(shape), offset))
+        offset += round_up(segments[-1].numel, align)
+    return BucketLayout(tuple(segments), round_up(offset, align * world_size * replicas), align, world_size)
+
+
+def cuts(pieces: Sequence[Piece], numel: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """How `torch.split` cuts a rank's owned elements into its pieces.
+
+    Args:
+        pieces: All of the range, in order.
+        numel: Its elements.
+
+    Returns:
+        Lengths, those of gaps too; and (index of a parameter, number of its length).
+    """
+    sizes: list[int] = []
+    places: list[tuple[int, int]] = []
+    end = 0
+    for piece in pieces:
+        places.append((piece.index, len(sizes) + 1))
+        sizes += [piece.offset - end, piece.numel]
+        end = piece.offset + piece.numel
+    return [*sizes, numel - end], places
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""What master weights are kept for."""
+
+
+class _Grouped(Protocol):
+    """What a parameter is grouped by."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def requires_grad(self) -> bool: ...
+
+
+P = TypeVar("P", bound=_Grouped)
+
+
+def group_parameters(
+    parameters: Iterable[tuple[str, P]],
+    compute_dtype: torch.dtype | None,
+    device: torch.device | None = None,
+    *,
+    everything: bool = False,
+) -> list[tuple[torch.dtype, Sequence[tuple[str, P]]]]:
+    """Divide the parameters of one unit into buckets.
+
+    Args:
+        parameters: (name, parameter), in registration order.
+        compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
+        device: Where those on the meta device become real.
+        everything: All are moved there.
+
+    Returns:
+        By bucket, in the order of first parameters: the dtype that its parameters take, and its parameters.
+    """
+    keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, P]]] = {}
+    for name, parameter in parameters:
+        target = parameter.dtype
+        if compute_dtype is not None and parameter.dtype.is_floating_point:
+            target = compute_dtype
+        moves = device is not None and (everything or parameter.device.type == "meta")
+        place = device if device is not None and moves else parameter.device
+        key = (target, parameter.dtype, place, parameter.requires_grad)
+        keys.setdefault(key, []).append((name, parameter))
+    return [(dtype, named) for (dtype, *_), named in keys.items()]
+
+
+def gradient_dtypes(dtype: torch.dtype, precision: PrecisionConfig) -> tuple[torch.dtype, torch.dtype]:
+    """In what the gradients of parameters of `dtype` are accumulated, and in what they are summed over ranks."""
+    wide = torch.float32 if dtype in LOW_PRECISION else dtype
+    accumulated = wide if precision.gradient_dtype == "float32" else dtype
+    return accumulated, wide if precision.reduce_dtype == "float32" else accumulated
+
+
+def wants_master(dtype: torch.dtype, precision: PrecisionConfig) -> bool:
+    """Whether trainable parameters of `dtype` have an fp32 copy for the optimizer."""
+    return precision.master_weights and dtype in LOW_PRECISION

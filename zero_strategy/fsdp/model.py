@@ -1,0 +1,575 @@
+"""`ShardedModel`: a module in units and buckets, and the materialization of meta-device parameters.
+
+the one object that knows where every parameter lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zero_strategy.comm.barrier import together
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.config import ZeroConfig
+from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
+from zero_strategy.fsdp.grad_bucket import GradientBucket, gradients_name
+from zero_strategy.fsdp.guards import ModuleGuards
+from zero_strategy.fsdp.init import constructions_of
+from zero_strategy.fsdp.layout import LOW_PRECISION, build_layout, gradient_dtypes, group_parameters, placement_for
+from zero_strategy.fsdp.moved_states import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
+from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
+from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
+from zero_strategy.fsdp.reduction_plan import Watcher
+from zero_strategy.fsdp.released import check_unsharded, owner_of, register
+from zero_strategy.fsdp.units import UnitSpec, aliases, find_units
+from zero_strategy.fsdp.unshard import ParameterGatherer, Unit
+from zero_strategy.offload.chunk_store import ChunkStore
+from zero_strategy.offload.chunks import VectorSpec
+from zero_strategy.runtime.terminal import each
+from zero_strategy.runtime.torch_private import buffers_of, parameters_of
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Build modules whose parameters are empty, on the meta device; buffers stay real.
+
+    Values that code gives these parameters are lost, as they are on the meta device anyway: they get theirs from
+    `reset_parameters`, or from a checkpoint.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(cast(Any, move))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def materialize_unit(spec: UnitSpec, device: torch.device, *, initialise: bool = True) -> None:
+    """Give the meta parameters of a unit memory on `device` and values from their modules' `reset_parameters`.
+
+    Objects keep their identity. Values come from the default random generator, module by module in registration
+    order; rank 0's are the ones that count.
+
+    Args:
+        spec: The unit. Parameters of its modules that belong to other units (ties) become real with them.
+        device: Where the memory is.
+        initialise: Call `reset_parameters`; else the values are arbitrary, to be loaded.
+
+    Raises:
+        ValueError: If a module with meta parameters has no `reset_parameters`, or has meta buffers; names it.
+    """
+    meta = {id(parameter): name for name, parameter in spec.parameters if parameter.is_meta}
+    if not meta:
+        return
+    for prefix, module in spec.module.named_modules(prefix=spec.name):
+        direct = dict(module.named_parameters(recurse=False))
+        if not any(parameter.is_meta and id(parameter) in meta for parameter in direct.values()):
+            continue
+        mine = {key: parameter for key, parameter in direct.items() if parameter.is_meta}
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ValueError(
+                    f"buffer {prefix}.{key} is on the meta device and cannot be initialised; build the model under "
+                    "zero_strategy.sharding.Init(), which leaves buffers real"
+                )
+        if initialise and not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"module {prefix or 'root'!r} ({type(module).__name__}) has parameters {sorted(mine)} on the meta "
+                "device and no reset_parameters(); give it one, build it under sharding.Init() instead, or load its "
+                "values: ZeroEngine(module, config, weights=CHECKPOINT)"
+            )
+        for parameter in mine.values():
+            values = torch.empty_like(held_by(parameter), device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(like(parameter, values), parameter.requires_grad))
+        if initialise:
+            _initialise(module, mine.keys())
+
+
+@torch.no_grad()
+def move_unit(spec: UnitSpec, device: torch.device) -> None:
+    """Bring a unit's parameters that have values to `device`, keeping their objects; the whole model may not fit."""
+    for _, parameter in spec.parameters:
+        if not parameter.is_meta and parameter.device != device:
+            if is_dtensor(parameter):
+                recast(parameter, parameter.dtype, device)
+            else:
+                parameter.data = parameter.data.to(device)
+
+
+@torch.no_grad()
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring all buffers to `device`."""
+    for owner in module.modules():
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                buffers_of(owner)[key] = buffer.to(device)
+
+
+def _initialise(module: nn.Module, new: Collection[str]) -> None:
+    """Call `reset_parameters` with a lasting effect on the parameters `new` only: tied ones may have values already.
+
+    Where parameters are divided it sees whole ones, and each rank keeps its part: the values do not depend on the
+    number of parts.
+    """
+    direct = dict(module.named_parameters(recurse=False))
+    divided = {key: parameter for key, parameter in direct.items() if is_dtensor(parameter)}
+    settled = [parameter for key, parameter in direct.items() if key not in new and key not in divided]
+    values = [parameter.data for parameter in settled]
+    for parameter in settled:
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    for key, parameter in divided.items():
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        parameters_of(module)[key] = nn.Parameter(whole, parameter.requires_grad)
+    try:
+        module.reset_parameters()  # type: ignore[operator]
+        for key in divided.keys() & new:
+            made = parameters_of(module)[key]
+            assert made is not None
+            held_by(divided[key]).copy_(part_of(divided[key]).of_whole(made.data))
+    finally:
+        parameters_of(module).update(divided)
+        for parameter, value in zip(settled, values, strict=True):
+            parameter.data = value
+
+
+@torch.no_grad()
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point buffers follow the parameters, as with `module.to(dtype)`."""
+    for owner in module.modules():
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(owner, key, buffer.to(dtype))
+
+class UpdatingOptimizer(Protocol):
+    """An optimizer as the model that it updates sees it; see `optim.sharded.ShardedOptimizer`."""
+
+    @property
+    def torn(self) -> bool: ...
+
+    def refresh_pieces(self) -> None: ...
+
+    def relocate(self, move: Move) -> None: ...
+
+    def follow_masters(self) -> None: ...
+
+    def reduction_begins(self) -> None: ...
+
+
+class ShardedModel:
+    """Units, buckets and the machinery that moves them, for one module.
+
+    Args:
+        module: The module to shard, in place. Its parameter objects, names and shapes stay.
+        mesh: The data-parallel ranks.
+        config: A resolved config (no derived field is None).
+        compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
+        device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
+            else the CPU.
+        initialise: Give meta parameters their initial values (else they are about to be loaded).
+        partly: Not initialised, and only those that were on the meta device are about to be loaded.
+        optimizer_store: Where master weights and optimizer state are kept; None: in memory.
+        parameter_store: Where the own slices of sharded parameters are kept; None: in memory.
+        gradient_store: Where reduced gradients are kept; None: in memory.
+        optimizers: The list of those that update it, which its owner fills.
+        agreement: What ranks tell each other at the end of a reduction.
+        further_norm_groups: See `norm_groups`; beyond those of the mesh.
+        divisor: See `GradientReducer`.
+
+    Attributes:
+        units: The root first.
+        buckets: All parameter buckets, in unit order.
+        gradients: Their gradient buckets, in the same order.
+        optimizers: Those that update it.
+        norm_groups: Groups over which gradients are spread.
+        aliases: Further names of tied parameters: {alias: first name}.
+        device: Where the module computes.
+        told_of_reads: It was warned of a use of a released parameter.
+        moved: What is on the host for a while.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        config: ZeroConfig,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | None = None,
+        initialise: bool = True,
+        partly: bool = False,
+        optimizer_store: ChunkStore | None = None,
+        parameter_store: ChunkStore | None = None,
+        gradient_store: ChunkStore | None = None,
+        optimizers: Sequence[UpdatingOptimizer] = (),
+        agreement: StepAgreement | None = None,
+        further_norm_groups: Sequence[Communicator] = (),
+        divisor: Callable[[], int] = undivided,
+    ) -> None:
+        self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
+        self._gradient_store = gradient_store
+        _check_module(module)
+        _check_tensor_ranks(module, mesh)
+        _check_precision(config, compute_dtype)
+        self.device, self._moves = device or device_of(module), device is not None
+        self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
+        self.placement = placement_for(config)
+        self.told_of_reads = False
+        self.aliases = aliases(module)
+        check_unsharded(module.parameters())
+        self._constructions = constructions_of(module.parameters())
+        for construction in self._constructions:  # what is whole just now stays so
+            construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
+        _check_same_on_all_ranks(module, mesh)
+        self.optimizers = optimizers
+        self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor, *further_norm_groups]
+        if device is not None:
+            move_buffers(module, device)
+        specs = find_units(
+            module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
+        )
+        self._reserve(specs)
+        units = each("building units", specs, mesh.team.rank)
+        self.units = [self._build_unit(spec, initialise, partly) for spec in units]
+        del self._constructions
+        register(module.parameters(), self)
+        self._share_buffers()
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        self._places = {
+            id(parameter): (bucket, index)
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+        }
+        per_step = config.gradient_reduction == "per_step"
+        self.gradients = [self._gradient_bucket(bucket, per_step) for bucket in self.buckets]
+        self._gradient_of = dict(zip(map(id, self.buckets), self.gradients, strict=True))
+        backward_order = [*self.units[:0:-1], self.units[0]]  # the root's embedding comes last
+        plan = [bucket for unit in backward_order for bucket in unit.buckets if _can_train(bucket)]
+        self.gatherer: ParameterGatherer | None = None
+        if self.placement.shard_parameters:
+            self.gatherer = ParameterGatherer(
+                self.units,
+                config.prefetch,
+                config.release_after_forward,
+                config.release_after_backward,
+                unit_done=self._unit_done,
+            )
+        self.moved = MovedStates(self)
+        self.reducer = GradientReducer(
+            [self.gradient_of(bucket) for bucket in plan],
+            mesh,
+            per_step,
+            self.gatherer,
+            agreement=agreement or StepAgreement(),
+            step_unfinished=self._step_torn,
+            reduction_begins=self._reduction_begins,
+            check_states=partial(self.moved.check, kinds=IN_BACKWARD),
+            divisor=divisor,
+        )
+        self.guards = ModuleGuards(self)
+        module.register_forward_pre_hook(Watcher(self.reducer, self.moved))
+
+    def in_tiers(self) -> dict[str, str]:
+        """Kinds of state (see `MovedStates`) that are in a tier, with the setting that says so."""
+        found: dict[str, str] = {}
+        if self.optimizer_store is not None:
+            found |= dict.fromkeys((OPTIMIZER, MASTERS), "offload.optimizer")
+        if self._parameter_store is not None:
+            found[PARAMETERS] = "offload.parameters"
+        if self._gradient_store is not None:
+            found[GRADIENTS[0]] = "offload.gradients"
+        return found
+
+    def come_to_rest(self, *, parameters: bool) -> None:
+        """Before states move: raise unless it is between steps, and release what is whole if `parameters` move.
+
+        Raises:
+            RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
+        """
+        self.reducer.check_whole()
+        busy = "a backward" if self.reducer.in_backward else ""
+        busy = "an optimizer's step" if self._step_torn() else busy
+        if any(unit.depth or unit.pinned for unit in self.units):
+            busy = "a forward, or of GatheredParameters"
+        if busy:
+            raise RuntimeError(f"offload_states() inside of {busy}: call it between steps")
+        if parameters and self.gatherer is not None:
+            self.gatherer.release_idle()
+
+    def relocate(self, kinds: Collection[str], move: Move) -> None:
+        """Let every tensor of these kinds of state (see `MovedStates`) lie where `move` puts it."""
+        sums, buffers = (kind in kinds for kind in GRADIENTS)
+        for sharded in self.optimizers:
+            sharded.refresh_pieces()
+            if OPTIMIZER in kinds:
+                sharded.relocate(move)
+        for bucket in self.buckets:
+            bucket.relocate(move, masters=MASTERS in kinds, parameters=PARAMETERS in kinds)
+            self.gradient_of(bucket).relocate(move, sums=sums, buffers=buffers)
+        for sharded in self.optimizers:
+            sharded.follow_masters()
+
+    def _unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
+        self.reducer.unit_done(buckets)
+
+    def _reduction_begins(self) -> None:
+        for sharded in self.optimizers:
+            sharded.reduction_begins()
+
+    def _step_torn(self) -> bool:
+        return any(sharded.torn for sharded in self.optimizers)
+
+    def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, Sequence[tuple[str, nn.Parameter]]]]:
+        """Which parameters of a unit share a bucket, and in what dtype."""
+        return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves)
+
+    def _reserve(self, specs: Sequence[UnitSpec]) -> None:
+        """Make room in tiers for all weights, master weights and gradients, before anything is built.
+
+        Raises:
+            OSError: If there is none, with bytes needed and bytes free.
+            RuntimeError: If another rank has none.
+        """
+        wanted: dict[ChunkStore, dict[str, VectorSpec]] = {}
+        replicas = self.mesh.world_size // self.mesh.shard_size
+        for dtype, named in (bucket for spec in specs for bucket in self._buckets_of(spec)):
+            shapes = [(name, tuple(held_by(parameter).shape)) for name, parameter in named]
+            layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas)
+            first, trainable = named[0][0], named[0][1].requires_grad
+            if self._parameter_store is not None:
+                spec = VectorSpec(layout.slice_numel, dtype)
+                wanted.setdefault(self._parameter_store, {})[weights_name(first)] = spec
+            if self.optimizer_store is not None and trainable and dtype in LOW_PRECISION:
+                owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
+                spec = VectorSpec(owned, torch.float32, device=self.device)
+                wanted.setdefault(self.optimizer_store, {})[master_name(first)] = spec
+            if self._gradient_store is not None and trainable:
+                owned = layout.slice_numel if self.placement.shard_optimizer else layout.numel
+                spec = VectorSpec(owned, gradient_dtypes(dtype, self.config.precision)[0], device=self.device)
+                wanted.setdefault(self._gradient_store, {})[gradients_name(first)] = spec
+
+        def reserve() -> None:
+            for store, vectors in wanted.items():
+                store.add(vectors)
+
+        if self._parameter_store is not None or self.optimizer_store is not None:
+            together(self.mesh.control, reserve)
+
+    def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
+        real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
+        for construction in self._constructions:
+            construction.take([parameter for _, parameter in spec.parameters], values=initialise or partly)
+        materialize_unit(spec, self.device, initialise=initialise)
+        if self._moves:
+            move_unit(spec, self.device)
+        master = self.config.precision.master_weights
+        buckets = [
+            ParameterBucket(
+                named,
+                self.mesh,
+                self.placement,
+                dtype,
+                master,
+                blank=not initialise and not kept,
+                store=self.optimizer_store,
+                shard_store=self._parameter_store,
+            )
+            for dtype, named in self._buckets_of(spec)
+            for kept in [any(id(parameter) in real for _, parameter in named)]
+        ]
+        unit = Unit(spec.name, spec.module, buckets)
+        unit.release()  # before the next one is built, so that one unit at most is whole
+        return unit
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Start from rank 0's buffers, as from its parameters."""
+        for held in self.module.buffers():
+            buffer = held_by(held)
+            if buffer.is_meta:
+                continue
+            values = buffer.clone(memory_format=torch.contiguous_format)
+            if self.mesh.tensor.size > 1:
+                shared = values.cpu()
+                self.mesh.tensor.broadcast(shared, 0)
+                values.copy_(shared)
+            self.mesh.gather.broadcast(values, 0)
+            self.mesh.replicate.broadcast(values, 0)
+            if not torch.equal(buffer, values):
+                buffer.copy_(values)
+
+    def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool) -> GradientBucket:
+        dtypes = gradient_dtypes(bucket.dtype, self.config.precision)
+        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store)
+
+    def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
+        """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""
+        return self._places.get(id(parameter))
+
+    def gradient_of(self, bucket: ParameterBucket) -> GradientBucket:
+        """The gradient bucket that belongs to `bucket`."""
+        return self._gradient_of[id(bucket)]
+
+    def names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """First name and object of every parameter, bucket by bucket."""
+        for bucket in self.buckets:
+            yield from zip(bucket.names, bucket.parameters, strict=True)
+
+    @torch.no_grad()
+    def assemble(self, bucket: ParameterBucket, values: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+        """Put this rank's flat pieces (by parameter index) and the other ranks' together. A collective.
+
+        Returns:
+            The whole bucket, (layout.numel,), on every rank; zeros where no rank has a value.
+        """
+        flat = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
+        start = bucket.owned.start
+        for index, value in values.items():
+            piece = bucket.piece_of[index]
+            flat[start + piece.offset : start + piece.offset + piece.numel] = value.reshape(-1)
+        if self.placement.shard_optimizer:
+            self.mesh.gather.all_gather(flat).wait()
+        return flat
+
+    def follow_edits(self) -> None:
+        """Carry what the user wrote into whole parameters over to their master copies and slices."""
+        if self.gatherer is not None:
+            self.gatherer.follow_edits()
+            return
+        for bucket in self.buckets:
+            bucket.follow_edits()
+
+    def let_go(self, buckets: Iterable[ParameterBucket] | None = None) -> None:
+        """The values of these (None: of all) are about to change; `forget_gathered` is to be called when they have."""
+        if self.gatherer is not None:
+            self.gatherer.let_go(self.buckets if buckets is None else buckets)
+
+    def forget_gathered(self, changed: Iterable[ParameterBucket] | None = None) -> None:
+        """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective.
+
+        Args:
+            changed: The buckets that were `let_go` before; None: all.
+        """
+        if self.gatherer is not None:
+            self.gatherer.release_unused()
+            others = set() if changed is None else {id(b) for b in self.buckets if b.kept} - set(map(id, changed))
+            for bucket in self.buckets:
+                if id(bucket) not in others:
+                    bucket.refresh()
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter] | None = None, *, until_backward: bool = False
+    ) -> Iterator[list[ParameterBucket]]:
+        """Hold the units of `parameters` (default: all) whole inside the block; yields their buckets.
+
+        `until_backward`: and after it, until a backward or an optimizer's step is over.
+        """
+        if parameters is None:
+            units = self.units
+        else:
+            wanted = {id(parameter) for parameter in parameters}
+            units = [
+                unit
+                for unit in self.units
+                if any(id(parameter) in wanted for bucket in unit.buckets for parameter in bucket.parameters)
+            ]
+        for unit in units:
+            unit.pinned += 1
+        try:
+            for unit in units:
+                unit.start_gather()
+            for unit in units:
+                unit.gather()
+            yield [bucket for unit in units for bucket in unit.buckets]
+            if until_backward and self.gatherer is not None:
+                for unit in units:
+                    self.gatherer.hold_for_backward(unit)
+        finally:
+            for unit in units:
+                unit.pinned -= 1
+                unit.release()
+
+
+def _can_train(bucket: ParameterBucket) -> bool:
+    """Integers never take gradients; a frozen float may be unfrozen later."""
+    return bucket.dtype.is_floating_point
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's tensors are, those on the meta device left out; the CPU if there are no others."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def _check_precision(config: ZeroConfig, compute_dtype: torch.dtype | None) -> None:
+    if compute_dtype == torch.float16 and config.precision.gradient_dtype == "parameter":
+        raise ValueError(
+            "precision.gradient_dtype='parameter' would keep fp16 gradients, in which undoing the loss scale "
+            "underflows; use 'float32' with fp16, or train in bf16"
+        )
+
+
+def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
+    mine = [
+        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}{_placed(p)}"
+        for name, p in module.named_parameters()
+    ]
+    if len(set(mesh.control.gather_objects(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) == 1:
+        return
+    everyone = mesh.control.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here, there = next((a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="nothing") if a != b)
+            raise ValueError(
+                f"ranks built different models: rank 0 has parameter {here}, rank {rank} has {there}. Build the same "
+                "module with the same frozen parameters on every rank."
+            )
+
+
+def _check_module(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run one forward before sharding")
+        check_placement(name, parameter)
+        if parameter.is_complex():
+            raise ValueError(f"parameter {name!r} is complex: train its real and imaginary parts as real parameters")
+        if parameter.device.type == "mps":
+            raise ValueError(f"parameter {name!r} is on MPS, which has no collectives; use the CPU or CUDA")
+
+
+def _check_tensor_ranks(module: nn.Module, mesh: Mesh) -> None:
+    ranks = tensor_ranks(module)
+    if ranks is not None and len(ranks) != mesh.tensor.size:
+        raise ValueError(
+            f"the module's parameters are divided among {len(ranks)} tensor-parallel rank(s), but mesh.tensor is "
+            f"{mesh.tensor.size}: call parallelize_module before the engine is made, and give mesh.tensor the size of "
+            "its device mesh"
+        )
+    for name, buffer in module.named_buffers():
+        if held_by(buffer).shape != buffer.shape:
+            raise ValueError(f"buffer {name!r} is divided among tensor-parallel ranks; accepted: Replicate()")
+
+
+def _placed(parameter: nn.Parameter) -> str:
+    return f", {parameter.placements}" if is_dtensor(parameter) else ""  # type: ignore[attr-defined]
+
+
+def sharded_model_of(parameter: nn.Parameter) -> ShardedModel | None:
+    """The sharded model that holds `parameter`, or None."""
+    owner = owner_of(parameter)
+    assert owner is None or isinstance(owner, ShardedModel)
+    return owner

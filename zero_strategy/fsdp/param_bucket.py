@@ -1,0 +1,568 @@
+"""The parameters of one bucket: unsharded, sharded, released, and their fp32 master copy.
+
+whole, sliced, released, and their fp32 master copy.
+
+`nn.Parameter` objects are never replaced and never change their shape. Their `.data` (of a tensor-parallel one, that of
+the tensor it holds) points into the bucket's flat buffer, or, while the bucket is released (stage 3), at a poison: one
+NaN expanded to the logical shape, 4 bytes that read as NaN.
+
+What autograd saves for backward are views of the flat buffer, so a release empties the *storage* and a later gather
+refills the same storage object; nothing that autograd holds goes stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.pending import PendingWork
+from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
+from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
+from zero_strategy.fsdp.released import EditWatch, release_class, unshard_class
+from zero_strategy.offload.chunk_store import ChunkStore
+from zero_strategy.offload.chunks import OffloadedVector, VectorSpec
+from zero_strategy.runtime.torch_private import version_of
+
+
+class ParameterBucket:
+    """Parameters of one unit with the same dtype and trainability, in one flat buffer.
+
+    Args:
+        named_parameters: (name, parameter) in bucket order; all of one dtype and device.
+        mesh: Ranks that share the bucket.
+        placement: What is divided among them.
+        dtype: Dtype that the parameters take (their compute dtype).
+        master_weights: Keep an fp32 master copy of owned elements of trainable low-precision parameters.
+        blank: The parameters' values are about to be loaded: do not look at the present ones.
+        store: Where the master copy is kept; None: in memory.
+        shard_store: Where the own slice is kept (sharded parameters); None: in memory.
+
+    Attributes:
+        parameters: The parameter objects, in bucket order.
+        parts: What this rank has of each: all of it, but for tensor-parallel ones.
+        tensors: What holds these values: the parameters themselves, or what lies in those that are `DTensor`s.
+        layout: Where each part lies.
+        owned: First and one-past-last bucket element whose optimizer state this rank holds.
+        pieces: The parts of parameters inside `owned`.
+        slice_pieces: The parts of parameters inside `slice`; offsets count from its start.
+        piece_of, slice_piece_of: The same by parameter index.
+        flat: The whole bucket, (layout.numel,); its storage is empty while released.
+        shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded; empty where it is
+            in a tier.
+        shard_vector: The slice in a tier, or None.
+        master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves; empty where it is
+            in a tier.
+        master_vector: The master copy in a tier, or None.
+        kept: Sharded parameters that are whole, and up to date, stay so until they are let go, whoever uses them.
+        kept_again: They will be kept when they have been brought up to date.
+        tracks_edits: What is written to them while they are whole may have to be followed.
+        editors: Scopes under way whose rank's writes become the parameters.
+        watches: Those that look for writes that would be lost.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        mesh: Mesh,
+        placement: Placement,
+        dtype: torch.dtype,
+        master_weights: bool = True,
+        blank: bool = False,
+        store: ChunkStore | None = None,
+        shard_store: ChunkStore | None = None,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.mesh, self.placement, self.dtype = mesh, placement, dtype
+        self.device = self.parameters[0].device
+        self.trainable = self.parameters[0].requires_grad
+        self._keep_master = master_weights and dtype in LOW_PRECISION
+        self._store, self._shard_store = store, shard_store
+        self.shard_vector: OffloadedVector | None = None
+        self.shard: Tensor
+        self.master_vector: OffloadedVector | None = None
+        self.parts = [part_of(parameter, mesh.tensor.rank) for parameter in self.parameters]
+        self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
+        shapes = [(name, part.local_shape) for name, part in zip(self.names, self.parts, strict=True)]
+        self.layout: BucketLayout = build_layout(shapes, dtype.itemsize, mesh.shard_size, self._replicas)
+        self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
+        self.owned = self.slice if placement.shard_optimizer else slice(0, self.layout.numel)
+        self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
+        self.slice_pieces: tuple[Piece, ...] = self.layout.pieces(self.slice.start, self.slice.stop)
+        self.piece_of = {piece.index: piece for piece in self.pieces}
+        self._cuts = cuts(self.pieces, self.owned.stop - self.owned.start)
+        self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
+        self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
+        self._poison_views = [
+            self._poison[index : index + 1].expand(segment.numel).view(segment.shape)
+            if segment.numel == 0
+            else self._poison[index].expand(segment.shape)
+            for index, segment in enumerate(self.layout.segments)
+        ]
+        self._pending: PendingWork | None = None
+        self.kept = self.kept_again = self.tracks_edits = False
+        self.editors, self.watches = 0, list[EditWatch]()
+        self.gathered = True
+        self._fill(blank)
+        self._versions = self.present_versions()
+
+    @property
+    def _replicas(self) -> int:
+        return self.mesh.world_size // self.mesh.shard_size
+
+    @property
+    def owned_values(self) -> Tensor:
+        """The owned elements in the parameters' dtype, (owned elements,); not where they are in a tier."""
+        assert self.shard_vector is None, "in a tier: read_owned, write_owned"
+        return self.flat if not self.placement.shard_optimizer else self.shard
+
+    def read_owned(self, start: int, stop: int) -> Tensor:
+        """Owned elements [start, stop) in the parameters' dtype: a view, or a copy where they are in a tier."""
+        if self.shard_vector is not None:
+            return self.shard_vector.read(start, stop)
+        return self.owned_values[start:stop]
+
+    def write_owned(self, start: int, values: Tensor) -> None:
+        """Replace owned elements from `start` on."""
+        if self.shard_vector is not None:
+            self.shard_vector.write(start, values)
+        else:
+            self.owned_values[start : start + values.numel()].copy_(values.reshape(-1))
+
+    def read_shard(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of this rank's slice: a view, or a copy where they are in a tier."""
+        return self.shard[start:stop] if self.shard_vector is None else self.shard_vector.read(start, stop)
+
+    def write_shard(self, start: int, values: Tensor) -> None:
+        """Replace elements of this rank's slice from `start` on."""
+        if self.shard_vector is not None:
+            self.shard_vector.write(start, values)
+        else:
+            self.shard[start : start + values.numel()].copy_(values.reshape(-1))
+
+    def _keep_shard(self, values: Tensor | None) -> None:
+        """Let the slice have memory, or a place in a tier, of its own, unless it stays where it is; None: zeros."""
+        if self.placement.in_place:
+            self.shard = self.flat[self.slice]
+            if values is None:
+                self.shard.zero_()
+            return
+        numel = self.layout.slice_numel
+        if self._shard_store is None:
+            own = self.flat[self.slice]
+            self.shard = torch.zeros_like(own) if values is None else values.clone()
+            return
+        spec = VectorSpec(numel, self.dtype)
+        self.shard_vector = self._shard_store.take(weights_name(self.names[0]), spec)
+        self.shard = torch.empty(0, dtype=self.dtype)
+        if values is not None:
+            for start, stop in self.shard_vector.chunks:
+                self.shard_vector.write(start, values[start:stop])
+
+    def _unmastered(self) -> Tensor:
+        """What stands for master weights where there is no copy of them."""
+        return torch.empty(0, dtype=self.dtype) if self.shard_vector is not None else self.owned_values
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether there are master weights from the first gradient on."""
+        return self._keep_master
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the master weights are a copy of their own."""
+        if self.master_vector is not None or self.shard_vector is not None:
+            return self.master_vector is not None
+        return self.master is not self.owned_values and self.master.data_ptr() != self.owned_values.data_ptr()
+
+    @torch.no_grad()
+    def _fill(self, blank: bool) -> None:
+        """Take the parameters' present values, rank 0's, into the bucket; drop what they held before.
+
+        With `blank` there are none yet: where parameters are sharded, only the shard's memory is touched.
+        """
+        if blank:
+            make = torch.empty if self.placement.shard_parameters else torch.zeros
+            self.flat = make(self.layout.numel, dtype=self.dtype, device=self.device)
+            self.shard = self.flat[self.slice]
+            if self.placement.shard_parameters:
+                self._keep_shard(None)
+            self._take_over()
+            self.master = self._unmastered()
+            if self.trainable:
+                self.make_master()
+            return
+        source = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
+        if self._first or self.mesh.tensor.size > 1:  # others are sent all of it
+            self._join(source)
+        self._share_copies(source)
+        self.mesh.gather.broadcast(source, 0, self.names)
+        self.mesh.replicate.broadcast(source, 0, self.names)
+        self.flat = source.to(self.dtype)
+        self.shard = self.flat[self.slice]
+        if self.placement.shard_parameters:
+            self._keep_shard(self.shard)
+        self._take_over()
+        self.master = self._unmastered()
+        if self.trainable:
+            self.make_master(source[self.owned])
+
+    @property
+    def _first(self) -> bool:
+        """Whether this rank's values are taken."""
+        return self.mesh.gather.rank == 0 and self.mesh.replicate.rank == 0
+
+    def _join(self, source: Tensor) -> None:
+        """Write the parameters' values to their places, and zeros between them."""
+        end = 0
+        for tensor, segment in zip(self.tensors, self.layout.segments, strict=True):
+            source[end : segment.offset].zero_()
+            source[segment.offset : segment.stop].copy_(tensor.detach().reshape(-1))
+            end = segment.stop
+        source[end:].zero_()
+
+    def _share_copies(self, source: Tensor) -> None:
+        """Parameters that all tensor-parallel ranks hold whole start from the values of the first of these."""
+        if self.mesh.tensor.size == 1:
+            return
+        pairs = zip(self.parts, self.layout.segments, strict=True)
+        places = [source[segment.offset : segment.stop] for part, segment in pairs if part.dim is None]
+        if places:
+            values = torch.cat(places).cpu()
+            self.mesh.tensor.broadcast(values, 0)
+            for place, value in zip(places, values.split([place.numel() for place in places]), strict=True):
+                place.copy_(value)
+
+    def _take_over(self) -> None:
+        """From now on the parameters have their dtype and their place in the bucket."""
+        for parameter in self.parameters:
+            recast(parameter, self.dtype, self.device)
+        self.tensors = [held_by(parameter) for parameter in self.parameters]
+        self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+        self._point_at_flat()
+
+    @torch.no_grad()
+    def make_master(self, values: Tensor | None = None) -> None:
+        """Make the fp32 master copy where one is due and missing, from `values` (owned elements) or the parameters."""
+        if not self._keep_master or self.has_master:
+            return
+        if self.kept:  # and was frozen until now
+            self.follow_edits()
+        source = self.read_owned(0, self.owned.stop - self.owned.start) if values is None else values
+        if self._store is None:
+            self.master = source.to(torch.float32, copy=True)
+            return
+        spec = VectorSpec(source.numel(), torch.float32, device=self.device)
+        self.master_vector = self._store.take(master_name(self.names[0]), spec)
+        self.master = torch.empty(0)
+        for start, stop in self.master_vector.chunks:
+            self.master_vector.write(start, source[start:stop])
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of the master weights."""
+        return self.master.dtype  # an empty one of float32 where they are in a tier
+
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """Owned elements [start, stop) of the master weights: a view, or a copy where they are in a tier."""
+        if self.master_vector is not None:
+            return self.master_vector.read(start, stop)
+        return self.master[start:stop] if self.shard_vector is None else self.read_owned(start, stop)
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Replace owned elements of the master weights from `start` on."""
+        if self.master_vector is not None:
+            self.master_vector.write(start, values)
+        elif self.shard_vector is not None:
+            self.write_owned(start, values)
+        else:
+            self.master[start : start + values.numel()].copy_(values.reshape(-1))
+
+    def _master_parts(self) -> list[tuple[int, int]]:
+        """Ranges of the master weights that are worked on at once."""
+        return [(0, self.master.numel())] if self.master_vector is None else self.master_vector.chunks
+
+    def _follow(self, start: int, stop: int) -> None:
+        """Let a master weight whose parameter has changed take its value; others stay as fine as they are."""
+        values = self.read_owned(start, stop)
+        master = self.read_master(start, stop).to(values.device)  # in a tier it is the host's
+        self.write_master(start, torch.where(values == master.to(self.dtype), master, values.float()))
+
+    # ---- gather and release (sharded parameters) ----
+
+    @property
+    def pending(self) -> bool:
+        """Whether a gather is under way."""
+        return self._pending is not None
+
+    def start_gather(self) -> None:
+        """Begin to bring the whole bucket in, unless it is there or on its way."""
+        if self.gathered or self.pending:
+            return
+        self.check_poison()
+        if self.flat.device != self.device:  # in place, and moved
+            raise RuntimeError(f"parameters {self.names} are on the host: call engine.reload_states() first")
+        with _plain_mode():
+            if not self.placement.in_place:
+                self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
+            self._pending = self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
+
+    def _shard_arrives(self) -> Callable[[], None] | None:
+        """Bring the own slice into the whole bucket: at once, or by what this returns."""
+        if self.placement.in_place:
+            return None
+        own = self.flat[self.slice]
+        if self.shard_vector is not None:
+            return partial(self.shard_vector.read_all, own)
+        own.copy_(self.shard)
+        return None
+
+    def finish_gather(self) -> None:
+        """Wait until the whole bucket is in and point the parameters at it."""
+        if self._pending is not None:
+            with _plain_mode():
+                self._pending.wait()
+                self._pending = None
+                self._point_at_flat()
+            self.gathered = True
+            if self.tracks_edits:
+                self.note_versions()
+
+    def release(self) -> None:
+        """Free all but the own slice (stage 3). Changes made to gathered values are dropped.
+
+        In place nothing is freed, and changes to the own slice stay, as where parameters are always whole.
+        """
+        if not self.placement.shard_parameters:
+            return
+        self.finish_gather()
+        if self.gathered:
+            self.follow_edits()
+            with _plain_mode():
+                for tensor, poison in zip(self.tensors, self._poison_views, strict=True):
+                    tensor.data = poison
+                for parameter in self.parameters:
+                    release_class(parameter)
+                if not self.placement.in_place:
+                    self._empty_flat()
+            self.gathered = False
+
+    def _empty_flat(self) -> None:
+        """Give the memory back; where a numpy array shares it, that keeps it, and later gathers get other memory."""
+        storage = self.flat.untyped_storage()
+        if not storage.resizable():
+            self.flat = torch.empty_like(self.flat)
+            self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+            storage = self.flat.untyped_storage()
+        storage.resize_(0)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring updated values into a bucket that is held whole. A collective."""
+        if self.placement.shard_parameters and self.gathered:
+            for watch in self.watches:
+                watch.let_go()
+            with _plain_mode():
+                self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names).wait()
+            if self.tracks_edits:
+                self.kept, self.kept_again = self.kept or self.kept_again, False
+                self.note_versions()
+            for watch in self.watches:
+                watch.renew()
+
+    def check_poison(self) -> None:
+        """Raise if somebody wrote to a released parameter.
+
+        Raises:
+            RuntimeError: Naming the parameter. On a GPU nothing is checked, as reading the poison would wait for it.
+        """
+        if self.device.type != "cpu" or not len(self._poison):
+            return
+        intact = self._poison.isnan() if self._poison.is_floating_point() else self._poison == _poison_value(self.dtype)
+        if not bool(intact.all()):
+            names = [name for name, good in zip(self.names, intact.tolist(), strict=True) if not good]
+            self._poison.fill_(_poison_value(self.dtype))
+            raise RuntimeError(
+                f"parameter(s) {names} were written to while released (stage 3); what was written is lost. "
+                "Change sharded parameters inside `with sharding.GatheredParameters(params, modifier_rank=0):`."
+            )
+
+    # ---- after an update ----
+
+    @torch.no_grad()
+    def publish(self, *, copied: bool = False) -> PendingWork:
+        """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
+        if self.has_master and not copied:
+            for start, stop in self._master_parts():
+                self.write_owned(start, self.read_master(start, stop))
+        if self.placement.shard_optimizer and not self.placement.shard_parameters:
+            return self.mesh.gather.all_gather(self.flat, of=self.names)
+        return PendingWork([])
+
+    @torch.no_grad()
+    def adopt(self, source: int | None = None) -> None:
+        """Take the whole values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
+        assert self.gathered
+        if source is not None:
+            row, column = divmod(source, self.mesh.shard_size)
+            self.mesh.gather.broadcast(self.flat, column, self.names)
+            self.mesh.replicate.broadcast(self.flat, row, self.names)
+        if self.placement.shard_parameters:
+            self.write_shard(0, self.flat[self.slice])
+        if self.has_master:
+            for start, stop in self._master_parts():
+                self._follow(start, stop)
+        self.note_versions()
+        for watch in self.watches:
+            watch.renew()
+
+    @torch.no_grad()
+    def set_master(self, index: int, value: Tensor) -> None:
+        """Set the owned part of the master copy of parameter `index` from a whole value, or a `DTensor`."""
+        piece = self.piece_of.get(index)
+        mine = local_values(self.parts[index], self.parameters[index], value.detach())
+        if piece is not None:
+            self.write_master(piece.offset, mine.reshape(-1)[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def follow_edits(self) -> None:
+        """Carry what the user wrote into whole parameters in place over to their master copy."""
+        if self.placement.shard_parameters and not self.kept and not (self.placement.in_place and self.gathered):
+            return
+        versions = self.present_versions()
+        if versions == self._versions:
+            return
+        for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
+            piece = self.piece_of.get(index)
+            if now == before or piece is None:
+                continue
+            start, stop = piece.offset, piece.offset + piece.numel
+            if self.placement.shard_parameters and not self.placement.in_place:
+                self.write_owned(start, self.flat[self.slice][start:stop])
+            if self.has_master:
+                self._follow(start, stop)
+        self._versions = versions
+
+    @property
+    def follows_edits(self) -> bool:
+        """Whether what all ranks write to whole parameters in place becomes the parameters."""
+        return not self.placement.shard_parameters or self.kept or self.placement.in_place
+
+    def note_versions(self) -> None:
+        """What was written to whole parameters so far is in their master copy already."""
+        self._versions = self.present_versions()
+
+    def present_versions(self) -> list[tuple[int, int]]:
+        """Torch's counts of writes to each parameter, and to what a `DTensor` holds, which `to_local()` shows."""
+        pairs = zip(self.parameters, self.tensors, strict=True)
+        return [(version_of(parameter), version_of(tensor)) for parameter, tensor in pairs]
+
+    def split_owned(self, owned: Tensor) -> dict[int, Tensor]:
+        """Views of all pieces in a flat tensor of owned elements, by parameter index, in one call of torch."""
+        sizes, places = self._cuts
+        parts = owned.split_with_sizes(sizes)
+        return {index: parts[place] for index, place in places}
+
+    def segment_view(self, index: int) -> Tensor:
+        """Parameter `index` as a shaped view of the flat buffer."""
+        segment = self.layout.segments[index]
+        return self.flat[segment.offset : segment.stop].view(segment.shape)
+
+    def check_dtype(self) -> None:
+        """Raise by name if a parameter was moved or cast behind the engine's back."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.dtype != self.dtype or parameter.device != self.device:
+                raise RuntimeError(
+                    f"parameter {name!r} was moved or cast after it was sharded "
+                    f"({self.dtype} on {self.device} -> {parameter.dtype} on {parameter.device}); do it before."
+                )
+
+    def offloaded(self) -> Iterator[tuple[str, OffloadedVector]]:
+        """What is in a tier, with its category in the ledger."""
+        if self.shard_vector is not None:
+            yield "parameters", self.shard_vector
+        if self.master_vector is not None:
+            yield "master weights", self.master_vector
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with memory of its own, with its category in the ledger; `flat` may be without memory.
+
+        What is in a tier is in `offloaded`.
+        """
+        if self.placement.shard_parameters and not self.placement.in_place:
+            if self.shard_vector is None:
+                yield "parameters", self.shard
+            yield "gather buffers", self.flat
+        else:
+            yield "parameters", self.flat
+        if self.has_master and self.master_vector is None:
+            yield "master weights", self.master
+        yield "handles", self._poison
+
+    def relocate(self, move: Callable[[Tensor], Tensor], *, masters: bool, parameters: bool) -> None:
+        """Let what is kept in memory lie where `move` puts it: the master copy, the parameters and their slice."""
+        has_master = self.has_master
+        if masters and has_master and self.master_vector is None:
+            self.master = move(self.master)
+        if not parameters:
+            return
+        if not self.placement.shard_parameters or self.placement.in_place:
+            self.flat = move(self.flat)
+            self.shard = self.flat[self.slice]
+            self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+            if self.gathered:
+                self._point_at_flat()
+        elif self.shard_vector is None:
+            self.shard = move(self.shard)
+        if not has_master:
+            self.master = self._unmastered()
+
+    def persistent_bytes(self) -> int:
+        """Bytes of parameters that stay for the whole step in whatever tier, master copy left out."""
+        sliced = self.placement.shard_parameters and not self.placement.in_place
+        numel = self.layout.slice_numel if sliced else self.layout.numel
+        return numel * self.dtype.itemsize
+
+    def master_bytes(self) -> int:
+        """Bytes of the fp32 master copy on this rank, in whatever tier."""
+        if self.master_vector is not None:
+            return self.master_vector.numel * self.master_vector.dtype.itemsize
+        return self.master.numel() * self.master.element_size() if self.has_master else 0
+
+    def _point_at_flat(self) -> None:
+        for parameter in self.parameters:
+            unshard_class(parameter)
+        for tensor, view in zip(self.tensors, self._views, strict=True):
+            tensor.data = view
+
+
+def weights_name(first: str) -> str:
+    """The vector of a bucket's slice, by the name of its first parameter."""
+    return f"{first}/weights"
+
+
+def master_name(first: str) -> str:
+    """The vector of a bucket's master weights, by the name of its first parameter."""
+    return f"{first}/master"
+
+
+def _poison_value(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _plain_mode() -> AbstractContextManager[Any]:
+    """Leave inference mode: tensors made or changed in it could not be saved for a later backward."""
+    if not torch.is_inference_mode_enabled():
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack

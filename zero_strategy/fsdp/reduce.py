@@ -1,0 +1,549 @@
+"""The gradient reducer: each bucket is reduced as soon as the plan allows, at the latest when backward ends.
+
+as soon as the plan allows, and never later than the end of backward.
+
+Where parameters are whole (stages 0 to 2), buckets leave in the plan's order, each as soon as the parameters that the
+plan waits for have their gradients. Where they are gathered (stage 3), the buckets of a unit leave when the backward of
+the unit is over: gathers and reductions then interleave alike on all ranks, whatever each rank touched. A unit whose
+inputs need no gradient shows no end; its buckets leave with the end of the whole backward.
+
+When its backward ends every rank sends what is left of the expected buckets, absent gradients as zeros, so that nobody
+waits for a branch that another rank did not take. Then ranks exchange which parameters they touched, and what anybody
+touched besides is reduced by everybody. A parameter that nobody touched keeps its gradient None.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.dtensor import local_values
+from zero_strategy.fsdp.grad_accumulation import BufferReuse
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.reduction_plan import Agreement, ParameterHook, ReductionPlan
+from zero_strategy.fsdp.unshard import ParameterGatherer
+from zero_strategy.runtime.torch_private import in_backward, when_backward_ends
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
+
+
+def _no_flags() -> int:
+    return 0
+
+
+def undivided() -> int:
+    """A divisor that leaves gradients as they are."""
+    return 1
+
+
+def _same_rules(compared: bool) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What the ranks tell each other in the message that ends a reduction, besides which parameters have gradients.
+
+    Attributes:
+        own_flags: Gives the bits that all ranks shall learn of; `take_flags` gives those of all.
+        rules: Gives a hash of the rules by which this rank updates parameters; see `ReductionPlan.encode`.
+        rules_differ: Called on all ranks where such hashes differ, with whether this rank's was compared; raises.
+    """
+
+    own_flags: Callable[[], int] = _no_flags
+    rules: Callable[[], int] = _no_flags
+    rules_differ: Callable[[bool], None] = _same_rules
+
+
+class GradientReducer:
+    """Collects gradients through hooks on parameters and reduces them bucket by bucket.
+
+    Args:
+        buckets: Gradient buckets in the order in which they are expected to be complete.
+        mesh: The data-parallel ranks.
+        per_step: Reduce at the last backward of a step only (`no_sync` marks the others).
+        gatherer: What gathers the parameters, None where they are whole. The sequence of its gathers is compared
+            between ranks.
+        agreement: What else ranks tell each other at the end of a reduction.
+        step_unfinished: Whether an optimizer's step began and did not end.
+        check_states: Called with the name of what begins; raises if states that it needs are on the host.
+        reduction_begins: Called when a backward begins that will reduce gradients.
+        divisor: Asked when a backward begins: by what its gradients are to be divided.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        mesh: Mesh,
+        per_step: bool,
+        gatherer: ParameterGatherer | None = None,
+        *,
+        agreement: StepAgreement,
+        step_unfinished: Callable[[], bool],
+        check_states: Callable[[str], None],
+        reduction_begins: Callable[[], None],
+        divisor: Callable[[], int] = undivided,
+    ) -> None:
+        self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
+        self._reuse = BufferReuse()
+        for bucket in self.buckets:
+            bucket.own.reuse = self._reuse
+        self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
+        self._gatherer = gatherer
+        self._agreement, self._step_unfinished, self._check_states = agreement, step_unfinished, check_states
+        self._reduction_begins = reduction_begins
+        self._announce: Callable[[str, Any], None] | None = None
+        self._agreed_flags = 0
+        self.reductions = 0
+        """How many have ended, on all ranks alike."""
+        self._divisor, self._divide_by = divisor, 1
+        self._sync = True
+        self._joined = self._paused = False
+        self._began = False
+        self._within: set[int] | None = None
+        self._active = False
+        self._next = 0
+        self._begun: set[int] = set()
+        self._awaited: set[tuple[int, int]] = set()
+        self._left: dict[int, None] = {}
+        """Buckets that left before the ranks agreed, in order."""
+        self._seen: list[set[int]] = [set() for _ in self.buckets]
+        self._in_flight: deque[GradientBucket] = deque()
+        self._numbers = {id(bucket.bucket): number for number, bucket in enumerate(self.buckets)}
+        self._hooks: list[Any] = []
+        self._unreduced = False
+        self._hook()
+        self.make_masters()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank where the placement can (`per_step` reduction).
+
+        Under `per_micro_batch` reduction nothing changes: gradients are summed into the owned slice as always.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """What autograd runs inside is one backward, in however many calls: it ends with the block."""
+        assert not self._joined
+        self._joined, self._began = True, False
+        try:
+            yield
+            self._joined = False
+            if self._began:
+                self._finish_backward()
+        finally:
+            self._joined = self._began = False
+
+    @contextmanager
+    def within(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Only these get gradients from backwards inside, as all ranks know: no other bucket is expected to leave."""
+        before, self._within = self._within, {id(parameter) for parameter in parameters}
+        try:
+            yield
+        finally:
+            self._within = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards inside give no gradients to parameters: the end of a unit's is no reason to reduce its buckets."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _hook(self) -> None:
+        for number, bucket in enumerate(self.buckets):
+            for index, parameter in enumerate(bucket.bucket.parameters):
+                trainable = parameter.requires_grad
+                parameter.requires_grad_(True)  # a frozen one takes hooks too, and keeps them when it is unfrozen
+                hook = ParameterHook(self, number, index)
+                self._hooks.append(parameter.register_hook(hook.before))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook.after))
+                parameter.requires_grad_(trainable)
+
+    def make_masters(self) -> None:
+        """Keep master weights, where they are due, of what requires a gradient now (it may have been unfrozen)."""
+        for bucket in self.buckets:
+            parameters = bucket.bucket
+            if parameters.keeps_master and not parameters.has_master:
+                if any(parameter.requires_grad for parameter in parameters.parameters):
+                    parameters.make_master()
+
+    def unhook(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def before_forward(self) -> None:
+        """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart."""
+        if self._active and not in_backward():
+            warnings.warn("an earlier backward did not finish: gradients since the last step are dropped", stacklevel=2)
+            self.reset()
+        if not self._active:
+            for bucket in self.buckets:
+                bucket.sync_removed()
+        self.make_masters()
+
+    # ---- during backward ----
+
+    def before_gradient(self, number: int, index: int) -> None:
+        """Autograd is about to add to `p.grad`: the handle makes room, so that autograd hands its tensor over."""
+        if not self._active:
+            self.begin_backward()
+        bucket = self.buckets[number]
+        if number not in self._begun:
+            self._begun.add(number)
+            bucket.bucket.make_master()
+            bucket.begin()
+        bucket.bucket.parameters[index].grad = None
+        self._awaited.add((number, index))
+
+    def after_gradient(self, number: int, index: int) -> None:
+        """The parameter's gradient of this backward is in `p.grad`."""
+        bucket = self.buckets[number]
+        gradient = bucket.bucket.parameters[index].grad
+        self._awaited.discard((number, index))
+        assert gradient is not None
+        if self._divide_by != 1:
+            gradient = gradient / self._divide_by  # not in place: other parameters' may be the same tensor
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                self._take(bucket, index, gradient)
+        else:
+            self._take(bucket, index, gradient)
+        bucket.show(index)
+        self._seen[number].add(index)
+        self.plan.finished(number)
+        if self._reduces and self._gatherer is None:
+            self._launch_full()
+
+    def _take(self, bucket: GradientBucket, index: int, gradient: Tensor) -> None:
+        if not self._reduces:
+            bucket.keep_whole()
+        bucket.accumulate(index, gradient)
+
+    def unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
+        """The backward of a unit with these parameters is over, on every rank at the same point of its gathers."""
+        if self._paused:
+            return
+        if not self._active:
+            self.begin_backward()
+        if self._reduces:
+            self._launch_unit(buckets)
+
+    def _launch_unit(self, buckets: Sequence[ParameterBucket]) -> None:
+        for number in sorted(self._numbers[id(bucket)] for bucket in buckets if id(bucket) in self._numbers):
+            if number not in self._left and self.plan.trains(number):
+                self._launch(number)
+
+    def take_flags(self) -> int:
+        """The flags that ranks have agreed upon since the last call; see `StepAgreement.own_flags`."""
+        flags, self._agreed_flags = self._agreed_flags, 0
+        return flags
+
+    def announce_to(self, call: Callable[[str, Any], None] | None) -> None:
+        """Call this before whatever ranks without data of their own must `follow`; None: there are no such ranks."""
+        self._announce = call
+
+    def begin_backward(self) -> None:
+        """Ask autograd for a call at the end of the backward that is running.
+
+        Raises:
+            RuntimeError: If an optimizer's step raised before it was over, so that `zero_grad` missed the parameters.
+        """
+        if self._step_unfinished():
+            raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
+        self._check_states("a backward")
+        if self._announce is not None:
+            self._announce("backward", self.shown())
+        self._divide_by = self._divisor()
+        self._active = True
+        if not (self._joined and self._began):
+            self._reuse.open()
+            self._forget_backward()
+            if self._reduces:
+                self._reduction_begins()
+        self._began = True
+        when_backward_ends(self._end_backward)
+
+    def _forget_backward(self) -> None:
+        self._next = 0
+        self._begun.clear()
+        self._awaited.clear()
+        self._left.clear()
+        for seen in self._seen:
+            seen.clear()
+        self.plan.begin(
+            [
+                {index for index, parameter in enumerate(bucket.bucket.parameters) if self._may_train(parameter)}
+                for bucket in self.buckets
+            ]
+        )
+
+    def _may_train(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and (self._within is None or id(parameter) in self._within)
+
+    @property
+    def in_backward(self) -> bool:
+        """A backward goes on, or was torn."""
+        return self._active
+
+    @property
+    def _reduces(self) -> bool:
+        return self._sync or not self.per_step
+
+    def _launch_full(self) -> None:
+        order, expected = self.plan.order, self.plan.expected
+        while self._next < len(order):
+            number = order[self._next]
+            if not expected[number] <= self._seen[number]:
+                return
+            if expected[number]:
+                self._launch(number)
+            self._next += 1
+
+    def _launch(self, number: int) -> None:
+        if self._announce is not None:
+            self._announce("launch", number)
+        self._start(number)
+
+    def _start(self, number: int) -> None:
+        bucket = self.buckets[number]
+        if number not in self._begun:  # this rank did not touch it: notice `zero_grad` here
+            self._begun.add(number)
+            bucket.begin()
+        self._seen[number] |= bucket.own.live
+        self._left[number] = None
+        if self._bounded(bucket) and len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._in_flight.popleft().finish()
+        bucket.launch()
+        self._in_flight.append(bucket)
+
+    def _bounded(self, bucket: GradientBucket) -> bool:
+        """Whether few may be under way: each takes memory.
+
+        Sums over copies are waited for where a reduction is completed. So with copies all ranks do it at the same
+        point, although buckets may keep whole gradients on some of them only.
+        """
+        copies = self.mesh.world_size > self.mesh.shard_size > 1
+        return copies or not bucket.keeps_whole
+
+    def _end_backward(self) -> None:
+        self._active = False
+        for number, index in self._awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
+            self.buckets[number].resume(index)
+        if not self._joined:
+            self._finish_backward()
+            self.mesh.observed.mark("backward over")
+
+    def _finish_backward(self) -> None:
+        if self._reduces:
+            self.reduce()
+        else:
+            self._unreduced = True
+            self._reuse.close()
+
+    # ---- the end of a backward, or of a step ----
+
+    def reduce(self, *, outside: bool = False) -> None:
+        """Reduce every bucket that any rank touched since its last reduction. A collective.
+
+        Args:
+            outside: No backward has just ended.
+
+        Raises:
+            RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3), or would update
+                their parts of the parameters by different rules.
+        """
+        with self._torn_by_errors():
+            if self._gatherer is None:
+                for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
+                    if self.plan.expected[number]:
+                        self._launch(number)
+            else:
+                for unit in self._gatherer.unfinished():  # on another rank an input may have shown its end
+                    self._launch_unit(unit.buckets)
+            self._begin_kept()
+            if self._announce is not None:
+                self._announce("agree", outside)
+            agreed = self._agree(compares=True)
+        self._reuse.close()
+        self._check(agreed, compares=True)
+
+    @contextmanager
+    def _torn_by_errors(self) -> Iterator[None]:
+        """Where some buckets took their sums and others did not, `reset` drops all, as those of half a backward."""
+        try:
+            yield
+        except BaseException:
+            self._active = True
+            raise
+
+    def _begin_kept(self) -> None:
+        """What `no_sync` kept back: was it dropped by `zero_grad` since?"""
+        for number, bucket in enumerate(self.buckets):
+            if number not in self._begun and bucket.own.live:
+                self._begun.add(number)
+                bucket.begin()
+
+    def shown(self) -> list[list[bool | Tensor | None]]:
+        """What the user did to every `p.grad`, by bucket; see `ShownGradients.changes`."""
+        return [bucket.shown.changes() for bucket in self.buckets]
+
+    def follow_shown(self, shown: Sequence[Sequence[bool | Tensor | None]]) -> None:
+        """Do what another rank's `shown()` says."""
+        for bucket, theirs in zip(self.buckets, shown, strict=True):
+            bucket.shown.follow(theirs)
+
+    def follow(self, what: str, value: Any) -> None:
+        """Take part in what a rank with data announces, without data. A collective, as there."""
+        if what == "backward":
+            self._forget_backward()
+            if self._reduces:
+                self._reduction_begins()
+            self.follow_shown(value)
+        elif what == "launch":
+            self._start(value)
+        else:
+            assert what == "agree"
+            if value:
+                self.plan.expect_nothing()
+                self._left.clear()
+            with self._torn_by_errors():
+                self._begin_kept()
+                agreed = self._agree(compares=False)
+            self._check(agreed, compares=False)
+
+    def _agree(self, *, compares: bool) -> Agreement:
+        """Ends the reduction. `compares`: this rank knows by which rules the next step updates parameters."""
+        touched = [
+            bucket.own.live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
+            for number, bucket in enumerate(self.buckets)
+        ]
+        late = [
+            number in self._left and bool(bucket.late or bucket.own.live)
+            for number, bucket in enumerate(self.buckets)
+        ]
+        rules = self._agreement.rules() if compares else 0
+        message = self.plan.encode(touched, late, self._sequence(), self._agreement.own_flags(), rules)
+        order = list(self.plan.order)
+        agreed = self.plan.learn(self.mesh.control.exchange_small(message, "the parameters that have gradients"))
+        for number in order:
+            if agreed.late[number] or (agreed.touched[number] and number not in self._left):
+                bucket = self.buckets[number]
+                if bucket in self._in_flight:
+                    self._in_flight.remove(bucket)
+                bucket.finish()
+                bucket.admit_late()
+                self._start(number)
+        self._agreed_flags |= agreed.flags
+        self.reductions += 1
+        self._next, self._unreduced = 0, False
+        self._left.clear()
+        for bucket in self._in_flight:
+            bucket.finish_sum()
+        self._in_flight.clear()
+        for bucket, indices in zip(self.buckets, agreed.touched, strict=True):
+            bucket.finish()
+            for index in indices:
+                bucket.live.add(index)
+                bucket.show(index)
+        return agreed
+
+    def _check(self, agreed: Agreement, *, compares: bool) -> None:
+        _check_gathers(agreed.same_gathers)
+        if not agreed.same_rules:
+            self._agreement.rules_differ(compares)
+
+    def _sequence(self) -> int:
+        """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
+        return hash((self._gatherer.checksum, *self._left)) & 0x7FFF if self._gatherer is not None else 0
+
+    def reset(self) -> None:
+        """Forget a backward that an exception tore apart, and all that was summed with it since the last step.
+
+        After an exception outside of backward gradients stay as they are.
+        """
+        if self._active:
+            for bucket in self.buckets:
+                bucket.clear()
+            self._in_flight.clear()
+            self._reuse.close()
+            self._active, self._next, self._unreduced = False, 0, False
+
+    def settle(self) -> None:
+        """Before gradients are used: reduce what `no_sync` kept back, follow what the user did to `p` and `p.grad`.
+
+        Raises:
+            RuntimeError: If the last backward did not finish.
+        """
+        self.check_whole()
+        for bucket in self.buckets:
+            bucket.finish()
+            bucket.sync_handles()
+            bucket.bucket.follow_edits()
+        if self._unreduced:
+            self._check_states("a reduction of gradients")
+            self.plan.expect_nothing()
+            self._left.clear()
+            self.reduce(outside=True)
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to this rank's gradient outside of a backward, as one more micro-batch would; `settle` reduces it.
+
+        Args:
+            parameter: A trainable one of the buckets.
+            gradient: Of its shape, whole or a `DTensor`; any floating-point dtype.
+
+        Raises:
+            RuntimeError: If the last backward did not finish.
+        """
+        self.check_whole()
+        for bucket in self.buckets:
+            for index, known in enumerate(bucket.bucket.parameters):
+                if known is parameter:
+                    bucket.bucket.make_master()
+                    bucket.begin()
+                    mine = local_values(bucket.bucket.parts[index], parameter, gradient)
+                    bucket.accumulate(index, mine, lent=True)
+                    bucket.show(index)
+                    self._unreduced = True
+                    return
+        raise AssertionError("not a parameter that may be trained")
+
+    def check_whole(self) -> None:
+        """Before parameters or gradients are used or saved.
+
+        Raises:
+            RuntimeError: If the last backward did not finish.
+        """
+        if self._active and not in_backward():
+            raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
+
+
+def _check_gathers(same: bool) -> None:
+    if not same:
+        raise RuntimeError(
+            "ranks ran different modules in this step, or in a different order, so that stage 3 gathered one unit "
+            "on one rank while another rank sent a different one: losses and gradients may be wrong. Every rank "
+            "must run the same units in the same order; use stage 2 for models whose branches differ by rank."
+        )

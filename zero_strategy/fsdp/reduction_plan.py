@@ -1,0 +1,236 @@
+"""The static plan of reductions, known to every rank, the hooks that drive it, and one reduction under way.
+
+what every rank knows, so that no rank waits for a hook that did not fire.
+
+Pure bookkeeping: no tensors are moved. Every reduction ends with one small message per rank (`encode`), from which all
+ranks derive the same next plan (`learn`): the order in which buckets leave (rank 0's order of completion), and which
+parameters to wait for before a bucket leaves early (those that some rank touched in each of the last two reductions
+that could have touched them).
+
+from its launch until its result is taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.comm.pending import PendingWork
+from zero_strategy.fsdp.moved_states import PARAMETERS, MovedStates
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.unshard import InertHook
+from zero_strategy.runtime.torch_private import uncompiled
+
+_UNTOUCHED = 0x7FFF
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks found out together.
+
+    Attributes:
+        touched: By bucket, the parameters that any rank touched.
+        late: By bucket, whether any rank touched it again after it had left.
+        same_gathers: Whether all ranks gathered the same units in the same order.
+        flags: The bits that any rank raised.
+        same_rules: Whether all ranks that said so would update parameters by the same rules.
+    """
+
+    touched: list[set[int]]
+    late: list[bool]
+    same_gathers: bool
+    flags: int = 0
+    same_rules: bool = True
+
+
+class ReductionPlan:
+    """Order and expectations of the buckets of one engine, the same on all ranks.
+
+    Args:
+        counts: Number of parameters of each bucket, in the first plan's order.
+
+    Attributes:
+        order: Bucket numbers in the order in which they leave.
+        expected: By bucket, the parameters to wait for in this backward; empty: the bucket does not leave early.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = list(counts)
+        self.order = list(range(len(self.counts)))
+        self.expected: list[set[int]] = [set() for _ in self.counts]
+        self._trainable: list[set[int]] = [set() for _ in self.counts]
+        everything = [set(range(count)) for count in self.counts]
+        self._history: list[deque[set[int]]] = [deque([all_, all_], maxlen=2) for all_ in everything]
+        self._finished: dict[int, int] = {}
+        self._ticks = 0
+
+    def begin(self, trainable: Sequence[set[int]]) -> None:
+        """Start a backward in which `trainable` parameters (by bucket, the same on all ranks) require a gradient."""
+        self._trainable = list(trainable)
+        self._finished.clear()
+        self._ticks = 0
+        self.expected = [
+            mine & history[0] & history[1] for mine, history in zip(trainable, self._history, strict=True)
+        ]
+
+    def trains(self, number: int) -> bool:
+        """Whether any parameter of bucket `number` requires a gradient in this backward."""
+        return bool(self._trainable[number])
+
+    def expect_nothing(self) -> None:
+        """Start a reduction outside of a backward: nothing has left early on any rank."""
+        self._trainable = [set() for _ in self.counts]
+        self._finished.clear()
+        self.expected = [set() for _ in self.counts]
+
+    def finished(self, number: int) -> None:
+        """A parameter of bucket `number` got its gradient; the last such call counts as the bucket's completion."""
+        self._ticks += 1
+        self._finished[number] = min(self._ticks, _UNTOUCHED - 1)
+
+    def encode(
+        self, touched: Sequence[set[int]], late: Sequence[bool], gathers: int, raised: int = 0, rules: int = 0
+    ) -> Tensor:
+        """This rank's message: uint8, of the same length on all ranks.
+
+        Args:
+            touched: By bucket, the parameters that this rank touched.
+            late: By bucket, whether it touched it again after it had left.
+            gathers: Checksum of the units that it gathered.
+            raised: Bits that all shall learn of.
+            rules: Hash of the rules by which it updates parameters, 30 bits; 0: not to be compared.
+        """
+        flags: list[int] = []
+        for count, mine, again in zip(self.counts, touched, late, strict=True):
+            bits = [0] * (count + 1)
+            for index in mine:
+                bits[index] = 1
+            bits[count] = int(again)
+            flags += bits
+        numbers = [gathers & 0x7FFF, raised, rules & 0x7FFF, rules >> 15]
+        numbers.extend(self._finished.get(number, _UNTOUCHED) for number in range(len(self.counts)))
+        tail = torch.tensor(numbers, dtype=torch.int16).view(torch.uint8)
+        return torch.cat([torch.tensor(flags, dtype=torch.uint8), tail])
+
+    def learn(self, messages: Sequence[Tensor]) -> Agreement:
+        """Combine all ranks' messages, in rank order, and make the next plan of them."""
+        length = sum(self.counts) + len(self.counts)
+        union = torch.stack([message[:length] for message in messages]).amax(dim=0).tolist()
+        tails = [message[length:].clone().view(torch.int16).tolist() for message in messages]
+        touched, late, offset = [], [], 0
+        for count in self.counts:
+            touched.append({index for index in range(count) if union[offset + index]})
+            late.append(bool(union[offset + count]))
+            offset += count + 1
+        for number, mine in enumerate(self._trainable):
+            if mine:
+                self._history[number].append(touched[number])
+        positions = tails[0][4:]
+        if any(position != _UNTOUCHED for position in positions):
+            self.order.sort(key=lambda number: positions[number])  # stable: untouched ones keep their order
+        rules = {(tail[2], tail[3]) for tail in tails} - {(0, 0)}
+        flags = reduce(or_, (tail[1] for tail in tails))
+        return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, flags, len(rules) <= 1)
+
+class Reduction:
+    """What is under way.
+
+    Args:
+        bucket: Whose gradients.
+        work: The sum over the ranks that hold different slices.
+        sent: The whole buffer; None if gradients are sent from where they lie.
+        total: This rank's part of the sum: of `sent`, or memory of its own.
+        divides: Whether the result is a mean; else who adds it up divides it.
+
+    Attributes:
+        sent, total: As above.
+    """
+
+    def __init__(
+        self, bucket: ParameterBucket, work: PendingWork, sent: Tensor | None, total: Tensor, *, divides: bool
+    ) -> None:
+        self._bucket, self._work, self._divides = bucket, work, divides
+        self.sent, self.total = sent, total
+        self._summed = False
+        self._spread: PendingWork | None = None
+
+    def finish_sum(self) -> None:
+        """Complete the sum over all ranks; where everybody keeps whole gradients, start spreading it."""
+        if self._summed:
+            return
+        self._summed = True
+        self._work.wait()
+        mesh = self._bucket.mesh
+        if mesh.replicate.size > 1:
+            mesh.replicate.all_reduce(self.total, self._bucket.names)
+            if self._divides:
+                self.total.mul_(1.0 / mesh.world_size)
+        if not self._bucket.placement.shard_optimizer:
+            assert self.sent is not None
+            self._spread = mesh.reduce.all_gather(self.sent, of=self._bucket.names)
+
+    def wait(self) -> None:
+        """Until it is over."""
+        self.finish_sum()
+        if self._spread is not None:
+            self._spread.wait()
+
+class HookedReducer(Protocol):
+    """What the hooks call; see `GradientReducer`."""
+
+    def before_forward(self) -> None: ...
+
+    def before_gradient(self, number: int, index: int) -> None: ...
+
+    def after_gradient(self, number: int, index: int) -> None: ...
+
+
+class Watcher:
+    """A forward pre-hook of the root module: unfrozen parameters get master weights, a torn backward is noticed."""
+
+    def __init__(self, reducer: HookedReducer, moved: MovedStates) -> None:
+        self.reducer, self.moved = reducer, moved
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Look at the parameters before a forward that may be followed by a backward.
+
+        Raises:
+            RuntimeError: If they are on the host.
+        """
+        self.moved.check("a forward", (PARAMETERS,))
+        if torch.is_grad_enabled():
+            self.reducer.before_forward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        return InertHook, ()
+
+
+class ParameterHook:
+    """The two hooks of one parameter. They hold the reducer weakly: autograd's references are invisible to the GC."""
+
+    def __init__(self, reducer: HookedReducer, number: int, index: int) -> None:
+        self._reducer, self.number, self.index = ref(reducer), number, index
+
+    def before(self, gradient: Tensor) -> None:
+        """Runs before autograd adds to `p.grad`."""
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.before_gradient(self.number, self.index)
+
+    def after(self, parameter: Tensor) -> None:
+        """Runs when autograd has added to `p.grad`."""
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.after_gradient(self.number, self.index)

@@ -1,0 +1,396 @@
+"""Released parameters (stage 3): reads and lost writes are noticed by name; and the registry of their engines.
+
+The one table of the process: weak on both sides, written when an engine takes a module over.
+
+by version counters, and by hashes of the values.
+
+Torch counts writes to a parameter (`p.zero_()`), not those through `p.data` or a numpy view, which change values alone.
+
+their values are not there, and what is read is NaN.
+
+A parameter's class is `ReleasedParameter` while it is released, as torch swaps that of `UninitializedParameter`.
+Metadata is answered as ever. Where values leave the process (collectives, pickles, numpy, Python numbers, the host) an
+error names the parameter; any other use computes with NaN, as plain torch would, and is warned of once per run.
+`p.data`, `p.detach()` and copies of a released parameter remember whose values they lack.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_char
+from types import FrameType
+from typing import Any, Protocol, cast
+from weakref import ReferenceType, ref
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_strategy.fsdp.sharded_parameter import METADATA, STRIDES
+from zero_strategy.runtime.torch_private import (
+    SAME_DTYPE_CHECK,
+    DisableTorchFunctionSubclass,
+    qualified_name,
+    tree_leaves,
+)
+
+
+class Named(Protocol):
+    """A bucket of parameters with names."""
+
+    names: list[str]
+
+
+class ParameterOwner(Protocol):
+    """A sharded model as the table knows it; see `ShardedModel`.
+
+    Attributes:
+        told_of_reads: The user has been warned of a read of a released parameter.
+    """
+
+    told_of_reads: bool
+
+    def place(self, parameter: nn.Parameter) -> tuple[Named, int] | None:
+        """The bucket of a parameter, and its index in it."""
+
+
+_models: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def check_unsharded(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise if a living engine shards one of `parameters`.
+
+    Raises:
+        ValueError: Saying so.
+    """
+    if any(owner_of(parameter) is not None for parameter in parameters):
+        raise ValueError("some of these parameters are sharded by another engine already; one engine per module")
+
+
+def register(parameters: Iterable[nn.Parameter], model: ParameterOwner) -> None:
+    """Remember that `model` shards `parameters`."""
+    for parameter in parameters:
+        _models[parameter] = ref(model)
+
+
+def owner_of(parameter: nn.Parameter) -> ParameterOwner | None:
+    """The sharded model that holds `parameter`, or None."""
+    found: ReferenceType[ParameterOwner] | None = _models.get(parameter)
+    return None if found is None else found()
+
+class WatchedBucket(Protocol):
+    """A bucket of parameters as its watch sees it; see `ParameterBucket`."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    watches: list[EditWatch]
+
+    @property
+    def gathered(self) -> bool: ...
+
+    @property
+    def follows_edits(self) -> bool: ...
+
+    def present_versions(self) -> list[tuple[int, int]]: ...
+
+    def segment_view(self, index: int) -> Tensor: ...
+
+_PART = 1 << 20
+"""Elements of a device's memory that are hashed at once; each needs 16 bytes meanwhile."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class EditWatch:
+    """Notices writes to a bucket while it is whole. Where they count, those that torch has not counted are counted.
+
+    Values that the engine itself replaces (an optimizer's step, a load) come between `let_go` and `renew`.
+
+    Args:
+        bucket: It; gathered.
+        hashed: Look at values, too: one pass over them now, and one at the end. Else at version counters alone.
+    """
+
+    def __init__(self, bucket: WatchedBucket, *, hashed: bool) -> None:
+        self.bucket, self._hashed = bucket, hashed
+        self._lost: set[int] = set()
+        self.renew()
+
+    def renew(self) -> None:
+        """Present values are right."""
+        self._replaced = False
+        self._versions = self.bucket.present_versions()
+        self._hashes = self._present_hashes()
+
+    def let_go(self) -> None:
+        """Values are about to be replaced: with them goes what was written so far."""
+        if not self._replaced:
+            self._lost.update(self._look())
+            self._replaced = True
+
+    def lost(self) -> list[str]:
+        """The parameters with writes that are lost now, in order."""
+        return [self.bucket.names[index] for index in sorted(self._lost | self._look())]
+
+    def _look(self) -> set[int]:
+        """Indices of parameters that were written to since `renew`; none where writes count."""
+        if not self.bucket.gathered:  # an engine's `reset` has released it
+            return set()
+        now, hashes = self.bucket.present_versions(), self._present_hashes()
+        counted = {index for index, (before, after) in enumerate(zip(self._versions, now)) if before != after}
+        changed = {index for index, (before, after) in enumerate(zip(self._hashes, hashes)) if before != after}
+        if not self.bucket.follows_edits:
+            return counted | changed
+        for index in changed - counted:
+            torch.autograd.graph.increment_version(self.bucket.parameters[index])
+        return set()
+
+    def _present_hashes(self) -> list[int]:
+        views = [self.bucket.segment_view(index) for index in range(len(self.bucket.names)) if self._hashed]
+        return hashes_of(views)
+
+
+def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """A hash of each contiguous tensor's bytes; of those on a device in one transfer to the host."""
+    found: dict[int, int] = {}
+    away: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            flat = tensor.detach().reshape(-1)
+            if flat.device.type == "cpu":
+                # A numpy view would keep the memory from being given back.
+                content = (c_char * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
+                found[index] = xxhash.xxh3_64_intdigest(content)
+            else:
+                away[index] = weighted_sum(flat)
+        if away:
+            found.update(zip(away, torch.stack(list(away.values())).tolist(), strict=True))
+    return [found[index] for index in range(len(tensors))]
+
+
+def weighted_sum(flat: Tensor) -> Tensor:
+    """The bits of all elements as integers, times numbers that depend on the place, summed up modulo 2 ** 64; 0-d."""
+    words = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    places = torch.arange(min(_PART, words.numel()), dtype=torch.int64, device=flat.device)
+    for number, part in enumerate(words.split(_PART)):
+        factors = (places[: part.numel()] + number * _PART) * 0x2545F4914F6CDD1D
+        total += (part.to(torch.int64) * (factors ^ (factors >> 29)).bitwise_or_(1)).sum()
+    return total
+
+_PLACES = frozenset({Tensor.data_ptr, Tensor.untyped_storage, *STRIDES})
+"""Asked for of any tensor, such as to find ties."""
+_OF_VALUES = {
+    Tensor.numpy: "numpy()", Tensor.__array__: "numpy", Tensor.cpu: "cpu()", Tensor.tolist: "tolist()",
+    Tensor.item: "item()", Tensor.__float__: "float()", Tensor.__int__: "int()", Tensor.__bool__: "bool()",
+    Tensor.__index__: "an index", Tensor.__complex__: "complex()", Tensor.__reduce_ex__: "pickling",
+    Tensor.__format__: "format()", Tensor.__dlpack__: "dlpack",
+}  # fmt: skip
+"""Calls by which values leave the process, in words."""
+_COPIES = frozenset(
+    {
+        Tensor.clone, Tensor.contiguous, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to,
+        Tensor.type, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.t, Tensor.transpose, Tensor.permute,
+        Tensor.squeeze, Tensor.unsqueeze, Tensor.view_as, Tensor.cuda, Tensor.pin_memory, Tensor.detach,
+        Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
+        torch.clone, torch.detach, torch.reshape, torch.flatten, torch.t, torch.transpose, torch.permute,
+    }
+)  # fmt: skip
+"""Functions whose result has a parameter's values, in another form."""
+_COLLECTIVES = "torch.distributed."
+ANOTHER_STRATEGY = (
+    "To train the module by another strategy, build it anew and load engine.full_state_dict() into it: a module keeps "
+    "its sharding for life."
+)
+
+
+class _Released:
+    """What released parameters and copies of them have in common."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the function on what is there: NaN.
+
+        Raises:
+            RuntimeError: If values would leave the process; names the parameter.
+        """
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            if func in METADATA or func in _PLACES:
+                asked = func is Tensor.is_complex and _in_collective(sys._getframe(1))
+                if asked or (func == _GET_DTYPE and _is_compared(sys._getframe(1))):
+                    raise RuntimeError(_message(args[0], "sending it"))
+                return func(*args, **kwargs)
+            if func is torch.equal or func is Tensor.equal:
+                if args[0] is args[1]:
+                    return True
+            elif func == _SET_DATA:
+                raise RuntimeError(_message(args[0], "`p.data = ...`"))
+            elif (call := _leaves(func, args, kwargs)) is not None:
+                raise RuntimeError(_message(_first(args, kwargs), call))
+            elif func in _COPIES:
+                if func is Tensor.detach and _in_collective(sys._getframe(1)):  # DistributedDataParallel, FSDP
+                    raise RuntimeError(f"{_message(args[0], 'wrapping its module')} {ANOTHER_STRATEGY}")
+                return _copy(func(*args, **kwargs), args[0])
+            elif func not in _SILENT and not _writes(func):
+                _warn(_first(args, kwargs), func)
+            return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:
+        mine: Any = self
+        return f"{name_of(mine)!r} of shape {tuple(mine.shape)}, {mine.dtype}, released (stage 3)"
+
+
+class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]
+    """Never constructed: an `nn.Parameter` is one while it is released."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(_message(self, "deepcopy"))
+
+
+class ReleasedValues(_Released, Tensor):  # type: ignore[misc]
+    """A copy or a view of what a released parameter has for values.
+
+    Attributes:
+        parameter: The parameter.
+    """
+
+    parameter: nn.Parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(_message(self, "deepcopy"))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_SILENT: frozenset[Callable[..., Any]] = frozenset({Tensor.register_hook, Tensor.expand_as, Tensor.retain_grad})
+"""Graphs are looked through before their backward: see `outside`."""
+
+
+def _quick(name: str) -> property:
+    """An attribute that is asked for of every parameter in every step: not by way of `__torch_function__`."""
+    plain = getattr(Tensor, name)
+
+    def get(self: Tensor) -> Any:
+        with DisableTorchFunctionSubclass():
+            return plain.__get__(self)
+
+    def put(self: Tensor, value: Any) -> None:
+        with DisableTorchFunctionSubclass():
+            plain.__set__(self, value)
+
+    def remove(self: Tensor) -> None:
+        with DisableTorchFunctionSubclass():
+            plain.__delete__(self)
+
+    return property(get, put, remove)
+
+
+def _dtype(self: Tensor) -> torch.dtype:
+    if _is_compared(sys._getframe(1)):
+        raise RuntimeError(_message(self, "sending it"))
+    with DisableTorchFunctionSubclass():
+        return cast(torch.dtype, _GET_DTYPE(self))
+
+
+for _name in ("grad", "requires_grad", "shape", "device", "is_leaf", "_version"):
+    setattr(ReleasedParameter, _name, _quick(_name))
+ReleasedParameter.dtype = property(_dtype)  # type: ignore[assignment]
+
+
+def release_class(parameter: nn.Parameter) -> None:
+    """The parameter's values are gone."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = ReleasedParameter
+
+
+def unshard_class(parameter: nn.Parameter) -> None:
+    """The parameter's values are there, or about to be."""
+    if type(parameter) is ReleasedParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def name_of(tensor: Tensor) -> str:
+    """The parameter's name in the module; "" where no engine is left that knows it."""
+    parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
+    model = owner_of(parameter)
+    place = None if model is None else model.place(parameter)
+    return "" if place is None else place[0].names[place[1]]
+
+
+def _first(args: Any, kwargs: Any) -> Tensor:
+    return cast(Tensor, next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Released)))
+
+
+def _copy(values: Any, source: Any) -> Any:
+    """Let a copy of what `source` has know whose values it lacks."""
+    if type(values) not in (Tensor, nn.Parameter) or not isinstance(source, _Released):
+        return values
+    copy = values.as_subclass(ReleasedValues)
+    copy.parameter = source.parameter if isinstance(source, ReleasedValues) else cast(nn.Parameter, source)
+    return copy
+
+
+def _leaves(func: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    """The call in words, if values leave the process by it."""
+    if (call := _OF_VALUES.get(func)) is not None:
+        return call
+    if func is Tensor.to and any(_is_cpu(leaf) for leaf in [*args[1:], *kwargs.values()]):
+        return "to('cpu')"
+    op = qualified_name(func)  # of functional collectives
+    sends = "c10d" in op or str(getattr(func, "__module__", "")).startswith(_COLLECTIVES)
+    return f"{getattr(func, '__name__', op)}()" if sends else None
+
+
+def _is_cpu(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cpu") or value == "cpu"
+
+
+def _in_collective(frame: FrameType | None) -> bool:
+    """Whether torch.distributed asks: its functions look whether a tensor is complex before they send it."""
+    for _ in range(3):  # modes are between
+        if frame is None:
+            return False
+        if str(frame.f_globals.get("__name__", "")).startswith(_COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_compared(frame: FrameType | None) -> bool:
+    """Whether torch.distributed compares the dtypes of the tensors in a collective's lists: before it sends them."""
+    for _ in range(3):  # modes are between
+        if frame is None:
+            return False
+        if frame.f_code is SAME_DTYPE_CHECK:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether it changes its tensor: what is written to a released parameter is told at its next gather."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delete__")
+
+
+def _warn(tensor: Tensor, func: Callable[..., Any]) -> None:
+    parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
+    model = owner_of(parameter)
+    if model is None or model.told_of_reads:
+        return
+    model.told_of_reads = True
+    call = getattr(func, "__name__", str(func))
+    warnings.warn(f"{_message(tensor, call)} This is said once.", UserWarning, stacklevel=3)
+
+
+def _message(tensor: Tensor, call: str) -> str:
+    return (
+        f"parameter {name_of(tensor)!r} is released (stage 3): its values are spread over the ranks, and {call} would "
+        "give NaN. Read it inside `with zero_strategy.sharding.GatheredParameters(parameters):` on all ranks, take "
+        "engine.full_state_dict(), or use stage 2, where parameters are whole."
+    )

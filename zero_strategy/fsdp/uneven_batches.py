@@ -1,0 +1,281 @@
+"""Ranks with different numbers of batches: joined training with weight 0, shared evaluation.
+
+While there are ranks without a batch left, those with one tell them of every unit before they gather it.
+
+    for batch, weight in engine.join_batches(loader):
+        (loss_fn(model(batch)) * weight).backward()
+        optimizer.step(); optimizer.zero_grad()
+
+A rank that has run out repeats its last batch with weight 0 until all have. It does what the others do (forwards,
+backwards, steps, saves), so nothing else has to know of it. Before each batch ranks tell each other in one small
+message whether they have one; the loop ends when none has.
+
+What the gradient is, by `uneven_batches`:
+
+- `join`: weights are 1, so it is the sum over ranks with a batch, divided by all, as under torch's `Join` by default.
+- `join_active`: weights are ranks / ranks with a batch, so it is the mean over those that have one.
+- `error`: the loop ends in a ValueError on all ranks.
+
+Ranks that divide layers among them (tensor parallelism) count as one, and must have the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from copy import copy
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.runtime.torch_private import tree_map
+
+_STEP_OVER, _NOTHING = -1, -2
+"""What ranks tell each other in place of a unit's number while some have no batch: the step is over; no step here."""
+
+
+class SharedEvaluation:
+    """Evaluation steps that all ranks take part in."""
+
+    def __init__(self, model: ShardedModel, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    @contextmanager
+    def shared_step(self) -> Iterator[None]:
+        """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3).
+
+        While there are such ranks, those with a batch tell them of every unit before they gather it.
+        """
+        gatherer = self._model.gatherer
+        if gatherer is None or self._mesh.world_size == 1 or all(self._exchange(1)):
+            yield
+            return
+        gatherer.release_idle()  # as in `drain`: nothing is gathered on any rank
+        gatherer.announce_to(self._announce)
+        try:
+            yield
+        finally:
+            gatherer.announce_to(None)
+            gatherer.release_idle()
+            self._exchange(_STEP_OVER)
+
+    def drain(self) -> None:
+        """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
+        gatherer = self._model.gatherer
+        if gatherer is None or self._mesh.world_size == 1:
+            return
+        gatherer.release_idle()
+        while any(self._exchange(0)):
+            while (number := max(self._exchange(_NOTHING))) >= 0:
+                if number < len(gatherer.units):  # else ranks with a batch agree on something
+                    gatherer.units[number].gather()
+                    gatherer.units[number].release()
+
+    def agree(self, value: int) -> int:
+        """In a step: the least value of all ranks that have a batch, where these must gather alike (stage 3).
+
+        Args:
+            value: This rank's; not negative.
+        """
+        gatherer = self._model.gatherer
+        if gatherer is None or self._mesh.world_size == 1:
+            return value
+        above = len(gatherer.units)
+        return min(other for other in self._exchange(above + value) if other != _NOTHING) - above
+
+    def _announce(self, number: int) -> None:
+        everyone = self._exchange(number)
+        if len({other for other in everyone if other != _NOTHING}) > 1:
+            names = {
+                rank: "the end of the step" if other == _STEP_OVER else repr(self._model.units[other].name)
+                for rank, other in enumerate(everyone)
+                if other != _NOTHING
+            }
+            raise RuntimeError(
+                f"ranks evaluate different parts of the model, which stage 3 cannot serve while it is sharded: {names}"
+            )
+
+    def _exchange(self, number: int) -> list[int]:
+        return [int(other) for other in self._mesh.control.exchange_small(torch.tensor([number], dtype=torch.int32))]
+
+WAYS_OUT = (
+    "give all ranks as many (drop what is left over, repeat samples, or end the loop earlier), or set uneven_batches: "
+    "join (ranks without a batch count with weight 0 in the mean over all ranks) or uneven_batches: join_active (the "
+    "mean over the ranks that have a batch)"
+)
+"""What to do about ranks with different numbers of batches, for messages."""
+
+
+class JoinedBatches:
+    """Pairs of a batch and the weight of its loss, as many on all ranks; can be iterated over again and again.
+
+    Args:
+        loader: This rank's batches.
+        mesh: The ranks.
+        policy: The setting `uneven_batches`.
+    """
+
+    def __init__(self, loader: Iterable[Any], mesh: Mesh, policy: str) -> None:
+        self._loader, self._mesh, self._policy = loader, mesh, policy
+        # Here, for `len()` may be called by one rank alone.
+        length = length_of(loader)
+        told = mesh.team.control.exchange_small(torch.tensor([-1 if length is None else length]))
+        self._lengths = [int(one) for one in told]
+
+    def __len__(self) -> int:
+        """Batches of a pass: the most that any rank has.
+
+        Raises:
+            TypeError: If the loader of some rank has no length; names the ranks.
+        """
+        without = [rank for rank, length in enumerate(self._lengths) if length < 0]
+        if without:
+            raise TypeError(f"the data loaders of rank(s) {without} have no length")
+        return max(self._lengths)
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        return joined(self._loader, self._mesh, self._policy)
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches a loader gives, if it knows."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class _State(IntEnum):
+    """What a rank says before a batch."""
+
+    HAS = 0
+    OUT = 1
+    EMPTY = 2
+    """Out, without a batch that could be repeated."""
+    FAILED = 3
+
+
+_END = object()
+
+
+class OwnBatches:
+    """What a rank's loader gives in one pass.
+
+    Args:
+        loader: The loader.
+        spare: Gives a batch to repeat where the pass has none; None: there is nothing to ask.
+        ended: The pass was over before, so that only a batch to repeat is wanted.
+
+    Attributes:
+        given: Batches so far.
+        state: What to tell the others.
+        error: What the loader raised.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], spare: Callable[[], Any] | None = None, *, ended: bool = False
+    ) -> None:
+        self.given, self.state = 0, _State.OUT if ended else _State.HAS
+        self.error: Exception | None = None
+        self._spare, self._last, self._batches = spare, _END, iter(())
+        try:
+            self._batches = iter(loader)
+        except Exception as error:
+            self.state, self.error = _State.FAILED, error
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank has run out."""
+        return self.state is not _State.HAS
+
+    def advance(self) -> Any:
+        """The next batch, or the last one again."""
+        if self.state is _State.FAILED:
+            return None
+        try:
+            if self.state is _State.HAS:
+                batch = next(self._batches, _END)
+                if batch is not _END:
+                    self.given, self._last = self.given + 1, _own_containers(batch)
+                    return batch
+                self.state = _State.OUT
+            if self._last is _END and self._spare is not None:
+                self._last = self._spare()
+        except StopIteration:
+            pass  # of `spare`
+        except Exception as error:
+            self.state, self.error = _State.FAILED, error
+            return None
+        if self._last is _END:
+            self.state = _State.EMPTY
+            return None
+        return _own_containers(self._last)
+
+
+def _own_containers(batch: Any) -> Any:
+    """The same tensors in other lists and dicts: a step may take things out of those that it is given."""
+    return tree_map(lambda leaf: copy(leaf) if isinstance(leaf, MutableMapping) else leaf, batch)
+
+
+def joined(loader: Iterable[Any], mesh: Mesh, policy: str) -> Iterator[tuple[Any, float]]:
+    """One pass over this rank's batches with their weights, repeated ones included. All ranks go through it together.
+
+    Raises:
+        ValueError: On all ranks, if some run out before others and the policy is `error`, or one has no batch at all
+            to repeat, or ranks that divide layers have different numbers; names ranks and numbers.
+        RuntimeError: On all ranks but the one whose loader raised, where it is what that raised.
+    """
+    return joined_pass(OwnBatches(loader), mesh, policy)
+
+
+def joined_pass(own: OwnBatches, mesh: Mesh, policy: str) -> Iterator[tuple[Any, float]]:
+    """As `joined`, for a pass that has begun."""
+    while True:
+        batch = own.advance()
+        mine = torch.tensor([own.state, mesh.rank, own.given])
+        everyone = [tuple(int(value) for value in told) for told in mesh.team.control.exchange_small(mine)]
+        states = [_State(state) for state, _, _ in everyone]
+        if _State.FAILED in states:
+            _raise_failure(own, mesh)
+        if _State.HAS not in states:
+            return
+        having = {copy_number for state, copy_number, _ in everyone if state == _State.HAS}
+        given = [number for _, _, number in everyone]
+        _check(states, [copy_number for _, copy_number, _ in everyone], having, given, policy)
+        if own.state is not _State.HAS:
+            yield batch, 0.0
+        elif policy == "join_active":
+            yield batch, mesh.world_size / len(having)
+        else:
+            yield batch, 1.0
+
+
+def _raise_failure(own: OwnBatches, mesh: Mesh) -> None:
+    error = own.error
+    said = mesh.team.control.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None)
+    raise RuntimeError(f"the data loader of another rank has failed after {own.given} batches of this one ({failed})")
+
+
+def _check(states: list[_State], copies: list[int], having: set[int], given: list[int], policy: str) -> None:
+    """Raise unless the ranks can go on together; some have a batch."""
+    short = [rank for rank, state in enumerate(states) if state is not _State.HAS]
+    numbers = ", ".join(f"rank {rank} after {given[rank]}" for rank in short)
+    if apart := [rank for rank in short if copies[rank] in having]:
+        raise ValueError(
+            f"rank(s) {apart} have run out of batches ({numbers}), and ranks that divide the same layers have not: "
+            "those must be given the same batches, by a sampler over the data-parallel ranks"
+        )
+    if short and policy == "error":
+        raise ValueError(f"ranks have run out of batches while others go on: {numbers}; {WAYS_OUT}")
+    if empty := [rank for rank in short if states[rank] is _State.EMPTY]:
+        raise ValueError(
+            f"the data loader(s) of rank(s) {empty} give no batch at all, and others have some: a rank takes part in a "
+            "step with a batch of its own, and these have none that they could repeat with weight 0; give every rank "
+            "at least one"
+        )

@@ -1,0 +1,496 @@
+"""Unsharding at stage 3: parameters are gathered before use, prefetched, and resharded after it.
+
+gathered before use, released after it.
+
+A unit is gathered when its forward begins, released when it ends, gathered again when the gradient of its output
+arrives in backward, and released when the gradients of its inputs are done. Parameters of the root unit are gathered
+by whichever module owns them and stay until backward ends. Without `release_after_backward` buckets that a forward with
+gradients has gathered are kept: they stay whole until an optimizer steps on them. The order of gathers seen last time
+is a hint for fetching the next unit early; it is never relied on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import NoneType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.runtime.torch_private import (
+    children_of,
+    in_backward,
+    tree_flatten,
+    tree_unflatten,
+    uncompiled,
+    when_backward_ends,
+)
+
+UNIT_OUTPUT = "zero_strategy.unit_output"
+"""Key in the metadata of a node of the graph that is the output of a unit's forward."""
+_OUTSIDE = -1
+"""Stands among the calls of a unit for uses outside of its forward."""
+_NO_TENSORS = frozenset(map(id, (dict, OrderedDict, bool, int, float, str, NoneType)))
+"""Ids of the types that most attributes of modules have, none of which is a tensor's."""
+_TRACE_PER_UNIT = 16
+"""Bound of what is remembered of the order of uses."""
+
+
+class Unit:
+    """Buckets that are gathered and released together.
+
+    Attributes:
+        name: Name of the module ("" for the root).
+        module: The module whose forward brackets the use.
+        buckets: Its parameters.
+        depth: Forwards under way that use it.
+        calls: Backwards of earlier forwards under way.
+        open_calls: Forwards under way that may be followed by a backward, innermost last.
+        awaited: Earlier forwards whose backward is not over.
+        pinned: Users outside forward and backward (`GatheredParameters`, `state_dict`).
+    """
+
+    def __init__(self, name: str, module: nn.Module, buckets: Sequence[ParameterBucket]) -> None:
+        self.name, self.module, self.buckets = name, module, list(buckets)
+        self.depth = 0
+        self.calls: set[int] = set()
+        self.open_calls: list[int] = []
+        self.awaited: set[int] = set()
+        self.pinned = 0
+
+    @property
+    def gathered(self) -> bool:
+        """Whether all parameters are whole."""
+        return all(bucket.gathered for bucket in self.buckets)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether all parameters are whole, or on their way."""
+        return all(bucket.gathered or bucket.pending for bucket in self.buckets)
+
+    def start_gather(self) -> None:
+        """Begin to gather; returns at once."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+
+    def gather(self) -> None:
+        """Gather, and wait until the parameters can be used."""
+        self.start_gather()
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self) -> None:
+        """Free all but the own slices of what is not kept, unless somebody still uses them."""
+        if not self.depth and not self.calls and not self.pinned:
+            for bucket in self.buckets:
+                if not bucket.kept:
+                    bucket.release()
+
+    def keep(self) -> None:
+        """Stay whole until let go."""
+        for bucket in self.buckets:
+            bucket.kept = True
+
+
+class ParameterGatherer:
+    """Gathers and releases units through forward hooks and gradient hooks.
+
+    Args:
+        units: All units, the root first.
+        prefetch: How many units to fetch ahead.
+        release_after_forward: Release between forward and backward (else only after backward).
+        release_after_backward: Release after backward (else only when an optimizer steps on them).
+        unit_done: Called with a unit's buckets when its backward is over.
+
+    Attributes:
+        trace: Units in the order in which they were used since the last `start_trace`.
+        checksum: Tells the sequence of gathers so far, announced ones left out.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        prefetch: int,
+        release_after_forward: bool,
+        release_after_backward: bool = True,
+        *,
+        unit_done: Callable[[Sequence[ParameterBucket]], None],
+    ) -> None:
+        self.units, self.prefetch, self.release_after_forward = list(units), prefetch, release_after_forward
+        self.release_after_backward = release_after_backward
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
+        self.trace: list[Unit] = []
+        self.checksum = 0
+        self._in_backward: dict[Unit, None] = {}
+        self._unit_done = unit_done
+        self._announce: Callable[[int], None] | None = None
+        self._hints: dict[bool, list[Unit]] = {True: [], False: []}
+        self._grad_trace = True
+        self._next_call = self._replays = 0
+        self._backward_queued = self._creates_graph = False
+        self._handles: list[Any] = []
+        for unit in self.units:
+            self._hook(unit)
+            for bucket in unit.buckets:
+                bucket.tracks_edits = not release_after_backward
+
+    def _hook(self, unit: Unit) -> None:
+        before, after = _ForwardHook(self, unit, enter=True), _ForwardHook(self, unit, enter=False)
+        modules = [unit.module]
+        if unit is self.units[0]:  # its modules are also called one by one, not only through the root's forward
+            modules += owners(unit, unit.module)
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    # ---- forward ----
+
+    def enter(self, unit: Unit) -> None:
+        """A forward that uses `unit` begins."""
+        if unit is self.units[0] and not unit.depth:
+            self.start_trace()
+        unit.depth += 1
+        if unit.depth == 1:
+            self.use(unit)
+
+    def leave(self, unit: Unit, *, backward_follows: bool) -> None:
+        """A forward that used `unit` ends."""
+        unit.depth = max(0, unit.depth - 1)
+        if self._replays and unit.awaited:  # the backward of this unit comes when that of the one around it goes on
+            return
+        keeps = unit is self.units[0] or not self.release_after_forward or self._is_next(unit)
+        if not (backward_follows and keeps):
+            unit.release()
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Inside, a unit is computed again in backward: units inside of it stay whole for theirs."""
+        self._replays += 1
+        try:
+            yield
+        finally:
+            self._replays -= 1
+
+    def _is_next(self, unit: Unit) -> bool:
+        """Whether `unit` was the next to be gathered last time, as the last unit of a forward is in backward."""
+        position, hints = len(self.trace), self._hints[self._grad_trace]
+        return hints[position - 1 : position + 1] == [unit, unit]
+
+    def use(self, unit: Unit) -> None:
+        """Gather `unit` and start on those that followed it last time."""
+        if unit.buckets:
+            self._launch(unit)
+            unit.gather()
+            if not self.release_after_backward and torch.is_grad_enabled() and self._announce is None:
+                unit.keep()  # not where ranks that only follow hold nothing
+            if len(self.trace) >= _TRACE_PER_UNIT * len(self.units):  # nobody calls the root, which would begin anew
+                self.start_trace()
+            self.trace.append(unit)
+            position, hints = len(self.trace), self._hints[self._grad_trace]
+            if hints[position - 1 : position] == [unit]:
+                for ahead in hints[position : position + self.prefetch]:
+                    self._launch(ahead)
+
+    def _launch(self, unit: Unit) -> None:
+        if not unit.under_way:
+            number = self._numbers[unit]
+            if self._announce is None:
+                self.checksum = (self.checksum * 31 + number + 1) % 32749
+            else:
+                self._announce(number)
+            unit.start_gather()
+
+    def start_trace(self) -> None:
+        """Forget the order of gathers so far as the present one and keep it as the hint for the next."""
+        if self.trace:
+            self._hints[self._grad_trace] = self.trace
+        self.trace, self._grad_trace = [], torch.is_grad_enabled()
+
+    def forget_order(self) -> None:
+        """Fetch nothing ahead before the order of uses is seen again: ranks may have seen different ones."""
+        self.trace, self._hints = [], {True: [], False: []}
+
+    # ---- backward ----
+
+    def new_call(self) -> int:
+        """A number for one forward of a unit, by which its backward is known."""
+        self._next_call += 1
+        return self._next_call
+
+    def before_backward(self, unit: Unit, call: int, _gradient: Tensor) -> None:
+        """The gradient of an output of forward `call` has arrived."""
+        self._queue_end()
+        self._creates_graph |= torch.is_grad_enabled()
+        if call not in unit.calls:
+            unit.calls.add(call)
+            self._in_backward[unit] = None
+            if len(unit.calls) == 1:
+                self.use(unit)
+
+    def after_backward(self, unit: Unit, call: int) -> None:
+        """The gradients of the inputs of forward `call` are done."""
+        if torch.is_grad_enabled():  # create_graph: second derivatives will need the unit again
+            return
+        unit.calls.discard(call)
+        unit.awaited.discard(call)
+        unit.release()
+        if not unit.awaited:
+            self._queue_end()
+            self._in_backward.pop(unit, None)
+            self._unit_done(unit.buckets)
+
+    def unfinished(self) -> Iterator[Unit]:
+        """Units, the root apart, whose end in the last backward no input showed, in the order in which they began."""
+        yield from (unit for unit in self._in_backward if unit is not self.units[0])
+
+    def _queue_end(self) -> None:
+        if not self._backward_queued:
+            self._backward_queued = True
+            self._in_backward.clear()
+            when_backward_ends(self._backward_over)
+
+    def _backward_over(self) -> None:
+        self._backward_queued = False
+        if self._creates_graph:  # its units stay until the backward of second derivatives, or the step
+            self._creates_graph = False
+        else:
+            self.release_unused()
+
+    def hold_for_backward(self, unit: Unit) -> None:
+        """Code outside of the unit's forward has computed with its parameters: keep them until backward is over."""
+        unit.calls.add(_OUTSIDE)
+
+    def follow_edits(self) -> None:
+        """Carry what was written to kept parameters over to the own slices."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.follow_edits()
+
+    def let_go(self, buckets: Iterable[ParameterBucket]) -> None:
+        """Values are about to change: what was written to kept ones counts, and they are kept no longer.
+
+        What a forward or a user holds stays whole; it is kept again when it has the new values (`refresh`).
+        """
+        for bucket in buckets:
+            unit = self._unit_of[id(bucket)]
+            if bucket.pending:
+                bucket.finish_gather()  # what is sent of it may be what is about to change
+            for watch in bucket.watches:
+                watch.let_go()
+            if bucket.kept:
+                bucket.follow_edits()
+                bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)
+            unit.release()
+
+    def announce_to(self, call: Callable[[int], None] | None) -> None:
+        """Call this with the number of every unit whose gather is about to start, while ranks without data of their own
+        take part in this rank's gathers; None: there are none.
+        """
+        self._announce = call
+
+    def release_idle(self) -> None:
+        """Release all that nobody uses, also what is kept."""
+        self.let_go(bucket for unit in self.units for bucket in unit.buckets)
+        self._forget_again()
+        self.release_unused()
+
+    def _forget_again(self) -> None:
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.kept_again = False
+
+    def release_unused(self) -> None:
+        """No backward is under way, or gathered values are stale: release all that is not kept and no forward uses."""
+        self._backward_queued = self._creates_graph = False
+        for unit in self.units:
+            unit.calls.clear()
+            unit.awaited.clear()
+            unit.release()
+
+    def reset(self) -> None:
+        """Return to the resting state after an exception tore a forward or a backward apart.
+
+        What is kept stays, as it does on ranks without an exception.
+        """
+        for unit in self.units:
+            unit.depth = unit.pinned = 0
+            unit.open_calls.clear()
+        self._forget_again()
+        self.release_unused()
+
+
+class _InputGate:
+    """Views of a unit's inputs; when the gradients have passed through all of them, the unit's own backward is over.
+
+    Views, not a custom autograd function, so that the unit may work in place on its input as it could without us. An
+    input that gets no gradient, or is overwritten, leaves the gate open until the end of backward.
+
+    As `_OutputHook`, it holds nothing of the engine.
+    """
+
+    def __init__(self, gatherer: ParameterGatherer, unit: Unit, call: int, inputs: int) -> None:
+        self._gatherer, self._unit, self._call = ref(gatherer), ref(unit), call
+        self._inputs = self._missing = inputs
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The unit's own view of an input."""
+        view = tensor.view_as(tensor)
+        assert view.grad_fn is not None
+        view.grad_fn.register_hook(self._passed)
+        return view
+
+    def _passed(self, gradients: Any, of_outputs: Any) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self._missing = self._inputs  # another backward through the same graph may follow
+            if (gatherer := self._gatherer()) is not None and (unit := self._unit()) is not None:
+                gatherer.after_backward(unit, self._call)
+
+
+class _OutputHook:
+    """The gradient of an output of one forward has arrived.
+
+    It holds the gatherer weakly: the garbage collector does not see what a graph holds, and a graph that the module
+    holds in turn (a loss in an attribute, a forward without a backward) would keep the engine for ever.
+    """
+
+    def __init__(self, gatherer: ParameterGatherer, unit: Unit, call: int) -> None:
+        self._gatherer, self._unit, self._call = ref(gatherer), ref(unit), call
+
+    def __call__(self, gradient: Tensor) -> None:
+        """See `ParameterGatherer.before_backward`.
+
+        Raises:
+            RuntimeError: If the module is gone, whose parameters this backward needs.
+        """
+        gatherer, unit = self._gatherer(), self._unit()
+        if gatherer is None or unit is None:
+            raise RuntimeError(
+                "backward through a module that is gone, and whose parameters stage 3 has released: keep the module "
+                "until backward is over"
+            )
+        gatherer.before_backward(unit, self._call, gradient)
+
+
+class _ForwardHook:
+    """Forward pre-hook (`enter`) or post-hook of one unit.
+
+    A copy of the module (deepcopy) gets inert hooks when its parameters were whole, else the copy is refused by name.
+    """
+
+    def __init__(self, gatherer: ParameterGatherer, unit: Unit, *, enter: bool) -> None:
+        self.gatherer, self.unit, self.is_enter = gatherer, unit, enter
+        self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
+        if self.is_enter:
+            return self._before(module, args, kwargs)
+        return self._after(module, output[0])
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.gatherer.enter(self.unit)
+        if not torch.is_grad_enabled():
+            return None
+        call = self.gatherer.new_call()
+        self.unit.open_calls.append(call)
+        if self.unit is self.gatherer.units[0]:
+            return None  # the root stays until backward ends
+        leaves, tree = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return None
+        gate = _InputGate(self.gatherer, self.unit, call, len(places))
+        for place in places:
+            leaves[place] = gate.view(leaves[place])
+        return tree_unflatten(leaves, tree)
+
+    def _after(self, module: nn.Module, output: Any) -> None:
+        backward_follows = False
+        if torch.is_grad_enabled() and self.unit.open_calls:
+            call = self.unit.open_calls.pop()
+            again = in_backward()  # a recomputation, whose graph may not be used
+            for tensor in (*tensors_in(output), *self._left_in(module)):
+                if tensor.requires_grad:
+                    _mark_output(tensor)
+                    tensor.register_hook(_OutputHook(self.gatherer, self.unit, call))
+                    backward_follows = True
+            if backward_follows and not again:
+                self.unit.awaited.add(call)
+        is_root = self.unit is self.gatherer.units[0]
+        self.gatherer.leave(self.unit, backward_follows=backward_follows or (is_root and torch.is_grad_enabled()))
+
+    def _left_in(self, module: nn.Module) -> Iterator[Tensor]:
+        """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""
+        parts, seen = [module], {id(module)}
+        for part in parts:
+            for child in children_of(part).values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    parts.append(child)
+            for value in part.__dict__.values():
+                if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
+                    continue
+                if isinstance(value, Tensor) and value.grad_fn is not None and value not in self._left:
+                    self._left[value] = True
+                    yield value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        if not self.unit.gathered:
+            raise RuntimeError(released_message("deepcopy", self.unit.name))
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        if not self.unit.gathered:
+            raise RuntimeError(released_message("pickling", self.unit.name))
+        return InertHook, ()
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors in any nesting of containers, and of objects with attributes, such as dataclasses."""
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and isinstance(attributes := getattr(leaf, "__dict__", None), dict):
+            yield from tensors_in([held for held in attributes.values() if held is not leaf], depth - 1)
+
+
+class InertHook:
+    """What remains of a hook in a copy of a sharded module: nothing happens."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+def released_message(call: str, unit: str) -> str:
+    """The error for an operation that needs whole parameters while they are released."""
+    return (
+        f"{call} of a sharded module: the parameters of unit {unit or 'root'!r} are released (stage 3) and would be "
+        "copied as NaN. Use engine.full_state_dict(), or wrap the call in "
+        "`with sharding.GatheredParameters(module.parameters()):`."
+    )
+
+
+def owners(unit: Unit, root: nn.Module) -> list[nn.Module]:
+    """Modules of `root`, the unit's own left out, that have a parameter of `unit` themselves, not only in a child."""
+    owned = {id(parameter) for bucket in unit.buckets for parameter in bucket.parameters}
+    return [
+        module
+        for module in root.modules()
+        if module is not unit.module
+        and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
+    ]
+
+
+def _mark_output(tensor: Tensor) -> None:
+    """Note on the graph that `tensor` is what a unit's forward returned."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[UNIT_OUTPUT] = True

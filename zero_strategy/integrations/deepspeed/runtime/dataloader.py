@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.dataloader`."""
-
-from zero_strategy.scripts.data import RepeatingLoader
-
-__all__ = ["RepeatingLoader"]

@@ -1,1 +1,0 @@
-"""`deepspeed.runtime.fp16`."""

@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.swap_tensor`: not part of this version."""
-
-from zero_strategy.integrations.deepspeed.absent import absent
-
-__getattr__ = absent(__name__)

@@ -1,0 +1,452 @@
+r"""Tiers of state below the device's memory: the interface, host memory, NVMe files, and device copies.
+
+    computing   ... | gradients |      ...        | forward reads weights
+                         \                        ^
+    down                  copy -> host waits       |
+    up                             copy, from host-+ (computing waits for it, the host does not)
+
+A copy begins when what is queued on the device at that moment is done. On the CPU copies are made at once.
+
+one mapping of exact size, for as long as it is used.
+
+Large pages where the kernel has them: I/O past the page cache looks up and holds every page. Forked children do not get
+it: a transfer under way and a copy-on-write of its pages would put bytes where nobody looks. Pinned by registering the
+mapping with CUDA; torch's own pinned allocator rounds up to powers of two and keeps what is freed.
+
+pages of exactly the size that is needed, page-locked where there is a GPU to copy to.
+
+a `StateFile` for every set of records that is reserved together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_strategy.offload.file_io import FileQueue, Kind
+from zero_strategy.offload.file_queues import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, open_queue
+from zero_strategy.offload.state_file import StateFile, Transfer, outcome_of
+from zero_strategy.runtime.host_bytes import PAGE
+from zero_strategy.runtime.observer import Observed
+
+
+class Streams(Protocol):
+    """What copies need of a device's queues. Streams and events have the methods of CUDA's in torch."""
+
+    def new(self) -> Any:
+        """A stream."""
+
+    def current(self) -> Any:
+        """The stream on which this thread computes."""
+
+    def within(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, work is queued on a stream."""
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Let a tensor's memory not be used again before what is queued on the stream now is done."""
+
+
+class CudaStreams:
+    """Those of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new(self) -> Any:
+        """A stream."""
+        return torch.cuda.Stream(self._device)
+
+    def current(self) -> Any:
+        """The stream on which this thread computes."""
+        return torch.cuda.current_stream(self._device)
+
+    def within(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, work is queued on a stream."""
+        inside: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return inside
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Let a tensor's memory not be used again before what is queued on the stream now is done."""
+        tensor.record_stream(stream)
+
+
+class Landing:
+    """The end of a copy, to be waited for by whoever uses what has been copied, or changes what it was copied from."""
+
+    def __init__(self, streams: Streams | None = None, event: Any = None) -> None:
+        self._streams, self._event = streams, event
+
+    def on_host(self) -> None:
+        """Return when it has ended."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def on_device(self) -> None:
+        """Let what this thread queues on the device from now on wait for it."""
+        if self._streams is not None:
+            self._streams.current().wait_event(self._event)
+
+
+class DeviceCopies:
+    """Copies from and to one device.
+
+    Args:
+        device: The device.
+        streams: Its queues; default: a CUDA device's own, on the CPU none.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self._streams = CudaStreams(device) if streams is None and device.type == "cuda" else streams
+        self._down: Any = None
+        self._up: Any = None
+
+    def down(self, source: Tensor, target: Tensor) -> Landing:
+        """Begin to copy from the device to memory of the host, which holds the values when that has landed there."""
+        if self._streams is None:
+            target.copy_(source)
+            return Landing()
+        if self._down is None:
+            self._down = self._streams.new()
+        return self._copy(self._streams, self._down, source, target, source)
+
+    def up(self, source: Tensor, target: Tensor) -> Landing:
+        """Begin to copy from memory of the host, which stays as it is until that has landed, to the device."""
+        if self._streams is None:
+            target.copy_(source)
+            return Landing()
+        if self._up is None:
+            self._up = self._streams.new()
+        return self._copy(self._streams, self._up, source, target, target)
+
+    @staticmethod
+    def _copy(streams: Streams, stream: Any, source: Tensor, target: Tensor, on_device: Tensor) -> Landing:
+        stream.wait_stream(streams.current())
+        with streams.within(stream):
+            target.copy_(source, non_blocking=True)
+        streams.keep(on_device, stream)
+        return Landing(streams, stream.record_event())
+
+class PendingIO(Protocol):
+    """A read or a write under way."""
+
+    def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            OSError: Naming the path, the place and the cause.
+        """
+
+
+class Tier(Protocol):
+    """Where records are kept. Memory that is handed in is uint8, 1-D, page-aligned and of the record's size."""
+
+    name: str
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Make room for records of these bytes; raises OSError if there is none."""
+
+    def resident(self, record: str) -> Tensor | None:
+        """The record itself where it lies in host memory, else None."""
+
+    def read(self, record: str, memory: Tensor) -> PendingIO:
+        """Begin to fill `memory` with a record that was written."""
+
+    def write(self, record: str, memory: Tensor) -> PendingIO:
+        """Begin to write a record; `memory` stays as it is until it is done."""
+
+    def staging(self, nbytes: int) -> Tensor:
+        """Memory of `nbytes` bytes, at a page boundary, that reads and writes are fastest with."""
+
+    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+        """Refuse to read records until they are written anew: they are of two states."""
+
+    def is_torn(self, record: str) -> bool:
+        """Whether a record is refused."""
+
+    def release(self, records: Iterable[str]) -> None:
+        """Give the room of records back."""
+
+    def close(self) -> None:
+        """Wait for what is under way and give all room back."""
+
+
+def wait_all(pending: Sequence[PendingIO]) -> None:
+    """Wait for all, also where one has failed; raises the first error."""
+    error: BaseException | None = None
+    for each in pending:
+        try:
+            each.wait()
+        except BaseException as caught:
+            error = error or caught
+    if error is not None:
+        raise error
+
+class HostMemory:
+    """Bytes at the beginning of a page.
+
+    Args:
+        nbytes: Rounded up to whole pages.
+        pinned: Register them with CUDA, so that copies are asynchronous.
+
+    Attributes:
+        bytes: uint8, 1-D, of `nbytes` bytes.
+        pinned: Whether they are registered.
+        reason: Why not, if that was asked for.
+
+    Raises:
+        ValueError: If `nbytes` is not positive.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        if nbytes <= 0:
+            raise ValueError(f"host memory needs a positive number of bytes, got {nbytes}")
+        self.nbytes = self.rounded(nbytes)
+        mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with contextlib.suppress(OSError, AttributeError):  # a kernel without it
+                mapping.madvise(getattr(mmap, advice))
+        self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.pinned, self.reason = False, ""
+        if pinned:
+            self._pin()
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """What `nbytes` take: whole pages."""
+        return -(-nbytes // PAGE) * PAGE
+
+    def _pin(self) -> None:
+        if not torch.cuda.is_available():
+            self.reason = "this torch sees no CUDA device"
+            return
+        address = self.bytes.data_ptr()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+        if code:
+            self.reason = f"cudaHostRegister of {self.nbytes} bytes failed with error {code}"
+            return
+        self.pinned = True
+        # Holds the mapping, so that it is not unmapped before it is unregistered.
+        weakref.finalize(self, _unpin, self.bytes)
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+class HostTier:
+    """Records in host memory, which are used where they lie.
+
+    Args:
+        pinned: Page-lock them for copies from and to a CUDA device. torch's own pinned allocator would round every
+            block up to a power of two, and keep what is given back.
+    """
+
+    name = "host"
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._records: dict[str, tuple[HostMemory, Tensor]] = {}
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Make room; the memory is zeroed, and taken when it is first written to."""
+        for name, nbytes in sizes.items():
+            memory = HostMemory(max(nbytes, 1), pinned=self._pinned)
+            if self._pinned and not memory.pinned:
+                self._pinned = False
+                warnings.warn(
+                    f"offloaded state stays in pageable memory, from which copies are slower: {memory.reason} (see "
+                    "`ulimit -l`)",
+                    stacklevel=2,
+                )
+            self._records[name] = memory, memory.bytes[:nbytes]
+
+    def resident(self, record: str) -> Tensor | None:
+        """The record itself."""
+        return self._records[record][1]
+
+    def read(self, record: str, memory: Tensor) -> Done:
+        """Copy a record."""
+        memory.copy_(self._records[record][1])
+        return Done()
+
+    def write(self, record: str, memory: Tensor) -> Done:
+        """Replace a record."""
+        self._records[record][1].copy_(memory)
+        return Done()
+
+    def staging(self, nbytes: int) -> Tensor:
+        """Memory for reads and writes; nobody needs it here."""
+        return HostMemory(nbytes).bytes
+
+    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+        """Nothing: a record in memory says nothing of its past, as a tensor does not."""
+
+    def is_torn(self, record: str) -> bool:
+        """Never."""
+        return False
+
+    def release(self, records: Iterable[str]) -> None:
+        """Give memory back, once nobody uses it."""
+        for record in records:
+            del self._records[record]
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._records.clear()
+
+
+class Done:
+    """A read or a write that is over."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+class NvmeTier:
+    """Records in files of this rank, which nobody else sees and which are gone with the process.
+
+    Threads may share it: a gather reads in a thread of its own, a save in the background in another. The lock is
+    held while records are looked up and transfers begin or are ticked off, never while bytes move.
+
+    Args:
+        directories: On one or several drives, over which records are striped.
+        rank: Of this process, for the files' names.
+        label: Whose state it is, for the same.
+        block_bytes: Most bytes of one read or write of a drive; see `probe`.
+        depth: How many are under way at once, per directory.
+        checksums: Keep a checksum of every record in memory, and compare it on reading.
+        observed: Who is told of transfers; None: nobody.
+
+    Attributes:
+        observed: See the argument.
+    """
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        directories: Sequence[str],
+        rank: int = 0,
+        label: str = "state",
+        *,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        depth: int = DEFAULT_DEPTH,
+        checksums: bool = False,
+        observed: Observed | None = None,
+    ) -> None:
+        self._directories, self._rank, self._label, self._checksums = list(directories), rank, label, checksums
+        self._queue: FileQueue = open_queue(depth=depth * len(self._directories), block_bytes=block_bytes)
+        self._files: dict[str, StateFile] = {}
+        self._staging: list[HostMemory] = []
+        self._lock = threading.RLock()
+        self.observed = observed or Observed()
+        self._finalizer = weakref.finalize(self, _close, self._queue, self._files, os.getpid())
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Make a file for these records.
+
+        Raises:
+            OSError: If there is no room, with the bytes needed and the bytes free.
+        """
+        with self._lock:
+            file = StateFile(
+                self._directories,
+                sizes,
+                queue=self._queue,
+                label=self._label,
+                rank=self._rank,
+                checksums=self._checksums,
+            )
+            self._files.update(dict.fromkeys(sizes, file))
+
+    def resident(self, record: str) -> None:
+        """Nothing: records are in files."""
+
+    def read(self, record: str, memory: Tensor) -> NvmeTransfer:
+        """Begin to read a record."""
+        return self._begin("read", record, memory)
+
+    def write(self, record: str, memory: Tensor) -> NvmeTransfer:
+        """Begin to write a record."""
+        return self._begin("write", record, memory)
+
+    def _begin(self, kind: Kind, record: str, memory: Tensor) -> NvmeTransfer:
+        while True:
+            with self._lock:
+                file = self._files[record]
+                before = file.meeting(kind, record, 0, memory.numel())
+                if not before:
+                    begin = file.read if kind == "read" else file.write
+                    ended = self.observed.transfer("disk_read" if kind == "read" else "disk_write", memory.numel())
+                    return NvmeTransfer(begin(record, memory), self._lock, self.observed, ended)
+            for transfer in before:  # its error is its owner's to tell
+                outcome_of(transfer, self._lock)
+
+    def staging(self, nbytes: int) -> Tensor:
+        """Memory that the queue knows, if that makes anything faster; it is kept as long as the tier."""
+        memory = HostMemory(nbytes, pinned=torch.cuda.is_available())
+        with self._lock:
+            self._staging.append(memory)
+            self._queue.register(memory.bytes)
+        return memory.bytes[:nbytes]
+
+    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+        """Refuse to read records until they are written anew."""
+        with self._lock:
+            for record in records:
+                self._files[record].mark_torn([record], reason)
+
+    def is_torn(self, record: str) -> bool:
+        """Whether a record is refused."""
+        with self._lock:
+            return record in self._files[record].torn
+
+    def release(self, records: Iterable[str]) -> None:
+        """Give records up; a file goes with the last of its own."""
+        with self._lock:
+            touched = {id(file): file for file in (self._files.pop(record) for record in records)}
+            kept = {id(file) for file in self._files.values()}
+            for identity, file in touched.items():
+                if identity not in kept:
+                    file.close()
+
+    def close(self) -> None:
+        """Wait for what is under way and give all room back."""
+        with self._lock:
+            self._finalizer()
+
+
+class NvmeTransfer:
+    """A read or a write under way; `ended` is called when it is known to be over."""
+
+    def __init__(
+        self, transfer: Transfer, lock: threading.RLock, observed: Observed, ended: Callable[[], None] | None
+    ) -> None:
+        self._transfer, self._lock, self._observed, self._ended = transfer, lock, observed, ended
+
+    def wait(self) -> None:
+        """Return when all bytes have moved; see `Transfer.wait`."""
+        with self._observed.span("disk"):
+            self._transfer.wait(self._lock)
+        if self._ended is not None:
+            self._ended()
+            self._ended = None
+
+
+def _close(queue: FileQueue, files: dict[str, StateFile], process: int) -> None:
+    if os.getpid() != process:  # a forked child has no part in what is under way
+        return
+    try:
+        for file in {id(file): file for file in files.values()}.values():
+            file.close()
+    finally:
+        files.clear()
+        queue.close()

@@ -1,0 +1,269 @@
+"""Gradient norms and clipping: one figure for every stage.
+
+one figure for every stage, and the clip that follows from it.
+
+Squares are summed in float64 (`ops.grad_stats`), so that the norm does not depend on how the elements are divided (up
+to the last bit of a float64, which the float32 coefficient does not see). Non-finite values are a flag of their own.
+
+their norm, and what is done to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy import ops
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.offload.chunks import OffloadedPart, visit
+from zero_strategy.ops.library import FLOATS, norm_order
+
+Shard = Tensor | OffloadedPart
+"""A rank's part of a gradient: in memory, or in a tier, from which it is read a few elements at a time."""
+
+
+@dataclass(frozen=True)
+class GradientNorm:
+    """The norm of a set of gradients over all ranks.
+
+    Attributes:
+        value: The norm (inf or nan if a gradient is).
+        finite: Whether every element of every gradient on every rank is finite.
+    """
+
+    value: float
+    finite: bool
+
+    def coefficient(self, max_norm: float) -> float:
+        """What gradients are multiplied by so that their norm is at most `max_norm`; 1.0 below it.
+
+        The formula is `torch.nn.utils.clip_grad_norm_`'s: max_norm / (norm + 1e-6), at most 1.
+        """
+        return min(1.0, max_norm / (self.value + 1e-6)) if not math.isnan(self.value) else math.nan
+
+
+@dataclass(frozen=True)
+class GradientStats:
+    """What the pass over the gradients that a norm takes found on this rank, part by part.
+
+    Attributes:
+        names: The parameter of each part.
+        norm_type: p.
+        sums: Of |x| ** p (inf: the largest |x|) over each part, float64.
+        nonfinite: How many x of each part are not finite.
+        norm: Of all ranks together.
+    """
+
+    names: list[str]
+    norm_type: float
+    sums: Tensor
+    nonfinite: Tensor
+    norm: GradientNorm
+
+
+def global_norm(
+    shards: Iterable[Shard],
+    norm_type: float | str,
+    groups: Iterable[Communicator],
+    scales: Sequence[float] | None = None,
+    look: Callable[[Tensor, Tensor], None] | None = None,
+) -> GradientNorm:
+    """The norm of all ranks' `shards` together.
+
+    Args:
+        shards: This rank's parts, flat; every element of a gradient lies on exactly one rank of `groups`.
+        scales: What each part is to be multiplied by first; default: 1.
+        norm_type: Any positive p, or inf, also as the string "inf".
+        groups: Communicators over which the parts are spread (the shard axis, and model-parallel groups).
+        look: Takes the sums of this rank's parts, and how many values of each are not finite.
+
+    Raises:
+        ValueError: If `norm_type` is not positive.
+    """
+    norm_type = norm_order(norm_type)
+    shards, groups = list(shards), list(groups)
+    factors = [1.0] * len(shards) if scales is None else scales
+    if math.isinf(norm_type):
+        largest, finite = _totals(shards, norm_type, groups, factors, look)
+        return GradientNorm(largest, finite)
+    total, finite = _totals(shards, norm_type, groups, factors, look)
+    if not finite:
+        return GradientNorm(total, False)
+    if math.isfinite(total):
+        return GradientNorm(total ** (1.0 / norm_type), True)
+    # finite numbers whose powers are not: as multiples of the largest
+    largest, _ = _totals(shards, math.inf, groups, factors)
+    parts = [
+        (shard if isinstance(shard, Tensor) else shard.read()).detach().double() * (factor / largest)
+        for shard, factor in zip(shards, factors, strict=True)
+    ]
+    total, _ = _totals(parts, norm_type, groups, [1.0] * len(parts))
+    return GradientNorm(largest * total ** (1.0 / norm_type), True)
+
+
+def _totals(
+    shards: Sequence[Shard],
+    norm_type: float,
+    groups: Sequence[Communicator],
+    factors: Sequence[float],
+    look: Callable[[Tensor, Tensor], None] | None = None,
+) -> tuple[float, bool]:
+    """Sum of |x| ** norm_type (inf: the largest |x|) over all ranks, and whether every x is finite."""
+    is_max = math.isinf(norm_type)
+    sums, counts = _all_power_sums(shards, norm_type)
+    scales = torch.tensor(factors, dtype=torch.float64).abs()
+    counts = counts + ~torch.isfinite(scales)
+    sums = sums * (scales if is_max else scales**norm_type)
+    if look is not None:
+        look(sums, counts)
+    total = sums.max() if is_max and len(sums) else sums.sum()
+    found = torch.stack([total, counts.sum().double()])
+    for group in groups:
+        values = torch.stack(group.exchange_small(found, "the gradient norm"))
+        summed = values.sum(dim=0)
+        found = torch.stack([values[:, 0].amax(), summed[1]]) if is_max else summed
+    return float(found[0]), float(found[1]) == 0
+
+
+def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, Tensor]:
+    """`_power_sums` of tensors and of what is in tiers."""
+    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), torch.zeros(len(shards), dtype=torch.int64)
+    here = {index: shard for index, shard in enumerate(shards) if isinstance(shard, Tensor)}
+    away = dict[int, OffloadedPart]()
+    for index, shard in enumerate(shards):
+        if not isinstance(shard, OffloadedPart):
+            continue
+        if shard.powers is not None and shard.powers[0] == norm_type:
+            sums[index] = shard.powers[1]
+            nonfinite[index] = shard.powers[2]
+        else:
+            away[index] = shard
+    is_max = math.isinf(norm_type)
+
+    def add(indices: Sequence[int], values: Sequence[Tensor]) -> None:
+        found, counts = _power_sums(values, norm_type)
+        at = torch.tensor(indices)
+        sums[at] = torch.maximum(sums[at], found) if is_max else sums[at] + found
+        nonfinite[at] += counts
+
+    if here:
+        add(list(here), list(here.values()))
+    keys = list(away)
+    visit(list(away.values()), lambda positions, values: add([keys[position] for position in positions], values))
+    return sums, nonfinite
+
+
+def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
+    """Sum of |x| ** norm_type (inf: largest |x|) of every tensor, and how many x are not finite, on the CPU."""
+    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), torch.zeros(len(shards), dtype=torch.int64)
+    by_device: dict[torch.device, list[int]] = {}
+    others: dict[torch.device, list[int]] = {}  # that the op does not take
+    for index, shard in enumerate(shards):
+        if shard.dtype in FLOATS and shard.is_contiguous():
+            by_device.setdefault(shard.device, []).append(index)
+        elif shard.numel():
+            others.setdefault(shard.device, []).append(index)
+    for indices in others.values():
+        values = [shards[index].detach() for index in indices]
+        norms = torch.stack([torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values])
+        sums[indices] = (norms if math.isinf(norm_type) else norms**norm_type).cpu()
+        nonfinite[indices] = torch.stack([(~torch.isfinite(value)).sum() for value in values]).cpu()
+    for indices in by_device.values():
+        found, counts = ops.grad_stats([shards[index].detach() for index in indices], norm_type)
+        sums[indices] = found.cpu()
+        nonfinite[indices] = counts.cpu().to(torch.int64)
+    return sums, nonfinite
+
+class OwnGradients:
+    """What clipping and unscaling ask of an optimizer.
+
+    Args:
+        model: The sharded model.
+        parameters: The parameters, all of them the model's.
+    """
+
+    def __init__(self, model: ShardedModel, parameters: Callable[[], Iterator[nn.Parameter]]) -> None:
+        self._model, self._parameters = model, parameters
+
+    def _each(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int, Shard, float]]:
+        """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come.
+
+        Args:
+            only: Ids of the parameters that count; default: all.
+        """
+        found: dict[GradientBucket, dict[int, tuple[Shard, float]]] = {}
+        for gradients, index in self._places(only):
+            if gradients not in found:
+                found[gradients] = gradients.scaled_gradients()
+            if index in found[gradients]:
+                yield gradients, index, *found[gradients][index]
+
+    def _with_gradients(self, only: Container[int] | None) -> dict[GradientBucket, list[int]]:
+        """The same without values: buckets and indices there."""
+        wanted: dict[GradientBucket, set[int]] = {}
+        for gradients, index in self._places(only):
+            wanted.setdefault(gradients, set()).add(index)
+        return {
+            gradients: [index for index in gradients.owned_indices() if index in indices]
+            for gradients, indices in wanted.items()
+        }
+
+    def _places(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int]]:
+        """Where the parameters' gradients are, whether they have one or not: bucket, index."""
+        place_of, gradient_of = self._model.place, self._model.gradient_of
+        for parameter in self._parameters():
+            if only is None or id(parameter) in only:
+                place = place_of(parameter)
+                assert place is not None
+                yield gradient_of(place[0]), place[1]
+
+    def shards(
+        self, norm_type: float | str, only: Container[int] | None = None
+    ) -> tuple[list[Shard], list[float], list[str]]:
+        """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
+        norm_type = norm_order(norm_type)  # before anybody expects it of gradients to come
+        for expecting in {gradients: None for gradients, _ in self._places()}:
+            expecting.round_scales()
+            expecting.expect_norm(norm_type)
+        shards, factors, names = [], [], []
+        for gradients, index, values, factor in self._each(only):
+            bucket = gradients.bucket
+            if not bucket.parts[index].counts:
+                continue  # the first tensor-parallel rank has the same
+            if not bucket.placement.shard_optimizer:  # whole on every rank: count the own slice only
+                cut = bucket.slice_piece_of.get(index)
+                start, stop = (0, 0) if cut is None else (cut.start, cut.stop)
+                values = values[start:stop] if isinstance(values, Tensor) else values.narrow(start, stop)
+            shards.append(values)
+            factors.append(factor)
+            names.append(bucket.names[index])
+        return shards, factors, names
+
+    def norm(self, norm_type: float | str = 2.0) -> GradientNorm:
+        """Their norm over all ranks. A collective."""
+        self._model.reducer.settle()
+        shards, factors, _ = self.shards(norm_type)
+        return global_norm(shards, norm_type, [*self._model.norm_groups], factors)
+
+    @torch.no_grad()
+    def scale(self, factor: float, only: Container[int] | None = None) -> None:
+        """Multiply the gradients; a fused step does it on its way."""
+        if factor == 1.0:
+            return
+        for gradients, indices in self._with_gradients(only).items():
+            gradients.scale(indices, factor)
+
+    @torch.no_grad()
+    def clip_values(self, limit: float, only: Container[int] | None = None) -> None:
+        """Clamp every element of the gradients to [-limit, limit]."""
+        self._model.reducer.settle()
+        for gradients, indices in self._with_gradients(only).items():
+            for index in indices:
+                gradients.change(index, partial(torch.clamp_, min=-limit, max=limit))

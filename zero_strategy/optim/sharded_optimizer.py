@@ -1,0 +1,496 @@
+"""Any elementwise torch optimizer, run on the pieces of parameters that this rank owns.
+
+The user's optimizer object stays what it is: same instance, same `param_groups` with the module's own parameters, same
+hyper-parameter dicts (so schedulers work). Only while `step()` runs does each group list this rank's pieces instead:
+flat fp32 views into the master buffers, with flat views of the reduced gradients. The public step hooks of
+`torch.optim.Optimizer` do the exchange, so it does not matter who calls `step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy import ops
+from zero_strategy.fsdp.dtensor import TensorPart, local_values
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.fsdp.layout import Piece
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
+from zero_strategy.optim.fused import FusedOptimizer
+from zero_strategy.optim.grad_norm import OwnGradients, Shard
+from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
+from zero_strategy.optim.optimizer_checks import check_elementwise
+from zero_strategy.optim.streamed import Update
+from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_in_memory
+
+SCALAR_STATES = ("step", "eta", "mu", "mu_product")
+"""Per-parameter 0-d states of torch's optimizers."""
+
+
+class ShardedOptimizer:
+    """The tie between one torch optimizer and a sharded model.
+
+    Args:
+        optimizer: The optimizer over parameters of `model`; state that it has already is divided.
+        model: The sharded model.
+        declines: Asked when a step's gradients are reduced, on all ranks: whether it is not to be taken.
+
+    Attributes:
+        optimizer: The user's object.
+        gradients: Of its parameters.
+        skip_next: Leave parameters and state alone in the next `step()` (agreed by all ranks).
+        skipped: Whether the last `step()` did.
+        stopped_by: The exception, in words, that ended the last update of values half-way.
+
+    Raises:
+        TypeError: If the optimizer is not elementwise.
+        ValueError: If it holds a parameter that is not the model's; names its place.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: ShardedModel, declines: Callable[[ShardedOptimizer], bool]) -> None:
+        check_elementwise(optimizer, model.config.elementwise_optimizers, whole=not model.placement.shard_optimizer)
+        if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps float32 master weights, which precision.master_weights=False rules "
+                "out: remove that setting, or use the torch.optim class"
+            )
+        self.optimizer, self.model = optimizer, model
+        self._begins_with = trial_state(optimizer)
+        if self._rule() is not None:
+            for device in _devices(model):
+                ops.ensure(device)
+        self.skip_next = self.skipped = self._fused = False
+        self._declines = declines
+        self._pieces: dict[int, tuple[nn.Parameter, Piece, Tensor]] = {}
+        self._whole: list[list[nn.Parameter]] | None = None
+        self.stopped_by = ""
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        self.state: dict[Tensor, Any] = {}
+        self.gradients = OwnGradients(model, self.parameters)
+        self._check_groups()
+        self._offloaded: OffloadedStates | None = None
+        if model.optimizer_store is not None:
+            rule, store = self._rule(), model.optimizer_store
+            self._offloaded = OffloadedStates(optimizer, rule, model, store)
+        self._divide_existing_state()
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+        ]
+
+    # ---- parameters and pieces ----
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The module parameters of all groups, in group order."""
+        groups = self._whole or [group["params"] for group in self.optimizer.param_groups]
+        for group in groups:
+            yield from group
+
+    def _check_groups(self) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if self.model.place(parameter) is None:
+                    raise ValueError(
+                        f"parameter {index} of param group {number} of {type(self.optimizer).__name__}, shape "
+                        f"{tuple(parameter.shape)}, is not a parameter of the sharded module. Build the optimizer from "
+                        "that module's parameters() (not from a copy, and not before the module was moved)."
+                    )
+
+    def piece(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """This rank's part of `parameter` as the optimizer sees it, flat and fp32 where a master copy is kept."""
+        known = self._pieces.get(id(parameter))
+        place = self.model.place(parameter)
+        assert place is not None
+        bucket, index = place
+        if known is not None and known[2] is bucket.master:
+            return known[0]
+        found = bucket.piece_of.get(index)
+        if found is None:
+            return None
+        shape = bucket.layout.segments[index].shape
+        if bucket.master_vector is not None or bucket.shard_vector is not None:
+            if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master_dtype:
+                # Values are elsewhere: an object of the right shape, to which the state belongs.
+                nothing = torch.full((1,), float("nan"), dtype=bucket.master_dtype)
+                stand_in = self._nothing.setdefault(bucket.master_dtype, nothing).expand(found.numel)
+                if not bucket.placement.shard_optimizer and shape:
+                    stand_in = stand_in.view(shape) if found.numel else torch.empty(shape)
+                known = (nn.Parameter(stand_in), found, bucket.master)
+            self._pieces[id(parameter)] = (known[0], found, bucket.master)
+            return known[0]
+        view = bucket.master[found.offset : found.offset + found.numel]
+        if not bucket.placement.shard_optimizer and shape:  # all of this rank's part: show its shape
+            view = view.view(shape)
+        if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
+            known = (nn.Parameter(view), found, bucket.master)
+        self._pieces[id(parameter)] = (known[0], found, bucket.master)
+        return known[0]
+
+    def _divide_existing_state(self) -> None:
+        existing = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for parameter, values in existing.items():
+            assert isinstance(parameter, nn.Parameter)
+            master = values.pop("master", None) if isinstance(self.optimizer, FusedOptimizer) else None
+            if master is not None:
+                self._take_master(parameter, master)
+            self._keep_pieces(parameter, values)
+
+    def _take_master(self, parameter: nn.Parameter, master: Tensor) -> None:
+        """A fused optimizer that ran by itself kept master weights; from now on the bucket does."""
+        place = self.model.place(parameter)
+        assert place is not None
+        bucket, index = place
+        if bucket.has_master:
+            bucket.set_master(index, master)
+
+    def _keep_pieces(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
+        """Keep this rank's part of a parameter's whole state; low precision becomes the piece's fp32."""
+        piece, place = self.piece(parameter), self.model.place(parameter)
+        assert place is not None
+        mine = {
+            key: local_values(place[0].parts[place[1]], parameter, value.detach())
+            for key, value in values.items()
+            if is_elementwise_state(key, value, parameter.shape)
+        }
+        if piece is None:
+            return
+        _, cut, _ = self._pieces[id(parameter)]
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in mine:
+                part = mine[key].reshape(-1)[cut.start : cut.stop]
+                if (offloaded := self.offloaded_place(parameter, key)) is not None:
+                    offloaded.write(part)
+                    kept[key] = offloaded
+                    continue
+                dtype = piece.dtype if value.dtype == parameter.dtype else value.dtype
+                kept[key] = torch.empty(part.shape, dtype=dtype, device=piece.device).copy_(part).view(piece.shape)
+            else:
+                kept[key] = value.clone() if isinstance(value, Tensor) else value
+        self.state[piece] = kept
+
+    def offloaded_place(self, parameter: nn.Parameter, key: str) -> OffloadedPart | None:
+        """Where a per-element state of this rank's piece of `parameter` is kept in a tier; None: it is in memory."""
+        place, piece = self.model.place(parameter), self.piece(parameter)
+        assert place is not None
+        bucket, index = place
+        if self._offloaded is None or piece is None:
+            return None
+        return self._offloaded.place(bucket, bucket.piece_of[index], key, piece.shape)
+
+    # ---- the step ----
+
+    def _rule(self) -> UpdateRule | None:
+        """What takes the steps in place of the optimizer's own code."""
+        optimizer, model = self.optimizer, self.model
+        if model.optimizer_store is not None:
+            return rule_for_parts(optimizer, model.config.elementwise_optimizers, self._begins_with)
+        masters = any(bucket.keeps_master and bucket.trainable for bucket in model.buckets)
+        taken = model.config.fused_optimizers
+        return rule_in_memory(optimizer, fused_optimizers=taken, devices=_devices(model), masters=masters)
+
+    def begin_step(self, args: Any, kwargs: Any) -> Any:
+        """Before torch's `step()`: gradients are reduced, and the shards updated or put into the groups for torch.
+
+        Returns:
+            The arguments that torch's step gets, where they are others: the closure has run.
+        """
+        changed = _run_closure_first(args, kwargs)
+        self.restore()  # an earlier step may have raised before its end
+        self.model.reducer.settle()
+        self._check_groups()
+        self.skip_next = self._declines(self) or self.skip_next
+        rule = self._rule()
+        if self._offloaded is not None:
+            self._offloaded.prepare(rule)
+        trained = [self.piece(parameter) for parameter in self.parameters() if parameter.requires_grad]
+        if any(piece is not None and piece.dtype != torch.float32 for piece in trained):
+            rule = None
+        self._fused = rule is not None
+        self._swap_in()
+        if rule is not None and not self.skip_next:
+            scale = kwargs.get("grad_scale", 1.0)
+            try:
+                with torch.no_grad():
+                    if self._offloaded is not None:
+                        self._offloaded.step(self._updates, scale)
+                    else:
+                        rule.update(_segments(self._updates), scale, self._combine)
+            except Exception as error:
+                self.stopped_by = f"{type(error).__name__}: {error}"
+                raise
+        return changed
+
+    def end_step(self) -> None:
+        """After torch's `step()`: the module's parameters are back in the groups, and whole where they have to be."""
+        buckets = self._stepped
+        self._updates.clear()  # they hold the gradients
+        self._swap_back()
+        self.skipped, self.skip_next = self.skip_next, False
+        if self.skipped:
+            return
+        for work in [bucket.publish(copied=self._fused) for bucket in buckets]:
+            work.wait()
+        torch.autograd.graph.increment_version(self._stepped_parameters)  # a backward through old values is noticed
+        for bucket in buckets:
+            bucket.note_versions()
+        self.model.forget_gathered(buckets)
+
+    def _swap_in(self) -> None:
+        stepped: dict[int, ParameterBucket] = {}
+        self._stepped_parameters: list[nn.Parameter] = []
+        self._updates: list[Update] = []
+        gradients: dict[int, dict[int, tuple[Shard, float]]] = {}
+        self._whole = [group["params"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            pieces = []
+            for parameter in group["params"]:
+                place = self.model.place(parameter)
+                assert place is not None
+                bucket, index = place
+                gradient_bucket = self.model.gradient_of(bucket)
+                if index in gradient_bucket.live:
+                    self._stepped_parameters.append(parameter)
+                    stepped[id(bucket)] = bucket
+                piece = self.piece(parameter)
+                if piece is None:
+                    continue
+                pieces.append(piece)
+                if self.skip_next:
+                    continue
+                if id(bucket) not in gradients:
+                    gradients[id(bucket)] = self._scaled_gradients(gradient_bucket)
+                if index not in gradients[id(bucket)]:
+                    continue
+                gradient, factor = gradients[id(bucket)][index]
+                if self._fused:
+                    state = self.state.setdefault(piece, {})
+                    cut = bucket.piece_of[index]
+                    self._updates.append(Update(group, parameter, piece, bucket, cut, gradient, factor, state))
+                else:
+                    assert isinstance(gradient, Tensor), "what is in tiers is updated by a rule"
+                    piece.grad = gradient.to(piece.dtype).view(piece.shape)
+            group["params"] = pieces
+        self._stepped = list(stepped.values())
+        if not self.skip_next:
+            self.model.let_go(self._stepped)
+        self.optimizer.state.update(self.state)
+
+    def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:
+        if self._fused:
+            return gradients.scaled_gradients()
+        return {index: (gradient, 1.0) for index, gradient in gradients.owned_gradients().items()}
+
+    def _combine(self, segments: Sequence[Segment], sums: Tensor) -> Tensor:
+        """Sums over the pieces of a parameter, wherever they lie. A collective where the optimizer is divided."""
+        rows = {id(parameter): row for row, parameter in enumerate(self.parameters())}
+        chosen = [rows[id(segment.owner)] for segment in segments]
+        table = torch.zeros(len(rows), sums.shape[1], dtype=torch.float64)
+        table[chosen] = sums
+        if self.model.placement.shard_optimizer:
+            table = torch.stack(self.model.mesh.shard_control.exchange_small(table)).sum(dim=0)
+        divided = [row for row, parameter in enumerate(self.parameters()) if self._part(parameter).dim is not None]
+        if divided:  # the same on all tensor-parallel ranks
+            table[divided] = torch.stack(self.model.mesh.tensor.exchange_small(table[divided])).sum(dim=0)
+        return table[chosen]
+
+    def _part(self, parameter: nn.Parameter) -> TensorPart:
+        place = self.model.place(parameter)
+        assert place is not None
+        return place[0].parts[place[1]]
+
+    def _swap_back(self) -> None:
+        assert self._whole is not None
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
+            for piece in group["params"]:
+                piece.grad = None
+            group["params"] = whole
+        self._whole = None
+        self.state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+
+    # ---- state ----
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """This rank's optimizer state of `parameter`: flat pieces and scalars; empty before its first step.
+
+        What is in a tier is read: a copy.
+        """
+        piece = self.piece(parameter)
+        return {} if piece is None else {key: as_tensor(value) for key, value in self.state.get(piece, {}).items()}
+
+    def write_state_of(self, parameter: nn.Parameter, key: str, values: Tensor) -> None:
+        """Replace the values of one per-element state of this rank's piece.
+
+        Raises:
+            ValueError: If there is no such state.
+        """
+        piece = self.piece(parameter)
+        assert piece is not None
+        state = self.state.get(piece, {})
+        if key not in state:
+            raise ValueError(f"no optimizer state {key!r} for this parameter; it has {sorted(state)}")
+        if isinstance(state[key], OffloadedPart):
+            state[key].write(values)
+        else:
+            state[key].copy_(values.view_as(state[key]))
+
+    def set_state_of(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
+        """Replace this rank's optimizer state of `parameter`."""
+        piece = self.piece(parameter)
+        if piece is not None:
+            self.state[piece] = values
+
+    def reduction_begins(self) -> None:
+        """A backward begins that will reduce gradients."""
+        if self._offloaded is not None:
+            self._offloaded.reduction_begins()
+
+    def offloaded(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
+        """The vectors of its state in a tier, and whose they are."""
+        if self._offloaded is not None:
+            yield from self._offloaded.vectors()
+
+    def tensors_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        """This rank's optimizer state of `parameter` that is in memory."""
+        piece = self.piece(parameter)
+        values = () if piece is None else self.state.get(piece, {}).values()
+        return [value for value in values if isinstance(value, Tensor)]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that steps on state in files have taken."""
+        return 0 if self._offloaded is None else self._offloaded.staging_bytes
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank in whatever tier, master weights left out."""
+        tensors = [value for values in self.state.values() for value in values.values() if isinstance(value, Tensor)]
+        offloaded = 0 if self._offloaded is None else self._offloaded.nbytes()
+        return offloaded + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def load_whole(self, state_dict: dict[str, Any]) -> None:
+        """Take a whole state in the optimizer's own `state_dict()` form, keep this rank's pieces of it.
+
+        Raises:
+            ValueError: If its param groups do not fit (torch's own message).
+        """
+        self.optimizer.load_state_dict({**state_dict, "state": {}})  # torch would cast and move whole moments
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        self.state.clear()
+        for number, parameter in zip(numbers, self.parameters(), strict=True):
+            if number in state_dict["state"]:
+                self._keep_pieces(parameter, state_dict["state"][number])
+
+    def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Let its state in memory lie where `move` puts it."""
+        for values in self.state.values():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    values[key] = move(value)
+
+    def refresh_pieces(self) -> None:
+        """Have pieces of the present master weights, before these move."""
+        for parameter in self.parameters():
+            self.piece(parameter)
+
+    def follow_masters(self) -> None:
+        """Master weights lie elsewhere: pieces stay the same objects, to which the state belongs."""
+        for parameter in self.parameters():
+            place, known = self.model.place(parameter), self._pieces.get(id(parameter))
+            if place is None or known is None:
+                continue
+            bucket, (piece, cut, _) = place[0], known
+            if bucket.master_vector is None and bucket.shard_vector is None:
+                piece.data = bucket.master[cut.offset : cut.offset + cut.numel].view(piece.shape)
+            self._pieces[id(parameter)] = (piece, cut, bucket.master)
+
+    def detach(self) -> None:
+        """Let go of the optimizer; its state on this rank is dropped."""
+        self.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.state.clear()
+        if self._offloaded is not None:
+            self._offloaded.close()
+
+    @property
+    def torn(self) -> bool:
+        """Whether a step began and did not end."""
+        return self._whole is not None
+
+    def restore(self) -> None:
+        """Put the module's parameters back into the groups after a step that raised."""
+        self.stopped_by = ""
+        if self._whole is not None:
+            self._swap_back()
+
+    @contextmanager
+    def whole_state(self, states: dict[int, dict[str, Any]]) -> Iterator[None]:
+        """Let the optimizer hold the given whole states (by parameter id) inside the block."""
+        for parameter in self.parameters():
+            if id(parameter) in states:
+                self.optimizer.state[parameter] = states[id(parameter)]
+        try:
+            yield
+        finally:
+            self.optimizer.state.clear()
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        if any(self.state.values()) and not optimizer.state:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.state_dict() would hand out an empty state: this rank holds only its "
+                "part. Call engine.optimizer_state_dict(optimizer) on all ranks, or engine.save(...)."
+            )
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if state_dict.get("state"):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.load_state_dict() cannot divide a whole state among ranks: call "
+                "engine.load_optimizer_state_dict(optimizer, state_dict) instead."
+            )
+
+
+def _devices(model: ShardedModel) -> set[str]:
+    return {bucket.device.type for bucket in model.buckets}
+
+
+def _segments(updates: Sequence[Update]) -> list[Segment]:
+    """All of the pieces, whose state is in memory, as the rule takes them."""
+    copies: dict[int, dict[int, Tensor]] = {}  # by the id of a bucket, then by index
+    found = []
+    for update in updates:
+        bucket, piece, gradient = update.bucket, update.piece, update.gradient
+        if id(bucket) not in copies:
+            copies[id(bucket)] = bucket.split_owned(bucket.owned_values) if bucket.has_master else {}
+        copy, owner = copies[id(bucket)].get(update.cut.index), update.parameter
+        assert isinstance(gradient, Tensor)
+        found.append(
+            Segment(update.group, piece.detach(), gradient, update.state, piece, copy, update.factor, owner)
+        )
+    return found
+
+
+def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
+    return isinstance(value, Tensor) and value.shape == shape and (len(shape) > 0 or key not in SCALAR_STATES)
+
+
+def _run_closure_first(args: Any, kwargs: Any) -> Any:
+    """Evaluate a closure before gradients are exchanged for pieces; elementwise optimizers do so first anyway."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs

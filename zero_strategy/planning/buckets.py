@@ -1,0 +1,353 @@
+"""Buckets before anything is allocated: the engine's own rules, offloaded chunks, peaks inside of a step.
+
+the engine's own rules and layout, applied to shapes.
+
+units that are whole, gradients on their way, the largest hand-over.
+
+Each is a bound that a step reaches when units are used one after the other, in the order of registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from zero_strategy.config import OffloadConfig, PipelineConfig, ResolvedConfig, ZeroConfig
+from zero_strategy.fsdp.layout import (
+    PLACEMENTS,
+    BucketLayout,
+    Piece,
+    Placement,
+    build_layout,
+    gradient_dtypes,
+    group_parameters,
+    wants_master,
+)
+from zero_strategy.fsdp.reduce import MAX_IN_FLIGHT
+from zero_strategy.offload.chunk_pass import Cuts, head_numel
+from zero_strategy.offload.chunk_store import Allowance
+from zero_strategy.offload.stores import chunk_numel
+from zero_strategy.planning.ledger import Entry, Owner, allocated
+from zero_strategy.planning.shapes import ModelShape, NamedShapes
+
+TIER_ORDER = ("none", "cpu", "nvme")
+"""From the fastest to the largest; "none" is the device."""
+BLOCK = 4096
+"""Bytes that host memory and records on a drive are rounded up to."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Tiers of the parts of model state, by the names of the config's settings.
+
+    Attributes:
+        optimizer: Of optimizer state and master weights: "none" (the device), "cpu", "nvme".
+        ratio: The part of optimizer state and master weights that its tier holds; the rest stays on the device.
+        parameters: Of the owned slices of parameters, under stage 3.
+        gradients: Of reduced gradients; None: the optimizer's, where gradients are reduced per micro-batch.
+        staging_bytes: Host memory through which state in files passes.
+        resident_bytes: Host memory in which parameters and gradients stay that would be in files.
+    """
+
+    optimizer: str = "none"
+    parameters: str = "none"
+    ratio: float = 1.0
+    gradients: str | None = None
+    staging_bytes: int = OffloadConfig().staging_bytes
+    resident_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "parameters", "gradients"):
+            if getattr(self, name) not in (*TIER_ORDER, *([None] if name == "gradients" else [])):
+                raise ValueError(f"offload.{name} is {getattr(self, name)!r}; accepted: none, cpu, nvme")
+        if self.gradients not in (None, "none") and self.optimizer == "none":
+            raise ValueError(
+                f"offload.gradients is {self.gradients!r} and offload.optimizer is 'none': offload the optimizer too"
+            )
+        if not 0.0 <= self.ratio <= 1.0:
+            raise ValueError(f"offload.optimizer_ratio is {self.ratio:g}; accepted: 0 to 1")
+        if self.parameters != "none" and self.optimizer == "none":
+            raise ValueError(
+                f"offload.parameters is {self.parameters!r} and offload.optimizer is 'none': what is not on the device "
+                "is updated on the host; offload the optimizer too"
+            )
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> Offload:
+        """What a config says."""
+        explicit = None if config.is_derived("gradients") else config.gradients
+        return cls(
+            config.optimizer,
+            config.parameters,
+            config.optimizer_ratio,
+            explicit,
+            config.staging_bytes,
+            config.resident_bytes,
+        )
+
+    def check_stage(self, stage: int) -> None:
+        """Raise if parameters are offloaded below stage 3, where every rank computes with whole ones.
+
+        Raises:
+            ValueError: Saying so.
+        """
+        if self.parameters != "none" and stage != 3:
+            raise ValueError(f"offload.parameters is {self.parameters!r} at stage {stage}; it needs stage 3")
+
+    @property
+    def in_files(self) -> bool:
+        """Whether anything is kept in files."""
+        return "nvme" in (self.optimizer, self.parameters, self.gradients)
+
+    def gradient_tier(self, reduction: str) -> str:
+        """Of reduced gradients, under a `gradient_reduction`."""
+        return "none" if reduction == "per_step" else self.gradients or self.optimizer
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of the chunks that a step takes."""
+        return chunk_numel(self.staging_bytes)
+
+    def cuts(self, numel: int) -> Cuts:
+        """How the vectors of a bucket are cut of which a rank owns `numel` elements."""
+        return Cuts(numel, self.chunk_numel, head_numel(numel, self.ratio if self.optimizer != "none" else 1.0))
+
+    def describe(self) -> str:
+        """Such as "optimizer cpu, parameters nvme"; "none"."""
+        parts = [f"{name} {tier}" for name in ("optimizer", "parameters") if (tier := getattr(self, name)) != "none"]
+        if self.ratio != 1.0 and self.optimizer != "none":
+            parts.insert(1, f"ratio {self.ratio:g}")
+        if self.gradients is not None:
+            parts.append(f"gradients {self.gradients}")
+        if self.resident_bytes and self.in_files:
+            parts.append(f"resident bytes {self.resident_bytes}")
+        return ", ".join(parts) or "none"
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """One bucket.
+
+    Attributes:
+        owner: Its unit and parameters.
+        dtype: Of its parameters, once the engine has them.
+        trainable: Whether they take gradients.
+        layout: Where each lies.
+        gradient_dtype: In what gradients are accumulated.
+        reduce_dtype: In what they are summed over ranks.
+        master: Whether there is an fp32 copy for the optimizer.
+        handed: Bytes of the largest gradient that autograd hands over; of a tied one, two and their
+            sum, all at once.
+    """
+
+    owner: Owner
+    dtype: torch.dtype
+    trainable: bool
+    layout: BucketLayout
+    gradient_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    master: bool
+    handed: int
+
+    @property
+    def updated_dtype(self) -> torch.dtype:
+        """Of what the optimizer updates."""
+        return torch.float32 if self.master else self.dtype
+
+    @property
+    def elements(self) -> int:
+        """Elements of its parameters, padding left out."""
+        return sum(segment.numel for segment in self.layout.segments)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a buffer of whole gradients; 0 if it takes none."""
+        return self.layout.numel * self.gradient_dtype.itemsize if self.trainable else 0
+
+    def owned(self, placement: Placement, shard_rank: int) -> tuple[int, int]:
+        """First and one-past-last element whose optimizer state a rank holds."""
+        return self.layout.slice_bounds(shard_rank) if placement.shard_optimizer else (0, self.layout.numel)
+
+    def keeps_whole(self, config: ZeroConfig, accumulation: int) -> bool:
+        """Whether a buffer of whole gradients stays from step to step, as `GradientBucket.keeps_whole` says."""
+        all_owned = not PLACEMENTS[config.stage].shard_optimizer or self.layout.slice_numel == self.layout.numel
+        return config.gradient_reduction == "per_step" and (accumulation > 1 or all_owned)
+
+    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """The parts of parameters between two elements."""
+        return self.layout.pieces(start, stop)
+
+
+Units = Sequence[Sequence[BucketFacts]]
+"""By unit, the root first."""
+
+
+def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.dtype | None) -> Units:
+    """The buckets that an engine would make of a model."""
+    replicas = resolved.config.mesh.replicate
+    return [
+        [
+            _facts(unit.name, dtype, tuple(named), resolved, replicas)
+            for dtype, named in group_parameters(unit.parameters, compute_dtype)
+        ]
+        for unit in model.units
+    ]
+
+
+def _facts(
+    unit: str, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int
+) -> BucketFacts:
+    precision = resolved.config.precision
+    trainable = named[0][1].requires_grad
+    layout = build_layout([(name, shape.shape) for name, shape in named], dtype.itemsize, resolved.shard, replicas)
+    owner = Owner(unit, tuple(name for name, _ in named))
+    master = trainable and wants_master(dtype, precision)
+    handed = max((3 if shape.tied else 1) * shape.numel * dtype.itemsize for _, shape in named) if trainable else 0
+    return BucketFacts(owner, dtype, trainable, layout, *gradient_dtypes(dtype, precision), master, handed)
+
+
+def placement_of(resolved: ResolvedConfig) -> Placement:
+    """The row of the stage; where own slices are (`Placement.in_place`) is for the plan's offload to say."""
+    return PLACEMENTS[resolved.config.stage]
+
+@dataclass(frozen=True)
+class Staying:
+    """Of one bucket.
+
+    Attributes:
+        weights: How many of the first chunks of its slice stay.
+        gradients: How many of those of its reduced gradients, after the head.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+
+
+def staying(units: Units, resolved: ResolvedConfig, offload: Offload) -> dict[int, Staying]:
+    """What stays of every bucket, by its id: of parameters first, unit by unit, then of gradients."""
+    return _given(units, resolved, offload)[0]
+
+
+def staying_bytes(units: Units, resolved: ResolvedConfig, offload: Offload) -> int:
+    """Bytes of what stays: the least `offload.resident_bytes` by which it does."""
+    return offload.resident_bytes - _given(units, resolved, offload)[1]
+
+
+def _given(units: Units, resolved: ResolvedConfig, offload: Offload) -> tuple[dict[int, Staying], int]:
+    """What stays, and the bytes that are left."""
+    buckets = [bucket for unit in units for bucket in unit]
+    allowance = Allowance(offload.resident_bytes)
+    weights, gradients = dict[int, int](), dict[int, int]()
+    if offload.parameters == "nvme":
+        for bucket in buckets:
+            weights[id(bucket)] = allowance.take(_weights_costs(bucket, offload))
+    if offload.gradient_tier(resolved.gradient_reduction) == "nvme":
+        for bucket in (bucket for bucket in buckets if bucket.trainable):
+            start, stop = bucket.owned(placement_of(resolved), 0)
+            cuts = offload.cuts(stop - start)
+            sizes = [(high - low) * bucket.gradient_dtype.itemsize for low, high in cuts.chunks]
+            gradients[id(bucket)] = allowance.take(sizes[cuts.heads :])
+    found = {id(each): Staying(weights.get(id(each), 0), gradients.get(id(each), 0)) for each in buckets}
+    return found, allowance.left
+
+
+def stop_of(cuts: Cuts, count: int) -> int:
+    """One past the last element of the first `count` chunks."""
+    return cuts.chunks[count - 1][1] if count else 0
+
+
+def _weights_costs(bucket: BucketFacts, offload: Offload) -> list[int]:
+    """Bytes of each chunk of the slice."""
+    chunks = offload.cuts(bucket.layout.slice_numel).chunks
+    return [(stop - start) * bucket.dtype.itemsize for start, stop in chunks]
+
+T = TypeVar("T")
+
+
+def peaks_of(
+    units: Units, config: ZeroConfig, placement: Placement, device_type: str, accumulation: int
+) -> Iterator[Entry]:
+    """The peaks of a training step on the device, activations left out.
+
+    Args:
+        units: Buckets by unit, the root first.
+        config: A resolved config.
+        placement: What is divided, and whether it stays in place.
+        device_type: "cpu" or "cuda".
+        accumulation: Micro-batches of a step.
+    """
+    if placement.shard_parameters and not placement.in_place:
+        yield _gathered(units, config, device_type)
+    yield from _in_flight(units, config, device_type, accumulation)
+    largest = max((bucket.handed for unit in units for bucket in unit), default=0)  # until it is added to the bucket
+    yield Entry("gradient buckets", "device", Owner("autograd"), largest, allocated(largest, device_type), peak=True)
+
+
+def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
+    """The root, and the unit in use with those fetched ahead of it; all, if they stay until backward."""
+
+    def asked(buckets: Sequence[BucketFacts]) -> int:
+        return sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
+
+    def taken(buckets: Sequence[BucketFacts]) -> int:
+        return sum(allocated(bucket.layout.numel * bucket.dtype.itemsize, device_type) for bucket in buckets)
+
+    releases = config.release_after_forward and config.release_after_backward  # the latter where they are offloaded
+    width = 1 + config.prefetch if releases else len(units)
+    stay = held_whole([taken(unit) for unit in units], config.pipeline)
+    others = [unit for number, unit in enumerate(units) if number and number not in stay]
+    window = max(windows(others, width), key=lambda found: sum(map(taken, found)), default=[])
+    held = [units[number] for number in sorted({0, *stay})]
+    together = [bucket for unit in (*held, *window) for bucket in unit]
+    return Entry("gather buffers", "device", Owner("units"), asked(together), taken(together), peak=True)
+
+
+def held_whole(sizes: Sequence[int], pipeline: PipelineConfig) -> list[int]:
+    """Which units a rank of a pipeline holds whole during a step, instead of gathering them for each micro-batch.
+
+    Args:
+        sizes: Bytes of each unit when it is whole, the root's first.
+        pipeline: Of a resolved config.
+
+    Returns:
+        Their numbers; all that fit, in order.
+    """
+    assert pipeline.gather_bytes is not None, "resolve() derives pipeline.gather_bytes"
+    left, found = pipeline.gather_bytes, list[int]()
+    for number, size in enumerate(sizes):
+        if size <= left:
+            found.append(number)
+            left -= size
+    return found
+
+
+def _in_flight(units: Units, config: ZeroConfig, device_type: str, accumulation: int) -> Iterator[Entry]:
+    """Buffers of local gradients that live as long as their reduction, and copies in the dtype of the sum."""
+    trained = [[bucket for bucket in unit if bucket.trainable] for unit in units]
+    root, others = trained[0], [bucket for unit in trained[1:] for bucket in unit]
+    if all(bucket.keeps_whole(config, accumulation) for bucket in (*root, *others)):  # of one config all do, or none
+        filling: list[BucketFacts] = []
+        sending = [*root, *others]
+    else:
+        filled = windows(others, MAX_IN_FLIGHT + 1)
+        filling = [*root, *max(filled, key=lambda found: sum(b.gradient_bytes for b in found), default=[])]
+        sent = windows([*root, *others], MAX_IN_FLIGHT)
+        sending = list(max(sent, key=lambda found: sum(map(_copy_bytes, found)), default=[]))
+    asked = sum(bucket.elements * bucket.gradient_dtype.itemsize for bucket in filling)
+    taken = sum(allocated(bucket.gradient_bytes, device_type) for bucket in filling)
+    yield Entry("gradient buckets", "device", Owner("reduction"), asked, taken, peak=True)
+    asked = sum(bucket.elements * bucket.reduce_dtype.itemsize for bucket in sending if _copy_bytes(bucket))
+    taken = sum(allocated(_copy_bytes(bucket), device_type) for bucket in sending)
+    yield Entry("gradient buckets", "device", Owner("reduction copies"), asked, taken, peak=True)
+
+
+def _copy_bytes(bucket: BucketFacts) -> int:
+    same = bucket.reduce_dtype == bucket.gradient_dtype
+    return 0 if same or not bucket.trainable else bucket.layout.numel * bucket.reduce_dtype.itemsize
+
+
+def windows(items: Sequence[T], width: int) -> list[Sequence[T]]:
+    """All runs of `width` neighbours; the whole, if it is shorter."""
+    return [items[start : start + width] for start in range(max(1, len(items) - width + 1))] if items else []

@@ -1,0 +1,460 @@
+"""The memory plan: the ledger of every rank, computed from shapes before anything is allocated.
+
+the ledger of every rank, computed from shapes before anything is allocated.
+
+    plan = load_config(stage=3).plan(model, world_size=8, compute_dtype=torch.bfloat16)
+    print(plan.ledger().table())
+
+Held entries are those of a run in which every trainable parameter has had a gradient and a step was taken; for the same
+run they equal `ZeroEngine.ledger()` to the byte. Peaks are bounds (`memory.peaks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_strategy.comm.shared_memory import LEAST_BYTES, used_bytes
+from zero_strategy.config import ActivationCheckpointingConfig, ResolvedConfig, ZeroConfig, resolve
+from zero_strategy.fsdp.dtensor import tensor_ranks
+from zero_strategy.fsdp.layout import Piece, placement_for, round_up
+from zero_strategy.offload.chunk_store import TRANSFER_SLOTS
+from zero_strategy.offload.stores import SLOTS
+from zero_strategy.planning.buckets import (
+    BLOCK,
+    BucketFacts,
+    Offload,
+    Staying,
+    Units,
+    facts_of,
+    peaks_of,
+    placement_of,
+    staying,
+    stop_of,
+)
+from zero_strategy.planning.ledger import Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.planning.shapes import BufferShape, ModelShape, OptimizerState, optimizer_state, state_of
+from zero_strategy.runtime.host_bytes import PAGE
+
+DeviceType = Literal["cpu", "cuda"]
+_TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_CANDIDATES = 3
+"""Ranks that are looked at for the fullest: rank 0 saves buffers, from rank 2 on there is one exchange buffer more.
+Otherwise ranks differ by the counters of their pieces."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each rank of a run will hold.
+
+    Attributes:
+        model: Shapes of the model.
+        resolved: The settings, for a number of ranks.
+        compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
+        optimizer: What the optimizer keeps.
+        offload: What lies outside of the device.
+        device_type: "cpu" where the device tier is the host's memory.
+        ranks_per_host: Ranks that share a host's memory and drives.
+        snapshots: Checkpoints are written in the background, from a copy in host memory.
+        activations: Bytes per rank to be kept free on the device for activations.
+        tokens: Of a micro-batch, where activations shall be computed (models of plain numbers).
+        recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
+        accumulation: Micro-batches of a step, all but the last under `no_sync`.
+    """
+
+    model: ModelShape
+    resolved: ResolvedConfig
+    compute_dtype: torch.dtype | None = None
+    optimizer: OptimizerState = field(default_factory=lambda: optimizer_state("AdamW"))
+    offload: Offload = field(default_factory=Offload)
+    device_type: DeviceType = "cpu"
+    ranks_per_host: int = 1
+    snapshots: bool = False
+    activations: int = 0
+    tokens: int = 0
+    recompute: bool = False
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens and self.model.costs is None:
+            raise ValueError(
+                "activations are computed for models of plain numbers only (--params ...); for others reserve bytes: "
+                "activations=..., on the command line --activations 4GB"
+            )
+        self.offload.check_stage(self.resolved.config.stage)
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation is {self.accumulation}; accepted: 1 or more")
+        if not 1 <= self.ranks_per_host <= self.resolved.world_size:
+            raise ValueError(
+                f"ranks_per_host is {self.ranks_per_host}; accepted: 1 to the world size {self.resolved.world_size}"
+            )
+
+    def changed(
+        self, *, world_size: int | None = None, settings: dict[str, Any] | None = None, **own: Any
+    ) -> MemoryPlan:
+        """The plan with other values: of its own attributes, of the config, of the number of ranks.
+
+        A derived setting (mesh.shard, gradient_reduction) is derived anew, one that was set stays; mesh.shard is
+        derived for another number of ranks in any case.
+        """
+        config = replace(self.resolved.config)
+        config.mesh = replace(config.mesh)
+        for key, part in (("mesh.shard", config.mesh), ("gradient_reduction", config)):
+            other_ranks = key == "mesh.shard" and world_size is not None
+            if other_ranks or self.resolved.config.origin_of(key).startswith("derived"):
+                setattr(part, key.rpartition(".")[2], None)
+        for key, value in (settings or {}).items():
+            setattr(config, key, value)
+        return replace(self, resolved=resolve(config, world_size or self.resolved.world_size), **own)
+
+    def ledger(self, rank: int | None = None) -> Ledger:
+        """The ledger of a rank; default: of the fullest one."""
+        if rank is None:
+            rank = self.fullest_rank()
+        if not 0 <= rank < self.resolved.world_size:
+            raise ValueError(f"rank {rank} is not one of {self.resolved.world_size} ranks")
+        return self._ledger(facts_of(self.model, self.resolved, self.compute_dtype), rank)
+
+    def fullest_rank(self) -> int:
+        """The rank that takes most memory, of the first ranks."""
+        units = facts_of(self.model, self.resolved, self.compute_dtype)
+        candidates = range(min(self.resolved.world_size, _CANDIDATES))
+        return max(candidates, key=lambda rank: (self._ledger(units, rank).total.taken, -rank))
+
+    def _ledger(self, units: Units, rank: int) -> Ledger:
+        ledger = Ledger(device_type=self.device_type)
+        shard, stays = self.resolved.shard, staying(units, self.resolved, self.offload)
+        for unit in units:
+            for bucket in unit:
+                for entry in _BucketEntries(self, bucket, rank % shard, stays[id(bucket)]).entries():
+                    ledger.add(entry)
+        for name, buffer in self.model.buffers.items():
+            nbytes = self._buffer_bytes(buffer)
+            ledger.add(Entry("buffers", "device", Owner(name), nbytes, self._allocated(nbytes)))
+        for entry in (*self._exchange_buffers(units, rank), *self._staging(units, rank)):
+            ledger.add(entry)
+        if self.snapshots and rank < shard:  # the first replica writes for all
+            ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
+        placement = placement_for(self.resolved.config, self.offload.parameters)
+        for entry in peaks_of(units, self.resolved.config, placement, self.device_type, self.accumulation):
+            ledger.add(entry)
+        device, host = self._activation_bytes()
+        for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
+            ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
+        ledger.add(Entry("activations", "host", Owner("units"), host, host))  # blocks stay for the next step
+        return ledger
+
+    def _activation_bytes(self) -> tuple[int, int]:
+        """On the device and on the host."""
+        if self.model.costs is None:
+            return 0, 0
+        itemsize, config = (self.compute_dtype or torch.float32).itemsize, self.resolved.config
+        settings = ActivationCheckpointingConfig("full") if self.recompute else config.activation_checkpointing
+        offload = config.offload.activations == "cpu" and self.device_type != "cpu"
+        return self.model.costs.in_tiers(self.tokens, itemsize, settings, offload=offload)
+
+    def _buffer_bytes(self, buffer: BufferShape) -> int:
+        follows = self.compute_dtype is not None and buffer.dtype.is_floating_point
+        return buffer.numel * ((self.compute_dtype if follows else None) or buffer.dtype).itemsize
+
+    def _allocated(self, nbytes: int) -> int:
+        return allocated(nbytes, self.device_type)
+
+    def _exchange_buffers(self, units: Units, rank: int) -> Iterator[Entry]:
+        """On gloo: memory shared with the host's other ranks, or a buffer for the slice of every other rank."""
+        if self.device_type != "cpu":
+            return  # NCCL's own are not known
+        shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
+        placement, buckets = placement_of(self.resolved), [bucket for unit in units for bucket in unit]
+        reduced = [b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable]
+        gathered = [
+            b.layout.slice_numel * b.dtype.itemsize
+            for b in buckets
+            if placement.shard_optimizer and (b.trainable or placement.shard_parameters)
+        ]
+        first = rank - rank % shard
+        for name, ranks, gathers, messages in (
+            ("gather", range(first, first + shard), True, gathered),
+            ("reduce", range(first, first + shard), False, reduced),
+            ("replicate", range(rank % shard, shard * replicas, shard), False, [each // replicas for each in reduced]),
+        ):
+            size = len(ranks)
+            together = len({rank // self.ranks_per_host for rank in ranks}) == 1
+            shared = [each for each in messages if together and each >= LEAST_BYTES]
+            sent = [each for each in messages if each not in shared]
+            kept = 0 if size == 1 else used_bytes(max(shared, default=0), 1 if gathers else size - 1)
+            if size > 1 and not gathers:
+                kept += (size - 1) * max(sent, default=0)
+            yield Entry("communication", "device", Owner(name), kept, kept)
+
+    def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
+        """What a step on state in files has in memory: for every vector in files, a chunk in each slot that is used."""
+        slots, number = dict[tuple[int, str], int](), 0
+        gradients_in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
+        placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
+        stays = staying(units, self.resolved, self.offload)
+        for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
+            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
+            keys = {f"moment {index}": moment for index in range(self.optimizer.moments) if in_files}
+            if bucket.master and in_files:
+                keys["master weights"] = 4
+            if self.offload.parameters == "nvme":
+                keys["weights"] = bucket.dtype.itemsize
+            if gradients_in_files:
+                keys["gradient"] = bucket.gradient_dtype.itemsize
+            pieces = bucket.pieces(start, stop)
+            cuts, here = self.offload.cuts(stop - start), stays[id(bucket)]
+            first = {"weights": here.weights, "gradient": cuts.heads + here.gradients}
+            for index, (begin, end) in enumerate(cuts.chunks):
+                if any(piece.offset < end and piece.offset + piece.numel > begin for piece in pieces):
+                    for key, itemsize in keys.items():
+                        place = (number % SLOTS, key)
+                        if index >= first.get(key, cuts.heads):
+                            slots[place] = max(slots.get(place, 0), cuts.size * itemsize)
+                    number += 1
+        step = sum(slots.values()) + self._copy_rooms(units, rank)
+        for name, nbytes in (("optimizer step", step), ("transfers", self._transfers(units, rank))):
+            if nbytes:
+                yield Entry("staging", "host", Owner(name), nbytes, nbytes)
+
+    def _copy_rooms(self, units: Units, rank: int) -> int:
+        """At most: page-locked memory through which a step's gradients and weights pass, of two chunks each way."""
+        if self.device_type == "cpu" or self.offload.optimizer == "none":
+            return 0
+        placement, down, up = placement_of(self.resolved), 0, 0
+        gradients = self.offload.gradient_tier(self.resolved.gradient_reduction) == "none"
+        for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
+            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            cuts, edges = self.offload.cuts(stop - start), 64 * len(bucket.layout.segments)
+            most = min(cuts.size, cuts.numel - cuts.head)
+            weights = (most * bucket.dtype.itemsize + edges) * (self.offload.parameters == "none" and most > 0)
+            fetched = (most * bucket.gradient_dtype.itemsize + edges) * (gradients and most > 0)
+            down, up = max(down, fetched + weights * (not bucket.master)), max(up, weights)
+        return 2 * (round_up(down, BLOCK) + round_up(up, BLOCK))
+
+    def _transfers(self, units: Units, rank: int) -> int:
+        """Memory through which whole vectors in files pass: slices to be gathered, and reduced gradients."""
+        weights, gradients = dict[int, int](), dict[int, int]()
+        placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
+        in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
+        stays = staying(units, self.resolved, self.offload)
+        for bucket in (bucket for unit in units for bucket in unit):
+            cuts, here = self.offload.cuts(bucket.layout.slice_numel), stays[id(bucket)]
+            if self.offload.parameters == "nvme":
+                _fill_slots(weights, range(len(cuts.chunks) - here.weights), cuts.size * bucket.dtype.itemsize)
+            if in_files and bucket.trainable:
+                start, stop = bucket.owned(placement, shard_rank)
+                cuts = self.offload.cuts(stop - start)
+                used = range(cuts.heads + here.gradients, len(cuts.chunks))
+                _fill_slots(gradients, used, cuts.size * bucket.gradient_dtype.itemsize)
+        return sum(weights.values()) + sum(gradients.values())
+
+    def _snapshot(self, units: Units, rank: int) -> Entry:
+        """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
+        asked = pieces = 0
+        for bucket in (bucket for unit in units for bucket in unit):
+            found = bucket.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
+            elements = sum(piece.numel for piece in found)
+            tensors, itemsizes = 1, bucket.dtype.itemsize
+            if bucket.trainable:
+                tensors += bucket.master + self.optimizer.moments
+                itemsizes += 4 * bucket.master + self.optimizer.moment_bytes(bucket.updated_dtype)
+            asked += elements * itemsizes
+            pieces += len(found) * tensors
+        if rank == 0:
+            persistent = [buffer for buffer in self.model.buffers.values() if buffer.persistent]
+            asked += sum(self._buffer_bytes(buffer) for buffer in persistent)
+            pieces += len(persistent)
+        taken = asked + PAGE * pieces
+        if self.device_type == "cuda" and taken:
+            taken = 1 << (taken - 1).bit_length()  # torch's pinned memory comes in powers of two
+        return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
+
+    def _snapshot_in_files(self, units: Units, rank: int) -> Entry:
+        """One more place for what a save in the background writes: for chunks of tiers whole ones, else for pieces."""
+        sizes: list[int] = []
+        placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
+        for bucket in (bucket for unit in units for bucket in unit):
+            bounds = bucket.layout.slice_bounds(shard_rank)
+            pieces, owned = bucket.pieces(*bounds), bucket.owned(placement, shard_rank)
+            moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
+            states = ([4] * bucket.master + [moment] * self.optimizer.moments) if bucket.trainable else []
+            for start, stop, tier, itemsizes in (
+                (*bounds, self.offload.parameters, [bucket.dtype.itemsize]),
+                (*owned, self.offload.optimizer, states),
+            ):
+                if tier == "none":
+                    found = [piece.numel for piece in pieces]
+                else:
+                    cuts, lead = self.offload.cuts(stop - start), bounds[0] - start
+                    places = [(lead + each.offset, lead + each.offset + each.numel) for each in pieces]
+                    numbers = {number for place in places for number, *_ in cuts.overlapping(*place)}
+                    found = [end - begin for begin, end in (cuts.chunks[number] for number in numbers)]
+                sizes += [numel * itemsize for itemsize in itemsizes for numel in found]
+        if rank == 0:
+            sizes += [self._buffer_bytes(buffer) for buffer in self.model.buffers.values() if buffer.persistent]
+        return Entry("snapshot", "nvme", Owner("checkpoint"), sum(sizes), sum(round_up(each, BLOCK) for each in sizes))
+
+
+def _fill_slots(slots: dict[int, int], turns: Iterable[int], nbytes: int) -> None:
+    """Account for a pass over chunks that takes memory at these turns."""
+    for turn in turns:
+        slot = turn % TRANSFER_SLOTS
+        slots[slot] = max(slots.get(slot, 0), nbytes)
+
+
+class _BucketEntries:
+    """What one rank holds of one bucket from step to step."""
+
+    def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
+        self.plan, self.bucket, self.stays = plan, bucket, stays
+        self.placement = placement_for(plan.resolved.config, plan.offload.parameters)
+        self.slice = bucket.layout.slice_bounds(shard_rank)
+        self.owned = bucket.owned(self.placement, shard_rank)
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries of the bucket."""
+        bucket, offload = self.bucket, self.plan.offload
+        count = len(bucket.owner.names)
+        yield self._entry("handles", "device", count * bucket.dtype.itemsize)
+        sliced = self.placement.shard_parameters and not self.placement.in_place
+        where = self.slice if sliced else (0, bucket.layout.numel)
+        tier = _TIERS[offload.parameters]
+        yield from self._partly_staying("parameters", tier, where, self._weights_stop, bucket.dtype.itemsize)
+        if not bucket.trainable:
+            return
+        reduction = self.plan.resolved.gradient_reduction
+        tier = _TIERS[offload.gradient_tier(reduction)]
+        whole = self.owned == (0, bucket.layout.numel) and tier == "device"
+        if not (whole and bucket.gradient_dtype == bucket.dtype):  # else p.grad is the gradient itself
+            each = self.plan._allocated(bucket.dtype.itemsize)
+            yield Entry("handles", "device", bucket.owner, count * bucket.dtype.itemsize, count * each)
+        if bucket.keeps_whole(self.plan.resolved.config, self.plan.accumulation):
+            yield self._buffer("gradients", "device", (0, bucket.layout.numel), bucket.gradient_dtype.itemsize)
+        else:
+            yield from self._state_buffers("gradients", tier, bucket.gradient_dtype.itemsize)
+        yield from self._optimizer(_TIERS[offload.optimizer])
+
+    def _optimizer(self, tier: Tier) -> Iterator[Entry]:
+        bucket, state = self.bucket, self.plan.optimizer
+        pieces = bucket.pieces(*self.owned)
+        if bucket.master:
+            yield from self._state_buffers("master weights", tier, 4)
+        moment = (state.dtype or bucket.updated_dtype).itemsize
+        asked = sum(piece.numel for piece in pieces) * moment * state.moments
+        if tier == "device":
+            taken = sum(self.plan._allocated(piece.numel * moment) for piece in pieces) * state.moments
+            yield Entry("optimizer state", tier, bucket.owner, asked, taken)
+        else:
+            for _ in range(state.moments):
+                yield from self._state_buffers("optimizer state", tier, moment)
+        counters = len(pieces) * state.scalar_bytes
+        at: Tier = "device" if self.plan.device_type == "cpu" else "host"
+        yield Entry("optimizer state", at, bucket.owner, counters, counters)
+
+    def _state_buffers(self, category: Category, tier: Tier, itemsize: int) -> Iterator[Entry]:
+        """A vector of state: in its tier, and a head on the device."""
+        start, stop = self.owned
+        if tier == "device":
+            yield self._buffer(category, tier, self.owned, itemsize)
+            return
+        cuts = self.plan.offload.cuts(stop - start)
+        split = start + cuts.head
+        count = cuts.heads + self.stays.gradients if category == "gradients" else 0
+        yield from self._partly_staying(category, tier, (split, stop), start + stop_of(cuts, count), itemsize)
+        if split > start:
+            yield self._buffer(category, "device", (start, split), itemsize)
+
+    @property
+    def _weights_stop(self) -> int:
+        """One past the last element of the slice that stays in host memory; 0 if none does."""
+        start, stop = self.slice
+        if not self.stays.weights:
+            return 0
+        return start + stop_of(self.plan.offload.cuts(stop - start), self.stays.weights)
+
+    def _partly_staying(
+        self, category: Category, tier: Tier, where: tuple[int, int], split: int, itemsize: int
+    ) -> Iterator[Entry]:
+        """A buffer in a tier, but for what stays in host memory: all that is before element `split`."""
+        start, stop = where
+        split = min(max(split, start), stop)
+        if split > start:
+            yield self._buffer(category, "host", (start, split), itemsize)
+        if split < stop or start == stop:
+            yield self._buffer(category, tier, (split, stop), itemsize)
+
+    def _buffer(self, category: Category, tier: Tier, where: tuple[int, int], itemsize: int) -> Entry:
+        """A flat buffer for the elements [start, stop) of the bucket."""
+        pieces: Sequence[Piece] = self.bucket.pieces(*where)
+        asked = sum(piece.numel for piece in pieces) * itemsize
+        nbytes = (where[1] - where[0]) * itemsize
+        taken = self.plan._allocated(nbytes) if tier == "device" else round_up(nbytes, BLOCK)
+        return Entry(category, tier, self.bucket.owner, asked, taken)
+
+    def _entry(self, category: Category, tier: Tier, nbytes: int) -> Entry:
+        return Entry(category, tier, self.bucket.owner, nbytes, self.plan._allocated(nbytes))
+
+
+def _device_type(device: str | torch.device | None) -> DeviceType:
+    kind = device.type if isinstance(device, torch.device) else device
+    if kind is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device is {kind!r}; a plan is for 'cpu' or 'cuda'")
+    return "cuda" if kind == "cuda" else "cpu"
+
+
+def plan_model(
+    model: nn.Module | ModelShape,
+    config: ZeroConfig | ResolvedConfig,
+    *,
+    world_size: int = 1,
+    compute_dtype: torch.dtype | None = None,
+    optimizer: str | OptimizerState | Optimizer = "AdamW",
+    offload: Offload | None = None,
+    device: str | torch.device | None = None,
+    ranks_per_host: int | None = None,
+    snapshots: bool | None = None,
+    activations: int = 0,
+    tokens: int = 0,
+    recompute: bool = False,
+    accumulation: int = 1,
+) -> MemoryPlan:
+    """Plan a run. See `ZeroConfig.plan`."""
+    resolved = config if isinstance(config, ResolvedConfig) else resolve(config, world_size)
+    settings = resolved.config
+    if (settings.mesh.tensor or 1) > 1 or (isinstance(model, nn.Module) and tensor_ranks(model) is not None):
+        raise ValueError(
+            f"mesh.tensor is {settings.mesh.tensor}, or the model has DTensors: a plan knows no layers that are "
+            "divided by tensor parallelism. Plan a model of layers as one rank has them (of 8 ranks, an eighth of the "
+            "heads and of the hidden units), for world_size / mesh.tensor ranks"
+        )
+    if settings.pipeline.stages > 1:
+        assert settings.pipeline.micro_batches and settings.pipeline.chunks, "resolve() derives them"
+        accumulation = max(accumulation, settings.pipeline.micro_batches * settings.pipeline.chunks)
+    shape = model if isinstance(model, ModelShape) else ModelShape.of(model, settings.units)
+    if isinstance(optimizer, Optimizer):
+        optimizer = state_of(optimizer)
+    elif isinstance(optimizer, str):
+        optimizer = optimizer_state(optimizer)
+    return MemoryPlan(
+        shape,
+        resolved,
+        compute_dtype,
+        optimizer,
+        offload or Offload.of(settings.offload),
+        _device_type(device),
+        resolved.world_size if ranks_per_host is None else ranks_per_host,
+        settings.checkpoint.asynchronous if snapshots is None else snapshots,
+        activations,
+        tokens,
+        recompute,
+        accumulation,
+    )
