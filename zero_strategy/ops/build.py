@@ -220,7 +220,9 @@ def _sweep(cache: Path) -> None:
 
 TARGET_ABI = "0x020b000000000000"
 """The oldest torch whose stable ABI the libraries ask for: 2.11."""
-SOURCES = Path(__file__).resolve().parent.parent / "cpp"
+_PACKAGE = Path(__file__).resolve().parent.parent
+SOURCES = next(place for place in (_PACKAGE / "cpp", _PACKAGE.parent / "cpp") if place.is_dir())
+"""C++ and CUDA sources: inside of an installed package, beside the package in a checkout."""
 CPU_FLAGS: tuple[str, ...] = (
     "-O3",
     "-fno-math-errno",
