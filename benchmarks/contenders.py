@@ -9,7 +9,7 @@ Each is set up as its own documentation recommends, with the same model, optimiz
 - ``fsdp2-kept``: parameters stay whole from the first forward of a step to its last backward.
 - ``deepspeed1`` ... ``deepspeed3``: see `deepspeed_contender`.
 - ``zero0`` ... ``zero3``: ZeroEngine with the defaults of its config but for precision.
-- ``zero3-kept``: the same with ``release_after_backward: false``.
+- ``zero3-kept``: the same with ``reshard_after_backward: false``.
 
 In bf16 everybody computes and gathers in bf16 and reduces in ``Workload.reduce``; DeepSpeed, FSDP2 and ours keep fp32
 master weights and fp32 state of the optimizer. DDP and ZeroRedundancyOptimizer have neither.
@@ -207,7 +207,7 @@ def _zero(model: GPT, workload: Workload, stage: int, keeps: bool) -> Contender:
     kept = "parameter" if workload.reduce == "parameter" else "float32"
     summed = "gradient" if workload.reduce == "parameter" else "float32"
     precision = {"gradient_dtype": kept, "reduce_dtype": summed, "master_weights": workload.master} if low else {}
-    config = load_config(stage=stage, precision=precision, release_after_backward=not keeps)
+    config = load_config(stage=stage, precision=precision, reshard_after_backward=not keeps)
     engine = ZeroEngine(model, config, compute_dtype=workload.dtype if low else None)
     optimizer = optimizer_of(model, workload)
     engine.attach(optimizer)

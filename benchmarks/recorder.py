@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpt import SIZES
-from benchmarks.guard import Contender, in_turns
 from benchmarks.ratios import bootstrap, round_ratio
+from benchmarks.watchdog import Contender, in_turns
 from tests.launcher import RankPool
 from zero_strategy.diagnostics.run_files import read_run
 

@@ -150,7 +150,7 @@ def assumptions(workload: Workload, machine: Machine, origin: str) -> list[str]:
         "all-reduce (benchmarks/scale/collectives.py); the ranks of a host use all its network ports together",
         "the first gather and the last reduction of a pass, and the all-gather of parameters after a step at stages 1 "
         "and 2, have nothing beside them",
-        "zero3-kept: stage 3 with release_after_backward: false, which holds what stage 2 does",
+        "zero3-kept: stage 3 with reshard_after_backward: false, which holds what stage 2 does",
         "hybrid: stage 3 in rows of a host, doubled until the state has room (or --hybrid-shard); copies of the rows "
         "all-reduce their slices",
         "pipeline: stage 1 in each lane; as many stages as the state needs; equal stages; the schedule simulated by "

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> float:
         mesh={"replicate": args.replicate},
         checkpoint={"keep_last": 2, "timeout_seconds": args.timeout_seconds},
         timeout_seconds=args.timeout_seconds,
-        rendezvous_seconds=min(args.timeout_seconds, 60.0),
+        barrier_seconds=min(args.timeout_seconds, 60.0),
     )
     mean = math.nan
     losses: list[torch.Tensor] = []

@@ -291,8 +291,8 @@ def _operators() -> Iterator[Path]:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zero_strategy_deepspeed_operators"
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "in_use", "w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+    with open(cache / "in_use", "w") as watchdog:
+        fcntl.flock(watchdog, fcntl.LOCK_EX)
         for stale in cache.rglob("lock"):
             stale.unlink()
         yield cache

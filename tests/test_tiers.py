@@ -41,7 +41,7 @@ FEATURES = {
         "From and to other formats": "checkpoint/test_commands.py",
         "After training": "integrations/test_ends.py",
         "Different numbers of batches per rank": "integrations/test_uneven.py",
-        "When ranks get out of step": "guard/test_desync.py",
+        "When ranks get out of step": "watchdog/test_desync.py",
         "Several hosts": "cluster/test_manifests.py",
         "Parameters in your own code (stage 3)": "engine/test_gathered_writes.py",
         "Models that fit no rank": "engine/test_init.py",

@@ -87,7 +87,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "sharding.divide": "compat.megatron.models",
         "sharding.dtensors": "fsdp.dtensor",
         "sharding.edits": "fsdp.released",
-        "sharding.gatherer": "fsdp.unshard",
+        "sharding.unsharder": "fsdp.unshard",
         "sharding.gradient_reading": "fsdp.grad_view",
         "sharding.gradients": "fsdp.grad_bucket",
         "sharding.grouping": "fsdp.layout",

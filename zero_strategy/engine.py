@@ -39,7 +39,7 @@ from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.comm.barrier import check_same_values, next_number
 from zero_strategy.comm.collectives import CommunicationCounters
-from zero_strategy.comm.mesh import Mesh, lanes_across, tensor_groups_of
+from zero_strategy.comm.mesh import Mesh, dp_groups_across, tensor_groups_of
 from zero_strategy.comm.process_group import world_size
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.convert.convert import checkpoint_in, open_any
@@ -64,36 +64,38 @@ from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.train_state import WHOLE, ModelPart
 from zero_strategy.watchdog.diagnosis import Failure
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def tell_guard(guard: Guard | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]) -> None:
-    """Connect a training with the guard of its mesh, if there is one.
+def report_to_watchdog(
+    watchdog: Watchdog | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]
+) -> None:
+    """Connect a training with the watchdog of its mesh, if there is one.
 
     Args:
-        guard: The guard.
+        watchdog: The watchdog.
         module: Its forwards are progress; what they raise is noted.
-        left_torn: See `Guard.add_unfinished`.
+        left_torn: See `Watchdog.add_unfinished`.
     """
-    if guard is None:
+    if watchdog is None:
         return
-    guard.add_unfinished(left_torn)
-    module.register_forward_pre_hook(_Before(guard), prepend=True)
-    module.register_forward_hook(_After(guard), always_call=True)
+    watchdog.add_unfinished(left_torn)
+    module.register_forward_pre_hook(_Before(watchdog), prepend=True)
+    module.register_forward_hook(_After(watchdog), always_call=True)
 
 
 class _Before:
     """A forward begins: this rank has not been stopped by what befell it before."""
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._guard.progress()
+        self._watchdog.progress()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
         return InertHook()
@@ -113,7 +115,7 @@ class _After(_Before):
         frame = sys._getframe(1)  # of the call that caught it; an exception that the caller handles is older
         for _ in range(4):
             if frame is error.__traceback__.tb_frame:
-                self._guard.note_error(error)
+                self._watchdog.note_error(error)
                 return
             if frame.f_back is None:
                 return
@@ -175,7 +177,7 @@ class ZeroEngine:
         divisor: Callable[[], int] = undivided,
         part: ModelPart = WHOLE,
     ) -> None:
-        lanes, tensor_groups = part.lanes, part.tensor_groups
+        dp_groups, tensor_groups = part.dp_groups, part.tensor_groups
         divided = tensor_ranks(module)
         if isinstance(config, ResolvedConfig):
             self.config = config
@@ -184,14 +186,14 @@ class ZeroEngine:
             if asked.mesh.tensor is None and divided is not None:
                 asked.mesh.record("tensor", len(divided), "derived: the device mesh of the module's DTensors")
             ways = asked.mesh.tensor or 1
-            world = world_size() if lanes is None else len(lanes[0]) * asked.pipeline.stages * ways
+            world = world_size() if dp_groups is None else len(dp_groups[0]) * asked.pipeline.stages * ways
             self.config = resolve(asked, world)
             check_owned(self.config.config, dtype_fact(compute_dtype))
         zero: ZeroConfig = self.config.config
         if (ways := zero.mesh.tensor or 1) > 1 and tensor_groups is None:
             tensor_groups = tensor_groups_of(divided, ways)
-            lanes = lanes_across(tensor_groups) if lanes is None else lanes
-        if lanes is None and zero.pipeline.stages > 1:
+            dp_groups = dp_groups_across(tensor_groups) if dp_groups is None else dp_groups
+        if dp_groups is None and zero.pipeline.stages > 1:
             raise ValueError(
                 f"pipeline.stages is {zero.pipeline.stages} [{zero.origin_of('pipeline.stages')}]: a ZeroEngine trains "
                 "a whole module; give the layers as a PipelineModule to a PipelineEngine, or leave the setting out"
@@ -209,13 +211,13 @@ class ZeroEngine:
             replicate=zero.mesh.replicate,
             shard=self.config.shard,
             timeout=zero.timeout_seconds,
-            rendezvous_seconds=zero.rendezvous_seconds,
+            barrier_seconds=zero.barrier_seconds,
             name=name,
-            lanes=lanes,
-            guard=zero.guard,
+            dp_groups=dp_groups,
+            watchdog=zero.watchdog,
             tensor_groups=tensor_groups,
             further=part.further_groups,
-            titles=part.titles,
+            rank_labels=part.rank_labels,
         )
         further = list(self.mesh.further.values())
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
@@ -254,7 +256,7 @@ class ZeroEngine:
         self._step_hooks: list[Any] = []
         self._closing: list[Callable[[], None]] = []
         self._diagnosed = False
-        tell_guard(self.mesh.guard, module, self.left_torn)
+        report_to_watchdog(self.mesh.watchdog, module, self.left_torn)
         if weights is not None:
             self._load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
@@ -277,7 +279,7 @@ class ZeroEngine:
     @property
     def is_part(self) -> bool:
         """Whether other ranks train other parts of the model."""
-        return self.mesh.team.world_size != self.mesh.world_size
+        return self.mesh.world_group.world_size != self.mesh.world_size
 
     @property
     def observed(self) -> Observed:
@@ -401,7 +403,7 @@ class ZeroEngine:
         """The flags of the last reductions, of the ranks that train other parts of the model, too."""
         flags = self.model.reducer.take_flags()
         for group in self._parts:
-            for other in group.exchange_small(torch.tensor([flags], dtype=torch.int32)):
+            for other in group.all_gather_small(torch.tensor([flags], dtype=torch.int32)):
                 flags |= int(other)
         return flags
 
@@ -427,25 +429,25 @@ class ZeroEngine:
         """
         self.model.moved.check("a forward", (PARAMETERS,))
         self.model.reducer.make_masters()
-        gatherer = self.model.gatherer
+        unsharder = self.model.unsharder
         with self.observed.forward(inputs):
-            if gatherer is None:
+            if unsharder is None:
                 yield
                 return
-            root = gatherer.units[0]
-            gatherer.enter(root)
+            root = unsharder.units[0]
+            unsharder.enter(root)
             try:
                 yield
             finally:
-                gatherer.leave(root, backward_follows=torch.is_grad_enabled())
+                unsharder.leave(root, backward_follows=torch.is_grad_enabled())
 
     def left_torn(self, phases: Collection[str]) -> str:
         """What an exception has left unfinished, in words, where this rank's threads are in `phases`; "": nothing."""
         if self.model.reducer.in_backward and "backward" not in phases:
             return "has left a backward with an exception"
-        torn = [sharded for sharded in self.optimizers if sharded.torn]
-        if torn and "step" not in phases:
-            cause = next((f" ({sharded.stopped_by})" for sharded in torn if sharded.stopped_by), "")
+        partially_applied = [sharded for sharded in self.optimizers if sharded.partially_applied]
+        if partially_applied and "step" not in phases:
+            cause = next((f" ({sharded.stopped_by})" for sharded in partially_applied if sharded.stopped_by), "")
             return f"has left an optimizer step with an exception{cause}"
         return ""
 
@@ -645,7 +647,7 @@ class ZeroEngine:
             The save; its `wait()` returns when the checkpoint is there.
 
         Raises:
-            RendezvousError: If a rank does not call it in time, or with another directory.
+            BarrierError: If a rank does not call it in time, or with another directory.
             OSError, ValueError: On all ranks if one fails; an earlier checkpoint stays as it was. Of a save in the
                 background: at the next optimizer step, the next save, `wait()`, or at exit.
         """
@@ -739,7 +741,7 @@ class ZeroEngine:
     def load_random_state(self, reader: StateReader) -> None:
         """Give this rank its random state back, where the config says so; see `saving.random_state`."""
         if self.config.config.checkpoint.random_state:
-            random_state.load(reader, self.mesh.team.rank, self.mesh.team.world_size)
+            random_state.load(reader, self.mesh.world_group.rank, self.mesh.world_group.world_size)
 
     def load_weights(
         self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True
@@ -760,7 +762,7 @@ class ZeroEngine:
     def _reader(self, source: str | os.PathLike[str] | StateReader) -> StateReader:
         if isinstance(source, StateReader):
             return source
-        self.mesh.team.rendezvous.meet("loading a checkpoint")
+        self.mesh.world_group.barrier.wait_for_all("loading a checkpoint")
         verify = self.config.config.checkpoint.verify
         return loading.open_together(self, lambda: open_any(source, verify=verify))
 
@@ -791,7 +793,7 @@ class ZeroEngine:
             names: Those that are wanted, the same on all ranks; default: all.
             keep: Give them to this rank; otherwise it takes part, copies nothing and gets an empty dict.
         """
-        self.mesh.rendezvous.meet("full_state_dict()")
+        self.mesh.barrier.wait_for_all("full_state_dict()")
         entries = {n: t for n, t in state_dict_entries(self.module, tied=True) if names is None or n in names}
         wanted, copies = {id(tensor) for tensor in entries.values()}, dict[int, Tensor]()
         for unit in self.model.units:
@@ -813,7 +815,7 @@ class ZeroEngine:
         All ranks call it; those with `keep=False` take part and get an empty dict.
         """
         sharded = self.sharded(optimizer)
-        self.mesh.rendezvous.meet("optimizer_state_dict()")
+        self.mesh.barrier.wait_for_all("optimizer_state_dict()")
         states: dict[int, dict[str, Any]] = {}
         for parameter, values in full_states(self.model, sharded):
             if keep:
@@ -826,7 +828,7 @@ class ZeroEngine:
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """The same by parameter name: {name: {"exp_avg": tensor, ..., "step": tensor}}. All ranks call it."""
         names = {id(parameter): name for name, parameter in self.model.names()}
-        self.mesh.rendezvous.meet("full_optimizer_state()")
+        self.mesh.barrier.wait_for_all("full_optimizer_state()")
         return {
             names[id(parameter)]: values for parameter, values in full_states(self.model, self.sharded(optimizer))
         }
@@ -917,14 +919,14 @@ class ZeroEngine:
     @property
     def desync(self) -> Failure | None:
         """Why the ranks cannot go on together; None: as far as is known they can."""
-        return None if self.mesh.guard is None else self.mesh.guard.failure
+        return None if self.mesh.watchdog is None else self.mesh.watchdog.failure
 
     def note_error(self, error: BaseException) -> None:
         """An exception is about to end training on this rank: ranks that wait for it are told, and raise, unless this
-        rank comes back within `guard.silence_seconds`. What is raised in a forward is noted without this call.
+        rank comes back within `watchdog.silence_seconds`. What is raised in a forward is noted without this call.
         """
-        if self.mesh.guard is not None:
-            self.mesh.guard.note_error(error)
+        if self.mesh.watchdog is not None:
+            self.mesh.watchdog.note_error(error)
 
     def note_diagnostics(self, *closing: Callable[[], None]) -> None:
         """What the settings ask to be recorded is; `close` calls these first (`diagnostics.install` calls this)."""
@@ -952,8 +954,8 @@ class ZeroEngine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.mesh.guard is not None and not self.mesh.closed:
-            self.mesh.guard.note_error(error, ended=True)
+        if error is not None and self.mesh.watchdog is not None and not self.mesh.closed:
+            self.mesh.watchdog.note_error(error, ended=True)
         self.close()
 
     def reset(self) -> None:
@@ -962,5 +964,5 @@ class ZeroEngine:
         self.model.guards.reset()
         for sharded in self.optimizers:
             sharded.restore()
-        if self.model.gatherer is not None:
-            self.model.gatherer.reset()
+        if self.model.unsharder is not None:
+            self.model.unsharder.reset()

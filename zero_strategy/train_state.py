@@ -19,7 +19,7 @@ from zero_strategy.config import ResolvedConfig
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.stores import OffloadStores
 from zero_strategy.optim import LossScaler, ShardedOptimizer
-from zero_strategy.watchdog.diagnosis import Titles, title_of
+from zero_strategy.watchdog.diagnosis import RankLabels, rank_label
 
 
 class WeightCopies(Protocol):
@@ -48,16 +48,16 @@ class ModelPart:
         further_groups: Makes the groups of ranks that train the other parts, by names that are equal on all ranks; all
             of them call it, once their settings are known to agree. Gradient norms are sums over these groups, too, and
             flags go to all. The mesh has them from then on, watches and closes them.
-        titles: Ranks in words, for reports of the guard.
+        titles: Ranks in words, for reports of the watchdog.
         order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; None: in the order
             of the module's own.
         copies: Weights that the parts have in common; the engine publishes them whenever it has changed weights.
     """
 
-    lanes: Sequence[Sequence[int]] | None = None
+    dp_groups: Sequence[Sequence[int]] | None = None
     tensor_groups: Sequence[Sequence[int]] | None = None
     further_groups: Callable[[], Mapping[str, Communicator]] = dict
-    titles: Titles = title_of
+    rank_labels: RankLabels = rank_label
     order: Callable[[str], tuple[int, ...]] | None = None
     copies: WeightCopies | None = None
 

@@ -68,10 +68,10 @@ class UnevenTraining:
                 hook.remove()
             for model in self._models:
                 model.reducer.announce_to(None)
-                if model.gatherer is not None and self._some_idle:
-                    model.gatherer.announce_to(None)
-                    model.gatherer.release_idle()
-                    model.gatherer.forget_order()  # which ranks that followed have not seen
+                if model.unsharder is not None and self._some_idle:
+                    model.unsharder.announce_to(None)
+                    model.unsharder.release_idle()
+                    model.unsharder.forget_order()  # which ranks that followed have not seen
 
     @contextmanager
     def together(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -112,9 +112,9 @@ class UnevenTraining:
         self._some_idle = True
         for number, model in enumerate(self._models):
             model.reducer.announce_to(partial(self._announce_reduction, number))
-            if model.gatherer is not None:
-                model.gatherer.release_idle()  # nothing is gathered on any rank now
-                model.gatherer.announce_to(partial(self._announce_gather, number))
+            if model.unsharder is not None:
+                model.unsharder.release_idle()  # nothing is gathered on any rank now
+                model.unsharder.announce_to(partial(self._announce_gather, number))
 
     def _announce_reduction(self, number: int, what: str, value: Any) -> None:
         if not self._inside:
@@ -145,10 +145,10 @@ class UnevenTraining:
             self._calls[announced.what](*announced.value)
         elif announced.what == "gather":
             number, index = announced.where
-            gatherer = self._models[number].gatherer
-            assert gatherer is not None
-            gatherer.units[index].gather()
-            gatherer.units[index].release()
+            unsharder = self._models[number].unsharder
+            assert unsharder is not None
+            unsharder.units[index].gather()
+            unsharder.units[index].release()
         elif announced.what == "gradients":
             for model, shown in zip(self._models, announced.value, strict=True):
                 model.reducer.follow_shown(shown)
@@ -158,11 +158,11 @@ class UnevenTraining:
     # ---- messages ----
 
     def _have_batches(self, mine: bool) -> list[bool]:
-        return [bool(one) for one in self._control.exchange_small(torch.tensor([mine], dtype=torch.int8))]
+        return [bool(one) for one in self._control.all_gather_small(torch.tensor([mine], dtype=torch.int8))]
 
     def _exchange(self, mine: _Announced | None) -> _Announced | None:
         """What the ranks with a batch are about to do; None if there are none left."""
-        everyone: list[_Announced | None] = self._control.gather_objects(mine)
+        everyone: list[_Announced | None] = self._control.all_gather_objects(mine)
         told = {rank: one for rank, one in enumerate(everyone) if one is not None}
         if len({(one.what, one.where) for one in told.values()}) > 1:
             shown = {rank: f"{one.what} {one.where or ''}".strip() for rank, one in told.items()}

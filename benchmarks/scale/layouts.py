@@ -89,8 +89,8 @@ def _pipeline(
     depth = stages or 2
     while depth <= min(ranks, workload.layers):
         if ranks % depth == 0:
-            lane = ranks // depth
-            layout = Layout(f"pipeline {depth} x {lane}", 1, ranks, lane, depth, schedule, micro_batches)
+            dp_group = ranks // depth
+            layout = Layout(f"pipeline {depth} x {dp_group}", 1, ranks, dp_group, depth, schedule, micro_batches)
             if stages is not None or state_bytes(workload, layout) <= ROOM * machine.memory_bytes:
                 return layout
         if stages is not None:

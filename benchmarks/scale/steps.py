@@ -253,7 +253,7 @@ def messages_of(workload: Workload, layout: Layout, machine: Machine) -> tuple[f
 def _pipeline(workload: Workload, layout: Layout, machine: Machine, compute: Compute) -> Prediction:
     """The schedule is simulated; gradients are reduced beside the last backward, parameters gathered alone.
 
-    Neighbours in a pipeline are as far apart as a stage has ranks, as in this package's topology.
+    PipelinePeers in a pipeline are as far apart as a stage has ranks, as in this package's topology.
     """
     count, units = layout.pipeline_micro_batches, workload.units / layout.stages
     own = units * machine.unit_overhead

@@ -176,7 +176,7 @@ def _engine(shape: Shape, script: Script, state: Path) -> tuple[ZeroEngine, torc
     config = load_config(
         stage=shape.stage,
         units={"min_numel": 0},
-        rendezvous_seconds=20.0,
+        barrier_seconds=20.0,
         checkpoint=options,
         offload=offload,
     )

@@ -302,9 +302,9 @@ def test_deepspeed_json(write):
             "mesh.shard is 2.0 (float) [user: mapping]; expected int | None",
         ),
         (
-            {"release_after_forward": 1},
+            {"reshard_after_forward": 1},
             TypeError,
-            "release_after_forward is 1 (int) [user: mapping]; expected bool",
+            "reshard_after_forward is 1 (int) [user: mapping]; expected bool",
         ),
         (
             {"units": {"classes": ["A", 3]}},

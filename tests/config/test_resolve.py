@@ -240,8 +240,8 @@ def test_explain():
 def test_explain_marks_what_has_no_effect():
     table = rows(resolve(load_config(stage=2, prefetch=4), 2).explain())
     assert table["prefetch"] == ("4", "user: keyword (no effect: stage 2 keeps parameters whole)")
-    assert "no effect" in table["release_after_forward"][1]
-    assert "no effect" in table["release_after_backward"][1]
+    assert "no effect" in table["reshard_after_forward"][1]
+    assert "no effect" in table["reshard_after_backward"][1]
     assert "no effect" not in resolve(load_config(stage=3, prefetch=4), 2).explain()
 
 

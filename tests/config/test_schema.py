@@ -16,13 +16,13 @@ from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     DiagnosticsConfig,
-    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
     PipelineConfig,
     PrecisionConfig,
     UnitsConfig,
+    WatchdogConfig,
     ZeroConfig,
     load_config,
     schema,
@@ -38,7 +38,7 @@ SECTIONS = {
     "activation_checkpointing": ActivationCheckpointingConfig,
     "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
-    "guard": GuardConfig,
+    "watchdog": WatchdogConfig,
     "diagnostics": DiagnosticsConfig,
 }
 
@@ -57,8 +57,8 @@ DEFAULTS = {
     "uneven_batches": "error",
     "nonfinite_gradients": "ignore",
     "prefetch": 1,
-    "release_after_forward": True,
-    "release_after_backward": True,
+    "reshard_after_forward": True,
+    "reshard_after_backward": True,
     "loss_scale.initial": 65536.0,
     "loss_scale.growth_factor": 2.0,
     "loss_scale.backoff_factor": 0.5,
@@ -99,10 +99,10 @@ DEFAULTS = {
     "checkpoint.random_state": True,
     "checkpoint.preemption_signals": ["SIGTERM", "SIGUSR1"],
     "checkpoint.verify": True,
-    "guard.mode": "default",
-    "guard.wait_seconds": 3.0,
-    "guard.silence_seconds": 5.0,
-    "guard.unheard_seconds": 60.0,
+    "watchdog.mode": "default",
+    "watchdog.wait_seconds": 3.0,
+    "watchdog.silence_seconds": 5.0,
+    "watchdog.unheard_seconds": 60.0,
     "diagnostics.run_dir": "",
     "diagnostics.every_n_steps": 1,
     "diagnostics.memory_every_n_steps": 10,
@@ -114,7 +114,7 @@ DEFAULTS = {
     "elementwise_optimizers": [],
     "fused_optimizers": True,
     "timeout_seconds": 1800.0,
-    "rendezvous_seconds": 60.0,
+    "barrier_seconds": 60.0,
 }
 
 BAD_VALUES = [
@@ -160,7 +160,7 @@ BAD_VALUES = [
     ("elementwise_optimizers", ["Lion", ""]),
     ("timeout_seconds", 0.0),
     ("timeout_seconds", float("nan")),
-    ("rendezvous_seconds", -1.0),
+    ("barrier_seconds", -1.0),
 ]
 
 BAD_TYPES = [
@@ -176,8 +176,8 @@ BAD_TYPES = [
     ("precision.master_weights", "true", "expected bool"),
     ("precision.gradient_dtype", 32, "expected str"),
     ("gradient_reduction", 0, "expected str | None"),
-    ("release_after_forward", 0, "expected bool"),
-    ("release_after_backward", "no", "expected bool"),
+    ("reshard_after_forward", 0, "expected bool"),
+    ("reshard_after_backward", "no", "expected bool"),
     ("timeout_seconds", "60", "expected float"),
     ("timeout_seconds", True, "expected float"),
     ("loss_scale.minimum", None, "expected float"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.comm.barrier import RendezvousError, StoreRendezvous
+from zero_strategy.comm.barrier import BarrierError, StoreBarrier
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.mesh import Mesh
 
@@ -74,10 +74,10 @@ def values_of_collectives() -> list[str]:
         group.all_reduce(flat)
         if not torch.equal(flat, total):
             wrong.append(f"all_reduce {dtype}")
-    if [int(v) for v in group.exchange_small(torch.tensor([rank * 3]))] != [3 * r for r in range(world)]:
-        wrong.append("exchange_small")
-    if group.gather_objects({"rank": rank}) != [{"rank": r} for r in range(world)]:
-        wrong.append("gather_objects")
+    if [int(v) for v in group.all_gather_small(torch.tensor([rank * 3]))] != [3 * r for r in range(world)]:
+        wrong.append("all_gather_small")
+    if group.all_gather_objects({"rank": rank}) != [{"rank": r} for r in range(world)]:
+        wrong.append("all_gather_objects")
     for call in (group.all_gather, group.reduce_scatter):
         call(torch.empty(0)).wait()
     group.broadcast(torch.empty(0), 0)
@@ -126,7 +126,7 @@ def counts() -> dict[str, Any]:
     group.all_gather(torch.zeros(8 * world, dtype=torch.bfloat16)).wait()
     group.reduce_scatter(torch.zeros(8 * world)).wait()
     group.broadcast(torch.zeros(10), 0)
-    group.exchange_small(torch.zeros(3, dtype=torch.uint8))
+    group.all_gather_small(torch.zeros(3, dtype=torch.uint8))
     found = {"calls": dict(counters.calls), "bytes": dict(counters.bytes), "sent": counters.elements_sent}
     counters.reset()
     return found | {"after": counters.elements_sent}
@@ -146,14 +146,14 @@ def test_counts_are_exact(ranks: Launcher) -> None:
 
 
 def mesh_of(replicate: int, shard: int) -> dict[str, Any]:
-    mesh = Mesh.build(replicate=replicate, shard=shard, timeout=60.0, rendezvous_seconds=5.0, name="mesh")
+    mesh = Mesh.build(replicate=replicate, shard=shard, timeout=60.0, barrier_seconds=5.0, name="mesh")
     rank = dist.get_rank() if dist.is_initialized() else 0
     return {
-        "gather": mesh.gather.gather_objects(rank),
-        "reduce": mesh.reduce.gather_objects(rank),
-        "replicate": mesh.replicate.gather_objects(rank),
-        "control": mesh.control.gather_objects(rank),
-        "shard control": mesh.shard_control.gather_objects(rank),
+        "gather": mesh.gather.all_gather_objects(rank),
+        "reduce": mesh.reduce.all_gather_objects(rank),
+        "replicate": mesh.replicate.all_gather_objects(rank),
+        "control": mesh.control.all_gather_objects(rank),
+        "shard control": mesh.shard_control.all_gather_objects(rank),
         "place": (mesh.rank, mesh.shard_rank, mesh.world_size, mesh.shard_size),
     }
 
@@ -195,9 +195,9 @@ def test_a_mesh_that_is_not_the_world(ranks: Launcher) -> None:
 
 def meetings(case: str, timeout: float = 1.5) -> tuple[str, float]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    meeting = StoreRendezvous(rank, world, timeout, "tests")
+    meeting = StoreBarrier(rank, world, timeout, "tests")
     for number in range(20):
-        meeting.meet(f"call {number}")
+        meeting.wait_for_all(f"call {number}")
     start = time.monotonic()
     try:
         if case == "missing" and rank == 1:
@@ -207,8 +207,8 @@ def meetings(case: str, timeout: float = 1.5) -> tuple[str, float]:
             time.sleep(3.0)
         if case == "slow" and rank == 1:
             time.sleep(0.7)
-        meeting.meet("save" if case != "other" or rank == 0 else "load")
-    except RendezvousError as error:
+        meeting.wait_for_all("save" if case != "other" or rank == 0 else "load")
+    except BarrierError as error:
         return str(error), time.monotonic() - start
     return "met", time.monotonic() - start
 

@@ -18,7 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.comm.local_ranks import KEY_VARIABLE, LocalRankError, run_local_ranks
+from zero_strategy.comm.local_ranks import LocalRankError, run_local_ranks
+from zero_strategy.comm.sealed import KEY_VARIABLE
 
 HERE = "tests.distributed.test_local_ranks"
 
@@ -185,7 +186,7 @@ def exchange(marker: str, keyless: bool) -> list[object]:
         sent = Planted(Path(marker))
         if keyless:
             os.environ[KEY_VARIABLE] = "guessed"
-    return Communicator(dist.group.WORLD, CommunicationCounters()).gather_objects(sent)
+    return Communicator(dist.group.WORLD, CommunicationCounters()).all_gather_objects(sent)
 
 
 def test_objects_are_unpickled_only_if_one_of_the_ranks_has_sent_them(tmp_path: Path) -> None:

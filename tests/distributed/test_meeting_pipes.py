@@ -49,11 +49,11 @@ def test_every_rank_hears_every_other_in_order(size: int) -> None:
     ranks = connected(size)
     heard: list[list[dict[int, tuple[int, int]]]] = [[] for _ in ranks]
 
-    def meet(rank: int) -> None:
+    def wait_for_all(rank: int) -> None:
         for number in range(200):
-            heard[rank].append(ranks[rank].meet(number, -rank))
+            heard[rank].append(ranks[rank].wait_for_all(number, -rank))
 
-    assert at_once([partial(meet, rank) for rank in range(size)]) == [None] * size
+    assert at_once([partial(wait_for_all, rank) for rank in range(size)]) == [None] * size
     for rank in range(size):
         others = [peer for peer in range(size) if peer != rank]
         assert heard[rank] == [{peer: (number, -peer) for peer in others} for number in range(200)]
@@ -63,17 +63,19 @@ def test_aborting_ends_waits_on_both_sides() -> None:
     ranks = connected(3)
     aborted = threading.Timer(0.2, ranks[1].abort)
     aborted.start()
-    errors = at_once([lambda: ranks[0].meet(0, 0) and None, lambda: ranks[1].meet(0, 0) and None])  # rank 2 never comes
+    errors = at_once(
+        [lambda: ranks[0].wait_for_all(0, 0) and None, lambda: ranks[1].wait_for_all(0, 0) and None]
+    )  # rank 2 never comes
     assert all(isinstance(error, TransportError) for error in errors)
     assert [str(error) for error in errors] == ["rank 1 of the group has broken off", "this rank has broken off"]
     with pytest.raises(TransportError, match="rank 1 of the group has broken off"):
-        ranks[0].meet(1, 0)  # for ever
+        ranks[0].wait_for_all(1, 0)  # for ever
 
 
 def test_time_is_bounded() -> None:
     first, _ = connected(2, timeout=0.2)
     with pytest.raises(TransportError, match=r"rank 1 of the group did not come within 0\.2 s"):
-        first.meet(0, 0)
+        first.wait_for_all(0, 0)
 
 
 _OTHER = """
@@ -97,13 +99,13 @@ def test_a_process_that_ends_is_noticed_at_once(sigpipe: signal.Handlers) -> Non
     try:
         assert other.stdout is not None
         assert mine.connect(1, other.pid, int(other.stdout.readline()))
-        assert mine.meet(0, 5) == {1: (0, 7)}
+        assert mine.wait_for_all(0, 5) == {1: (0, 7)}
         assert other.stdout.readline() == "{0: (0, 5)}\n"
         other.kill()
         with pytest.raises(TransportError, match="the process of rank 1 of the group has ended"):
-            mine.meet(1, 5)
+            mine.wait_for_all(1, 5)
         with pytest.raises(TransportError, match="has ended"):
-            mine.meet(2, 5)
+            mine.wait_for_all(2, 5)
     finally:
         signal.signal(signal.SIGPIPE, before)
         other.kill()

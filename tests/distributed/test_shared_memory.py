@@ -31,7 +31,7 @@ def results(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
         summed = numbers.clone()
         exchange.reduce_scatter(summed).wait()
         found.append(summed.chunk(exchange.size)[exchange.rank].clone())
-        found += exchange.exchange_small(numbers[:2])
+        found += exchange.all_gather_small(numbers[:2])
         everywhere = numbers.clone()
         exchange.all_reduce(everywhere)
         found.append(everywhere)

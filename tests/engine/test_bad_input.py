@@ -19,7 +19,7 @@ from zero_strategy.engine import ZeroEngine
 
 
 def engine_for(model: nn.Module, stage: int = 3, **options: Any) -> ZeroEngine:
-    return ZeroEngine(model, load_config(stage=stage, rendezvous_seconds=5.0, **options))
+    return ZeroEngine(model, load_config(stage=stage, barrier_seconds=5.0, **options))
 
 
 def message_of(call: Callable[[], object]) -> str:

@@ -35,7 +35,7 @@ def world_and_rank() -> tuple[int, int]:
 def make(stage: int, seed: int = 3, **options: Any) -> tuple[nn.Module, ZeroEngine, torch.optim.Optimizer]:
     model = build("transformer", seed)
     dtype = options.pop("compute_dtype", None)
-    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=10.0, **options)
+    config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=10.0, **options)
     engine = ZeroEngine(model, config, compute_dtype=dtype)
     optimizer = torch.optim.AdamW(param_groups(model), foreach=False, amsgrad=True)
     engine.attach(optimizer)

@@ -110,7 +110,7 @@ def test_other_rules_from_the_start(ranks: Launcher, make: Optimizers, words: st
     ("meddle", "stages", "words"),
     [
         (decay_in_group, STAGES, "weight_decay of group 0 is 0.1 on rank(s) [0], 0.2 on rank(s) [1]"),
-        (skip_step, [0, 3], "number of steps is 3 on rank(s) [0], 2 on rank(s) [1]"),  # else ranks wait: the guard's
+        (skip_step, [0, 3], "number of steps is 3 on rank(s) [0], 2 on rank(s) [1]"),  # else ranks wait: the watchdog's
         (rate_for_one_step, STAGES, "lr of group 0 is 0.001 on rank(s) [0], 0.5 on rank(s) [1]"),
     ],
 )

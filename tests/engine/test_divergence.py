@@ -107,7 +107,7 @@ def different_orders(by_rank: list[list[int]], steps_before: int, config: dict[s
 REASON = "ranks ran different modules in this step, or in a different order"
 
 
-@pytest.mark.parametrize("release", ["release_after_forward", "release_after_backward", None])
+@pytest.mark.parametrize("release", ["reshard_after_forward", "reshard_after_backward", None])
 @pytest.mark.parametrize("steps_before, prefetch", [(0, 1), (2, 0)])
 def test_other_units_of_equal_size_are_an_error_on_all_ranks(
     ranks: Launcher, steps_before: int, prefetch: int, release: str | None

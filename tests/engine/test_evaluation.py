@@ -168,7 +168,7 @@ def new_bytes_over_time(stage: int) -> dict[str, Any]:
         evaluations.append(live_bytes())
         whole = [unit for unit in twin.own.model.units if any(b.flat.untyped_storage().nbytes() for b in unit.buckets)]
         gathered.append([unit.name for unit in whole])
-    trace = 0 if twin.own.model.gatherer is None else len(twin.own.model.gatherer.trace)
+    trace = 0 if twin.own.model.unsharder is None else len(twin.own.model.unsharder.trace)
     return {"steps": steps, "evaluations": evaluations, "gathered": gathered, "trace": trace}
 
 
@@ -187,14 +187,14 @@ def traces_of_direct_calls() -> tuple[int, int]:
     twin = ShardedTwin(STAGE_3)
     model = net()
     twin.shard(model)
-    gatherer = twin.own.model.gatherer
-    assert gatherer is not None
+    unsharder = twin.own.model.unsharder
+    assert unsharder is not None
     lengths = []
     for _ in range(2):
         for _ in range(20):
             loss_of(model.blocks[0](twin.data(0, 2, 6))).backward()
             model.zero_grad()
-        lengths.append(len(gatherer.trace))
+        lengths.append(len(unsharder.trace))
     return lengths[0], lengths[1]
 
 

@@ -19,7 +19,7 @@ from tests.launcher import Launcher
 STAGE_3 = [
     Setting(3, "per_micro_batch"),
     Setting(3, "per_micro_batch", {"prefetch": 0}),
-    Setting(3, "per_micro_batch", {"prefetch": 2, "release_after_forward": False}),
+    Setting(3, "per_micro_batch", {"prefetch": 2, "reshard_after_forward": False}),
     KEPT,
 ]
 SOME = [Setting(0, "per_step"), Setting(2, "per_micro_batch"), *STAGE_3]

@@ -222,7 +222,7 @@ def test_casts_and_moves_are_refused_by_name(ranks: Launcher, stage: int) -> Non
 
 def gathered(stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
     model = net()
-    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=5.0)
+    config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=5.0)
     engine = ZeroEngine(model, config, compute_dtype=dtype)
     twin = ShardedTwin(STAGE_3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -303,7 +303,7 @@ def test_numpy_views_of_gathered_parameters_keep_their_values(ranks: Launcher) -
 
 
 def on_rank_0_only(call: str, late: bool) -> tuple[str, float]:
-    twin, model = sharded_net(rendezvous_seconds=1.0)
+    twin, model = sharded_net(barrier_seconds=1.0)
     calls: dict[str, Callable[[], object]] = {
         "state_dict": model.state_dict,
         "load_state_dict": lambda: model.load_state_dict(net().state_dict()),

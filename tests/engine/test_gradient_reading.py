@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
 from tests.launcher import Launcher
-from zero_strategy.comm.barrier import RendezvousError
+from zero_strategy.comm.barrier import BarrierError
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
@@ -27,7 +27,7 @@ class Pair:
 
     def __init__(self, stage: int, reduction: str, **options: Any) -> None:
         self.plain, self.sharded = net(), net()
-        fixed = {"units": {"min_numel": 0}, "rendezvous_seconds": 5.0}
+        fixed = {"units": {"min_numel": 0}, "barrier_seconds": 5.0}
         config = load_config(stage=stage, gradient_reduction=reduction, **(fixed | options))
         self.engine = ZeroEngine(self.sharded, config)
         self.engine.attach(torch.optim.SGD(self.sharded.parameters(), lr=0.1))
@@ -174,7 +174,7 @@ def uses(stage: int) -> tuple[dict[str, Any], dict[str, str], list[str]]:
 def test_all_kinds_of_uses(ranks: Launcher, stage: int) -> None:
     for wrong, written, facts in ranks(2)(uses, stage):
         assert wrong == {}
-        shown = f"GradientHandle('blocks.0.up.weight', shape=(12, 6), stage {stage})"
+        shown = f"GradientProxy('blocks.0.up.weight', shape=(12, 6), stage {stage})"
         assert facts == [shown, "(12, 6) torch.float32 72 False"]
         assert written.keys() == WRITES.keys() | {"clip"}
         assert "read-only" in written.pop("numpy") and "read-only" in written.pop("array")
@@ -184,7 +184,7 @@ def test_all_kinds_of_uses(ranks: Launcher, stage: int) -> None:
 
 
 def alone() -> str:
-    pair = Pair(1, "per_step", rendezvous_seconds=0.5)
+    pair = Pair(1, "per_step", barrier_seconds=0.5)
     pair.backward()
     gradient = pair.sharded.blocks[0].up.weight.grad
     assert gradient is not None
@@ -192,7 +192,7 @@ def alone() -> str:
     if pair.engine.mesh.rank == 0:
         try:
             gradient.norm()
-        except RendezvousError as error:
+        except BarrierError as error:
             said = str(error)
     dist.barrier()
     return said

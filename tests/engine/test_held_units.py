@@ -18,7 +18,7 @@ from tests.launcher import Launcher
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.optim.full_state import safe_set_full_fp32_param
 
-LONGER = [Setting(3, "per_micro_batch", {"release_after_forward": False}), KEPT]
+LONGER = [Setting(3, "per_micro_batch", {"reshard_after_forward": False}), KEPT]
 
 
 def start(twin: Twin, lr: float = 0.1) -> Net:

@@ -74,7 +74,7 @@ def train(case: Case, counts: list[int]) -> tuple[Trained, list[list[float]], in
     """On every rank: what is left, the weights of each epoch, and the length where there is one."""
     rank, seen, length = dist.get_rank(), [], -1
     model = build("convnet", MODEL_SEED)
-    more = {"units": {"min_numel": 0}, "gradient_reduction": case.order, "release_after_backward": case.release}
+    more = {"units": {"min_numel": 0}, "gradient_reduction": case.order, "reshard_after_backward": case.release}
     engine = ZeroEngine(model, load_config(stage=case.stage, uneven_batches=case.policy, **more))
     optimizer = adamw(param_groups(model))
     engine.attach(optimizer)
@@ -183,12 +183,12 @@ def test_weights_make_means() -> None:
 
 def fails(loader: Any, **options: Any) -> str:
     """What going through a loader raises, and whether the ranks can go on afterwards."""
-    config = {"stage": 2, "rendezvous_seconds": 5.0, **options.pop("config", {})}
+    config = {"stage": 2, "barrier_seconds": 5.0, **options.pop("config", {})}
     engine = ZeroEngine(nn.Linear(2, 2), config, **options)
     with pytest.raises((ValueError, RuntimeError, KeyError, OSError)) as caught:
         for _ in engine.join_batches(loader):
             pass
-    engine.mesh.rendezvous.meet("afterwards")
+    engine.mesh.barrier.wait_for_all("afterwards")
     engine.close()
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -214,7 +214,7 @@ def mistakes() -> dict[str, str]:
         "raises at once": partial(fails, BreaksAtOnce() if rank else range(9), **join),
         "raises alone in error mode": partial(fails, breaks(2) if rank else range(9)),
         "raises when out": partial(fails, breaks(4) if rank else range(2), **join),
-        "copies of one": partial(fails, range(3 - rank), part=ModelPart(lanes=[[0], [1]]), **join),
+        "copies of one": partial(fails, range(3 - rank), part=ModelPart(dp_groups=[[0], [1]]), **join),
     }
     return {name: case() for name, case in cases.items()}
 

@@ -1,4 +1,4 @@
-"""`release_after_backward: false`: parameters stay whole from their first forward until an optimizer steps on them.
+"""`reshard_after_backward: false`: parameters stay whole from their first forward until an optimizer steps on them.
 
 One gather for all micro-batches, and between them whole parameters that may be read and written as those of stage 2.
 """
@@ -25,10 +25,10 @@ from zero_strategy.planning.buckets import Offload
 
 SETTINGS = [
     KEPT,
-    Setting(3, "per_step", {"release_after_backward": False, "prefetch": 0}),
+    Setting(3, "per_step", {"reshard_after_backward": False, "prefetch": 0}),
 ]
 OFFLOADED = Setting(
-    3, "per_micro_batch", {"release_after_backward": False, "offload": {"parameters": "cpu", "optimizer": "cpu"}}
+    3, "per_micro_batch", {"reshard_after_backward": False, "offload": {"parameters": "cpu", "optimizer": "cpu"}}
 )
 WHOLE = [setting for setting in DEFAULTS if setting.stage < 3]
 
@@ -222,7 +222,7 @@ def rows_turned(twin: Twin) -> None:
 
 
 def test_rows_turned_after_backward_are_stepped_from(ranks: Launcher) -> None:
-    settings = [Setting(3, "per_micro_batch", {"release_after_backward": False, "offload": {"optimizer": "cpu"}})]
+    settings = [Setting(3, "per_micro_batch", {"reshard_after_backward": False, "offload": {"optimizer": "cpu"}})]
     for wrong in ranks(2)(other_than_stage_2, rows_turned, settings):
         assert not wrong
 
@@ -269,7 +269,7 @@ def elements_gathered(accumulation: int, keeps: bool, order: str) -> tuple[float
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
     config = load_config(
-        stage=3, release_after_backward=not keeps, gradient_reduction=order, units={"min_numel": 0}, prefetch=1
+        stage=3, reshard_after_backward=not keeps, gradient_reduction=order, units={"min_numel": 0}, prefetch=1
     )
     engine = ZeroEngine(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -309,7 +309,7 @@ def frozen_bases() -> list[Any]:
     for block in model:
         block.append(down)
         block[0].requires_grad_(False)
-    engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
+    engine = ZeroEngine(model, load_config(stage=3, reshard_after_backward=False, units={"min_numel": 0}))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     engine.attach(optimizer)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -340,7 +340,7 @@ def test_what_is_frozen_is_gathered_once(ranks: Launcher) -> None:
 def loaded_and_read(folder: str) -> None:
     """What was written before a load of something else stays, and readers of slices see it; what is loaded counts."""
     model = net()
-    engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
+    engine = ZeroEngine(model, load_config(stage=3, reshard_after_backward=False, units={"min_numel": 0}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine.attach(optimizer)
     loss_of(model(torch.ones(2, 6))).backward()
@@ -377,7 +377,7 @@ def break_the_second_group(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
 def step_that_raises() -> None:
     """In a scope, where the root is in use: what it has changed stays so, and forwards see it after `reset`."""
     model = net()
-    engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
+    engine = ZeroEngine(model, load_config(stage=3, reshard_after_backward=False, units={"min_numel": 0}))
     rest = [p for p in model.parameters() if p is not model.scale]
     optimizer = torch.optim.SGD([{"params": [model.scale]}, {"params": rest}], lr=0.5, foreach=False)
     engine.attach(optimizer)
@@ -407,7 +407,7 @@ def planned_and_held(offload: dict[str, str]) -> list[int]:
     """Bytes of parameters and of gather buffers: a plan that is told of tiers by itself, and one by its config."""
     with torch.device("meta"):
         shapes = net(width=256)
-    kept: dict[str, Any] = {"stage": 3, "release_after_backward": False, "units": {"min_numel": 0}}
+    kept: dict[str, Any] = {"stage": 3, "reshard_after_backward": False, "units": {"min_numel": 0}}
     found = []
     for plan in (
         load_config(kept).plan(shapes, world_size=2, device="cpu", offload=Offload(**offload)),
@@ -428,7 +428,7 @@ def test_a_plan_knows_where_slices_are() -> None:
 def skipped_steps() -> list[Any]:
     """An overflow leaves values as they are: they stay whole, and the next forward needs no gather."""
     model = net()
-    engine = ZeroEngine(model, load_config(stage=3, release_after_backward=False, units={"min_numel": 0}))
+    engine = ZeroEngine(model, load_config(stage=3, reshard_after_backward=False, units={"min_numel": 0}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.attach(optimizer)
     values = engine.full_state_dict()

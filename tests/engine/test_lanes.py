@@ -22,31 +22,31 @@ STAGES = (0, 1, 2, 3)
 STEPS = 3
 
 
-def part(lane: int) -> nn.Module:
-    torch.manual_seed(lane)
-    return nn.Sequential(nn.Linear(5 + lane, 7), nn.Tanh(), nn.Linear(7, 3))
+def part(dp_group: int) -> nn.Module:
+    torch.manual_seed(dp_group)
+    return nn.Sequential(nn.Linear(5 + dp_group, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def rows(lane: int, rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * lane + 10 * rank + step)
-    return torch.randn(4, 5 + lane, generator=generator)
+def rows(dp_group: int, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dp_group + 10 * rank + step)
+    return torch.randn(4, 5 + dp_group, generator=generator)
 
 
 def extra(rank: int, step: int) -> Tensor:
     return torch.randn(3, 7, generator=torch.Generator().manual_seed(1000 + 10 * rank + step))
 
 
-def train_plain(lane: int, ranks: int) -> dict[str, Tensor]:
-    model = part(lane)
+def train_plain(dp_group: int, ranks: int) -> dict[str, Tensor]:
+    model = part(dp_group)
     weight = model[2].weight  # type: ignore[index]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         copies = [copy.deepcopy(model) for _ in range(ranks)]
         for rank, each in enumerate(copies):
-            each(rows(lane, rank, step)).square().mean().backward()
+            each(rows(dp_group, rank, step)).square().mean().backward()
         for parameter, *theirs in zip(model.parameters(), *(each.parameters() for each in copies)):
             parameter.grad = sum(each.grad for each in theirs) / ranks  # type: ignore[misc,operator]
-        if lane == 0:
+        if dp_group == 0:
             weight.grad += sum(extra(rank, step) for rank in range(ranks)) / ranks
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
@@ -54,30 +54,30 @@ def train_plain(lane: int, ranks: int) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
-def train(stage: int, lanes: list[list[int]] | None) -> dict[str, Any]:
+def train(stage: int, dp_groups: list[list[int]] | None) -> dict[str, Any]:
     me = torch.distributed.get_rank()
-    lane = 0 if lanes is None else next(number for number, ranks in enumerate(lanes) if me in ranks)
-    model = part(lane)
-    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), part=ModelPart(lanes=lanes))
+    dp_group = 0 if dp_groups is None else next(number for number, ranks in enumerate(dp_groups) if me in ranks)
+    model = part(dp_group)
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), part=ModelPart(dp_groups=dp_groups))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine.attach(optimizer)
     rank = engine.mesh.rank
     for step in range(STEPS):
-        model(rows(lane, rank, step)).square().mean().backward()
-        if lane == 0:
+        model(rows(dp_group, rank, step)).square().mean().backward()
+        if dp_group == 0:
             engine.add_gradient(model[2].weight, extra(rank, step))  # type: ignore[index]
         engine.clip_grad_norm_(0.3)
         optimizer.step()
         optimizer.zero_grad()
-    return {"lane": lane, "team": engine.mesh.team.world_size, "weights": engine.full_state_dict()}
+    return {"lane": dp_group, "team": engine.mesh.world_group.world_size, "weights": engine.full_state_dict()}
 
 
-@pytest.mark.parametrize("lanes", [None, [[0, 1], [2, 3]], [[0, 2], [3, 1]], [[2], [0], [3], [1]]])
-def test_every_lane_trains_its_own_part(ranks: Launcher, lanes: list[list[int]] | None) -> None:
-    world = 2 if lanes is None else 4
+@pytest.mark.parametrize("dp_groups", [None, [[0, 1], [2, 3]], [[0, 2], [3, 1]], [[2], [0], [3], [1]]])
+def test_every_lane_trains_its_own_part(ranks: Launcher, dp_groups: list[list[int]] | None) -> None:
+    world = 2 if dp_groups is None else 4
     for stage in STAGES:
-        for found in ranks(world)(train, stage, lanes):
-            expected = train_plain(found["lane"], 2 if lanes is None else len(lanes[0]))
+        for found in ranks(world)(train, stage, dp_groups):
+            expected = train_plain(found["lane"], 2 if dp_groups is None else len(dp_groups[0]))
             assert found["team"] == world
             for name, value in found["weights"].items():
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
@@ -86,8 +86,8 @@ def test_every_lane_trains_its_own_part(ranks: Launcher, lanes: list[list[int]] 
 def refused() -> None:
     model = part(0)
     with pytest.raises(ValueError, match=r"\[\[0\], \[0\]\].* each of the 2 ranks once"):
-        ZeroEngine(model, load_config(stage=1), part=ModelPart(lanes=[[0], [0]]))
-    engine = ZeroEngine(model, load_config(stage=1), part=ModelPart(lanes=[[0], [1]]))
+        ZeroEngine(model, load_config(stage=1), part=ModelPart(dp_groups=[[0], [0]]))
+    engine = ZeroEngine(model, load_config(stage=1), part=ModelPart(dp_groups=[[0], [1]]))
     with pytest.raises(ValueError, match="trainable parameter of the engine's module"):
         engine.add_gradient(nn.Parameter(torch.ones(3)), torch.ones(3))
     with pytest.raises(ValueError, match=r"shape \(3,\) for a parameter of \(7,\)"):
@@ -182,10 +182,10 @@ def begin(stage: int, parts: list[list[int]]) -> tuple[Run, ZeroEngine, torch.op
     """The layers of one of the parts, trained by a lane of its own."""
     world, me = torch.distributed.get_world_size(), torch.distributed.get_rank()
     size = world // len(parts)
-    lanes = [list(range(size * lane, size * (lane + 1))) for lane in range(len(parts))]
+    dp_groups = [list(range(size * dp_group, size * (dp_group + 1))) for dp_group in range(len(parts))]
     model = Run(parts[me // size])
     config = load_config(stage=stage, units={"min_numel": 0})
-    of_whole = ModelPart(lanes=lanes if len(parts) > 1 else None, order=name_place)
+    of_whole = ModelPart(dp_groups=dp_groups if len(parts) > 1 else None, order=name_place)
     engine = ZeroEngine(model, config, part=of_whole)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine.attach(optimizer)

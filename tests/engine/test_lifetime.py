@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.engine.nets import loss_of, net
 from tests.engine.twins import DEFAULTS, ShardedTwin, Twin, play
 from tests.launcher import Launcher
-from zero_strategy.comm.barrier import RendezvousError
+from zero_strategy.comm.barrier import BarrierError
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 
 
@@ -195,7 +195,7 @@ def meetings() -> list[str]:
     twin = ShardedTwin(DEFAULTS[3])
     model = net()
     twin.shard(model)
-    twin.own.mesh.rendezvous.timeout = 0.5
+    twin.own.mesh.barrier.timeout = 0.5
     expected = {name: value.clone() for name, value in net().state_dict().items()}
     found: list[str] = []
     for absent in ([1], [0], [1, 1]):
@@ -204,7 +204,7 @@ def meetings() -> list[str]:
                 try:
                     model.state_dict()
                     found.append("not noticed")
-                except RendezvousError as error:
+                except BarrierError as error:
                     if f"rank(s) [{other}] did not come" not in str(error):
                         found.append(str(error))
             dist.barrier()

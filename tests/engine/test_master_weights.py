@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 def sharded(stage: int, dtype: torch.dtype = BF16, seed: int = 0) -> tuple[Net, ZeroEngine]:
     model = net(seed=seed)
-    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=5.0)
+    config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=5.0)
     return model, ZeroEngine(model, config, compute_dtype=dtype)
 
 

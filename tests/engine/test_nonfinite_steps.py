@@ -23,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "2, offloaded": {"stage": 2, **OFFLOADED},
     "3, offloaded": {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
     "3, optimizer offloaded": {"stage": 3, "offload": {"optimizer": "cpu"}},
-    "3, kept": {"stage": 3, "release_after_backward": False},
+    "3, kept": {"stage": 3, "reshard_after_backward": False},
 }
 
 

@@ -116,7 +116,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def make(
     stage: int, optimizer: str, dtype: torch.dtype | None, offload: dict[str, Any]
 ) -> tuple[ZeroEngine, Optimizer]:
-    common = {"units": {"min_numel": 0}, "rendezvous_seconds": 20.0, "elementwise_optimizers": ["Own", "Made"]}
+    common = {"units": {"min_numel": 0}, "barrier_seconds": 20.0, "elementwise_optimizers": ["Own", "Made"]}
     config = load_config(stage=stage, offload=offload, **common)
     engine = ZeroEngine(Net(), config, compute_dtype=dtype)
     half = list(engine.module.parameters())
@@ -497,7 +497,9 @@ def interrupted(folder: Path, tier: str) -> tuple[list[str], list[str]]:
 
 def test_a_step_that_fails_half_way(ranks: Launcher, tmp_path: Path) -> None:
     ((said, wrong),) = ranks(1)(interrupted, tmp_path, "gradients in memory")
-    assert "injected" in said[0] and "TornRecordError" in said[1] and "half-way" in said[1] and "checkpoint" in said[1]
+    assert (
+        "injected" in said[0] and "PartialRecordError" in said[1] and "half-way" in said[1] and "checkpoint" in said[1]
+    )
     assert "injected" in said[1], "the cause"
     assert wrong == []
 
@@ -556,10 +558,10 @@ def failed_behind(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def test_a_write_that_fails_behind_a_step(ranks: Launcher, tmp_path: Path) -> None:
-    (((told, torn), wrong),) = ranks(1)(failed_behind, tmp_path)
+    (((told, partially_applied), wrong),) = ranks(1)(failed_behind, tmp_path)
     assert told.startswith("OSError") and "write of" in told and "Input/output error" in told
-    assert torn.startswith("TornRecordError") and "checkpoint" in torn and wrong == []
-    assert "Input/output error" in torn, "the cause"
+    assert partially_applied.startswith("PartialRecordError") and "checkpoint" in partially_applied and wrong == []
+    assert "Input/output error" in partially_applied, "the cause"
 
 
 def failing_writes(folder: Path) -> tuple[list[str], list[int]]:

@@ -55,7 +55,7 @@ def make(stage: int, replicate: int = 1, **checkpoint: Any) -> tuple[Net, ZeroEn
         stage=stage,
         mesh={"replicate": replicate},
         units={"min_numel": 0},
-        rendezvous_seconds=10.0,
+        barrier_seconds=10.0,
         checkpoint={"timeout_seconds": 10.0, **checkpoint},
     )
     engine = ZeroEngine(net, config)

@@ -21,7 +21,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 def engine_for(model: nn.Module, stage: int, dtype: torch.dtype | None, **options: Any) -> ZeroEngine:
-    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=5.0, **options)
+    config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=5.0, **options)
     return ZeroEngine(model, config, compute_dtype=dtype)
 
 

@@ -43,7 +43,7 @@ def test_ranks_may_differ(ranks: Launcher, world: int, config: dict[str, dict[st
 def uneven(config: dict[str, dict[str, int]], without: list[int]) -> dict[str, Tensor]:
     """Two steps of two micro-batches; some ranks have no data at all, and so never wait."""
     module, rank = net(), torch.distributed.get_rank()
-    engine = ZeroEngine(module, load_config(stage=1, units={"min_numel": 0}, rendezvous_seconds=5.0, **config))
+    engine = ZeroEngine(module, load_config(stage=1, units={"min_numel": 0}, barrier_seconds=5.0, **config))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.attach(optimizer)
     training = UnevenTraining([engine.model], {"step": optimizer.step, "zero": optimizer.zero_grad})

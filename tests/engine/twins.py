@@ -45,7 +45,7 @@ SETTINGS = (
     Setting(3, "per_micro_batch"),
     Setting(3, "per_step"),
 )
-KEPT = Setting(3, "per_micro_batch", {"release_after_backward": False})
+KEPT = Setting(3, "per_micro_batch", {"reshard_after_backward": False})
 """Units stay whole until the optimizer's step."""
 DEFAULTS = tuple(setting for setting in SETTINGS if (setting.order == "per_step") == (setting.stage < 2))
 
@@ -193,7 +193,7 @@ class ShardedTwin(Twin):
     def shard(self, module: nn.Module) -> nn.Module:
         self.module = module
         # The plain twin runs torch's own optimizer code; scripts with fused optimizers run those on both sides.
-        fixed = {"units": {"min_numel": 0}, "rendezvous_seconds": 5.0, "fused_optimizers": False}
+        fixed = {"units": {"min_numel": 0}, "barrier_seconds": 5.0, "fused_optimizers": False}
         options = {**fixed, **self.setting.config}
         config = load_config(stage=self.setting.stage, gradient_reduction=self.setting.order, **options)
         self.engine = ZeroEngine(module, config)

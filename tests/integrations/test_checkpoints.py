@@ -382,7 +382,7 @@ def test_learning_rate_finder_restores_into_the_live_engine(ranks: Launcher, tmp
 
 
 def save_alone(tmp: str) -> None:
-    run = trainer(zero(1, rendezvous_seconds=1.0))
+    run = trainer(zero(1, barrier_seconds=1.0))
     run.fit(Module(), loader())
     if run.is_global_zero:
         with raises(RuntimeError, "Trainer.save_checkpoint()", "rank(s) [1] did not come"):

@@ -15,10 +15,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from tests.guard.test_dropping import eventually, groups
 from tests.integrations.accelerate_face.training import Job, Run, fresh_state, make
 from tests.integrations.trainers import Module, loader, trainer, weights, zero
 from tests.launcher import Launcher
+from tests.watchdog.test_dropping import eventually, groups
 
 
 def gone(engine: ref[Any]) -> bool:

@@ -85,12 +85,12 @@ def during_fit(stage: int) -> list[float]:
     """An uneven validation must leave training as it is."""
     seen = []
 
-    class Watched(Module):
+    class CollectiveRecord(Module):
         def on_validation_epoch_end(self) -> None:
             with torch.no_grad():
                 seen.append(float(self.net(data(4).tensors[0]).sum()))
 
-    module, plain = Watched(), Module()
+    module, plain = CollectiveRecord(), Module()
     run = trainer(zero(stage), max_epochs=2, num_sanity_val_steps=2, val_check_interval=2)
     run.fit(module, loader(), uneven())
     trainer("ddp", max_epochs=2).fit(plain, loader())

@@ -52,7 +52,7 @@ def test_a_failure_of_all_ranks_is_saved_and_survived(ranks: Launcher, tmp_path:
 
 def one_fails(tmp: str) -> None:
     saving = ModelCheckpoint(tmp, "saved", save_on_exception=True)
-    run = trainer(zero(3, rendezvous_seconds=1.0), enable_checkpointing=True, callbacks=[saving])
+    run = trainer(zero(3, barrier_seconds=1.0), enable_checkpointing=True, callbacks=[saving])
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         run.fit(Stumbling((1,)), loader())

@@ -18,11 +18,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.guard.test_dropping import eventually
 from tests.integrations.stateful import Dropping, Stateful, differences, left, rank, rows
 from tests.integrations.test_ends import gone
 from tests.integrations.trainers import Module, loader, trainer, zero
 from tests.launcher import Launcher
+from tests.watchdog.test_dropping import eventually
 from zero_strategy.config import load_config
 from zero_strategy.integrations.trainer_preemption import watched_signals
 

@@ -75,17 +75,17 @@ def engine_at_a_url(root: str) -> None:
     if dist.get_rank() == 0:
         (Path(root) / "run/logs").mkdir()
         (Path(root) / "run/logs/train.log").write_text("epoch 0")
-    twin.mesh.rendezvous.meet("a log is there")
+    twin.mesh.barrier.wait_for_all("a log is there")
     with pytest.warns(UserWarning, match="no checkpoint found"):
         assert twin.load_checkpoint(f"{url}/logs") == (None, {})
-    twin.mesh.rendezvous.meet("looked")
+    twin.mesh.barrier.wait_for_all("looked")
     if dist.get_rank() == 0:
         shutil.rmtree(Path(root) / "run/logs")
         (Path(root) / "run/latest").rename(Path(root) / "run/kept")
-    twin.mesh.rendezvous.meet("hidden")
+    twin.mesh.barrier.wait_for_all("hidden")
     with pytest.warns(UserWarning, match="has no latest; taking global_step4, the newest checkpoint there"):
         assert twin.load_checkpoint(url)[0] == f"{url}/global_step4"
-    twin.mesh.rendezvous.meet("loaded")
+    twin.mesh.barrier.wait_for_all("loaded")
     if dist.get_rank() == 0:
         (Path(root) / "run/kept").rename(Path(root) / "run/latest")
 

@@ -47,7 +47,7 @@ def batches(rank: int | None = None, sized: bool = True) -> DataLoader[Any]:
     return DataLoader(rows, ROWS)
 
 
-class Watched(Module):
+class CollectiveRecord(Module):
     """Remembers what hooks see."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Watched(Module):
         return batches()
 
 
-class Manual(Watched):
+class Manual(CollectiveRecord):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -85,14 +85,14 @@ class Manual(Watched):
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
 
 
-CASES: dict[str, tuple[type[Watched], int, str, dict[str, Any]]] = {
-    "join": (Watched, 3, "join", {"num_sanity_val_steps": 1}),
+CASES: dict[str, tuple[type[CollectiveRecord], int, str, dict[str, Any]]] = {
+    "join": (CollectiveRecord, 3, "join", {"num_sanity_val_steps": 1}),
     "active, accumulation, clipping": (
-        Watched, 2, "join_active", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+        CollectiveRecord, 2, "join_active", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     ),
     "manual, loaded anew": (Manual, 1, "join_active", {"reload_dataloaders_every_n_epochs": 1}),
-    "no length": (Watched, 1, "join", {"sized": False}),
-    "four batches": (Watched, 0, "join_active", {"limit_train_batches": 4, "val_check_interval": 0.5}),
+    "no length": (CollectiveRecord, 1, "join", {"sized": False}),
+    "four batches": (CollectiveRecord, 0, "join_active", {"limit_train_batches": 4, "val_check_interval": 0.5}),
 }  # fmt: skip
 
 
@@ -283,7 +283,7 @@ class Takes(Module):
         return self.loss(next(dataloader_iter)[0])
 
 
-class MayStop(Watched):
+class MayStop(CollectiveRecord):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
 
@@ -300,21 +300,25 @@ INSIDE = {"val_check_interval": 2, "min_epochs": 0}
 
 def checks() -> None:
     rank = dist.get_rank()
-    module = Watched()
+    module = CollectiveRecord()
     with raises(ValueError, "rank 0: 5, rank 1: 3", "uneven_batches: join", "limit_train_batches=3"):
         fit(module)
     assert not module.losses
     with raises(ValueError, "rank 0: 5, rank 1: 3"):
-        fit(Watched(), max_steps=3, validation=loader(8))
+        fit(CollectiveRecord(), max_steps=3, validation=loader(8))
     with raises(ValueError, "rank 0: 5, rank 1: 3"):
-        fit(Watched(), max_steps=4, val_check_interval=0.5)
-    assert fit(Watched(), max_steps=2, validation=loader(8)) == 2
-    assert fit(Watched(), max_steps=3) == 3
-    assert fit(Watched(), limit_train_batches=3, max_epochs=2, validation=loader(8)) == 6
-    assert fit(Watched(), loader(16), overfit_batches=2) == 2
+        fit(CollectiveRecord(), max_steps=4, val_check_interval=0.5)
+    assert fit(CollectiveRecord(), max_steps=2, validation=loader(8)) == 2
+    assert fit(CollectiveRecord(), max_steps=3) == 3
+    assert fit(CollectiveRecord(), limit_train_batches=3, max_epochs=2, validation=loader(8)) == 6
+    assert fit(CollectiveRecord(), loader(16), overfit_batches=2) == 2
     for module, flags, part in (
         (MayStop(), {}, "MayStop.on_train_batch_start"),
-        (Watched(), {"callbacks": [EarlyStopping("val_loss", stopping_threshold=1e3)], **INSIDE}, "EarlyStopping"),
+        (
+            CollectiveRecord(),
+            {"callbacks": [EarlyStopping("val_loss", stopping_threshold=1e3)], **INSIDE},
+            "EarlyStopping",
+        ),
         (Manual(), {"max_steps": 2}, "max_steps=2"),
     ):
         with warnings.catch_warnings(record=True) as caught:
@@ -324,14 +328,14 @@ def checks() -> None:
         assert len(found) == (rank == 0), found
         assert all(part in text for text in found)
     with raises(ValueError, "rank(s) [0] have no length"):
-        fit(Watched(), batches(sized=rank == 1))
+        fit(CollectiveRecord(), batches(sized=rank == 1))
     with raises(ValueError, "rank(s) [1] have no batches"):
-        fit(Watched(), loader(8 if rank == 0 else 0, split=False))
+        fit(CollectiveRecord(), loader(8 if rank == 0 else 0, split=False))
     for policy in ("join", "join_active"):
         with raises(ValueError, "rank(s) [1] give no batch at all"):
-            fit(Watched(), loader(8 if rank == 0 else 0, split=False), policy)
+            fit(CollectiveRecord(), loader(8 if rank == 0 else 0, split=False), policy)
     with raises(ValueError, "one training loader, and there are 2"):
-        fit(Watched(), CombinedLoader([batches(), batches()], "max_size_cycle"), "join")
+        fit(CollectiveRecord(), CombinedLoader([batches(), batches()], "max_size_cycle"), "join")
     with raises(ValueError, "dataloader_iter"):
         fit(Takes(), policy="join")
 

@@ -17,7 +17,7 @@ from zero_strategy.offload.chunk_store import Allowance, ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector, VectorSpec, visit
 from zero_strategy.offload.file_queues import IO_VARIABLE, Backend
 from zero_strategy.offload.part_file import CorruptRecordError
-from zero_strategy.offload.state_file import TornRecordError
+from zero_strategy.offload.state_file import PartialRecordError
 from zero_strategy.offload.tier import HostTier, NvmeTier, NvmeTransfer, Tier
 
 CPU = torch.device("cpu")
@@ -245,7 +245,7 @@ def test_a_drive_that_fails_in_mid_pass(tmp_path: Path, monkeypatch: pytest.Monk
         failing(patch, "pwritev", 8)
         slots.run(chunks_of(made), add_one, wait=wait)
         slots.settle()
-    with pytest.raises(TornRecordError, match=r"stopped half-way \(OSError: .*Input/output error"):
+    with pytest.raises(PartialRecordError, match=r"stopped half-way \(OSError: .*Input/output error"):
         values_of(made)
     made["a"].write(0, torch.zeros(5000))  # as a checkpoint does
     made["b"].write(0, torch.zeros(5000))
@@ -268,7 +268,7 @@ def test_no_write_under_way_takes_the_mark_of_a_torn_chunk_away(
             slots.run([Chunk(number, *place, {"a": vector}) for number, place in enumerate(vector.chunks)], add_one)
         refused = []
         for start in range(0, 6000, 1000):
-            with contextlib.suppress(TornRecordError):
+            with contextlib.suppress(PartialRecordError):
                 refused.append(not isinstance(vector.read(start, start + 1), Tensor))
         assert refused in ([], [False] * 6), after  # all of two states, or nothing begun
         tier.close()
@@ -300,7 +300,7 @@ def test_work_that_fails(tmp_path: Path) -> None:
     slots.run(chunks_of(made), add_one)
     with pytest.raises(KeyError, match="mine"):
         slots.run(chunks_of(made), fail)
-    with pytest.raises(TornRecordError):
+    with pytest.raises(PartialRecordError):
         made["a"].read(4500, 4501)
     tier.close()
 

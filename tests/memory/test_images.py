@@ -15,7 +15,7 @@ from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.offload.chunk_store import Allowance, ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector, VectorSpec
 from zero_strategy.offload.images import PART_BYTES, FileCopies, StateImages
-from zero_strategy.offload.state_file import TornRecordError
+from zero_strategy.offload.state_file import PartialRecordError
 from zero_strategy.offload.tier import NvmeTier
 
 CPU, SIZE = torch.device("cpu"), 1000
@@ -137,7 +137,7 @@ def test_a_pass_that_stops_half_way_leaves_the_image(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="half-way"):
         ChunkSlots(2).run([Chunk(n, *place, {"a": vector}) for n, place in enumerate(vector.chunks)], fail)
     assert torch.equal(read(0, NUMEL), torch.arange(NUMEL, dtype=torch.float32))
-    with pytest.raises(TornRecordError):
+    with pytest.raises(PartialRecordError):
         whole(vector)
     vector.write(0, torch.ones(NUMEL))
     store.flush()

@@ -165,8 +165,8 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
         (3, {}),
         (3, {"prefetch": 0}),
         (3, {"prefetch": 2}),
-        (3, {"release_after_forward": False}),
-        (3, {"release_after_backward": False}),
+        (3, {"reshard_after_forward": False}),
+        (3, {"reshard_after_backward": False}),
         (2, {}),
         (1, {}),
     ],
@@ -174,7 +174,7 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
 def test_peaks_are_reached_and_not_passed(ranks: Launcher, stage: int, options: dict[str, Any]) -> None:
     for reverse in (False, True):
         for found in ranks(2)(peaks, stage, reverse, options):
-            if stage == 3 and "release_after_backward" not in options:  # there memory stays, and is no peak
+            if stage == 3 and "reshard_after_backward" not in options:  # there memory stays, and is no peak
                 assert found["gather"] == found["planned gather"], (reverse, found)
             elif stage == 3:
                 assert found["planned gather"] == 0 < found["gather"]

@@ -147,7 +147,7 @@ def test_plan_is_the_ledger_to_the_byte(ranks: Launcher, world: int) -> None:
     ]
     waiting = {"gradient_reduction": "per_step"}
     cases += [Case(stage, options=waiting, accumulation=count) for stage in (2, 3) for count in (1, 2)]
-    cases += [Case(3, dtype, options={"release_after_backward": False}) for dtype in (None, torch.bfloat16)]
+    cases += [Case(3, dtype, options={"reshard_after_backward": False}) for dtype in (None, torch.bfloat16)]
     if world % 2 == 0:
         cases += [Case(1, options={"mesh": {"replicate": 2}}, accumulation=count) for count in (1, 2)]
     check(ranks(world)(compared, cases), cases)

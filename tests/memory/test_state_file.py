@@ -23,7 +23,7 @@ from zero_strategy.offload import file_io as direct_io
 from zero_strategy.offload import part_file
 from zero_strategy.offload.file_queues import Backend, open_queue
 from zero_strategy.offload.part_file import CorruptRecordError
-from zero_strategy.offload.state_file import StateFile, StateLayout, TornRecordError
+from zero_strategy.offload.state_file import PartialRecordError, StateFile, StateLayout
 
 SIZES = {"zero": 0, "one": 1, "odd": 4097, "page": 4096, "prime": 99_991, "even": 131_072, "large": 300_007}
 
@@ -234,15 +234,15 @@ def test_a_disk_that_fills_later_where_space_cannot_be_reserved(
         assert e.value.filename == str(state.paths[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(TornRecordError, match=r"record 'b' .* is torn: a write failed: .*File too large"):
+    with pytest.raises(PartialRecordError, match=r"record 'b' .* is torn: a write failed: .*File too large"):
         state.read("b", aligned(1 << 20))
     content, found = random_bytes(1 << 20), aligned(1 << 20)
     state.write("b", content[:524_288]).wait()
-    with pytest.raises(TornRecordError):
+    with pytest.raises(PartialRecordError):
         state.read("b", found)
     state.write("b", content[524_288:], 524_288).wait()  # whole again
     state.read("b", found).wait()
-    assert torch.equal(found, content) and not state.torn
+    assert torch.equal(found, content) and not state.partially_applied
     state.close()
     state.queue.close()
 

@@ -15,7 +15,7 @@ from zero_strategy.ops import quantization as q
 SIZES = [(37 * i) % 211 for i in range(120)] + [8192, 8193, 16390, 0, 1]
 
 
-class Neighbours:
+class PipelinePeers:
     """Tensors of `SIZES` side by side; what is written beyond one of them shows in the next."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str, *, positive: bool = False) -> None:
@@ -32,7 +32,7 @@ def check_optimizer(device: str) -> None:
     """AdamW on all of them at once, with gradients and copies of other types, at equal and at unequal alignments."""
     case = CASES["adamw"]
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
-    buffers = [Neighbours(seed, dtype, device, positive=seed == 3) for seed, dtype in enumerate(dtypes)]
+    buffers = [PipelinePeers(seed, dtype, device, positive=seed == 3) for seed, dtype in enumerate(dtypes)]
     hyper = torch.tensor([case.row(s % 5) for s in range(len(SIZES))], dtype=torch.float64)
     for shifts in ((0, 0, 0, 0, 0), (4, 4, 4, 4, 4), (3, 3, 5, 2, 1), (3, 3, 3, 3, 3)):
         found = []
@@ -45,7 +45,7 @@ def check_optimizer(device: str) -> None:
 
 def check_moves(device: str) -> None:
     """Copies into a flat buffer and from tensors to tensors."""
-    source = Neighbours(0, torch.float32, device)
+    source = PipelinePeers(0, torch.float32, device)
     found = []
     for flatten, unflatten, scale in (
         (mt._flatten, mt._unflatten, mt._scale),
@@ -71,7 +71,7 @@ def check_statistics(device: str) -> None:
     expected, expected_counts = mt._grad_stats_reference(tensors, 2.0)
     torch.testing.assert_close(sums, expected, rtol=1e-13, atol=0, equal_nan=True)
     assert torch.equal(counts, expected_counts)
-    buffer = Neighbours(1, torch.bfloat16, device)
+    buffer = PipelinePeers(1, torch.bfloat16, device)
     for order in (1.0, 2.0, math.inf):
         aligned = [part.clone() for part in buffer.parts(0)[1][-5:]]
         shifted = [torch.zeros(len(part) + 3, dtype=part.dtype, device=device)[3:].copy_(part) for part in aligned]

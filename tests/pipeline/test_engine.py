@@ -96,7 +96,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "micro_batches": case.micro_batches,
         "gather": case.gather,
     }
-    return {"stage": case.zero, "release_after_backward": case.release, "pipeline": pipeline}
+    return {"stage": case.zero, "reshard_after_backward": case.release, "pipeline": pipeline}
 
 
 def train(case: Case) -> Found:

@@ -34,12 +34,12 @@ class _Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(_WIDTH)
         self.attention = nn.MultiheadAttention(_WIDTH, 2, batch_first=True, dropout=0.1)
-        self.feed = nn.Sequential(nn.Linear(_WIDTH, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, _WIDTH))
+        self.stage_inputs = nn.Sequential(nn.Linear(_WIDTH, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, _WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         x = x + self.attention(h, h, h, need_weights=False)[0]
-        return x + self.feed(x)
+        return x + self.stage_inputs(x)
 
 
 class _Checkpointed(nn.Module):

@@ -72,12 +72,12 @@ def test_what_is_not_known_fits() -> None:
 
 
 def test_parameters_that_are_kept_are_released_first() -> None:
-    kept = plan(stage=3).changed(settings={"release_after_backward": False})
+    kept = plan(stage=3).changed(settings={"reshard_after_backward": False})
     budget = Budget(device=int(plan(stage=3).ledger().tier_bytes("device") / 0.95) + GB // 10, host=100 * GB)
     assert not fits(kept, budget)
-    assert what(kept, budget)[0] == ("release_after_backward: true",)
-    below = plan(stage=2).changed(settings={"release_after_backward": False})
-    assert ("stage: 3", "release_after_backward: true") in what(below, budget)
+    assert what(kept, budget)[0] == ("reshard_after_backward: true",)
+    below = plan(stage=2).changed(settings={"reshard_after_backward": False})
+    assert ("stage: 3", "reshard_after_backward: true") in what(below, budget)
 
 
 def test_a_stage_is_the_smallest_change() -> None:

@@ -40,7 +40,7 @@ def rank() -> int:
 def make(stage: int, **checkpoint: Any) -> tuple[nn.Module, ZeroEngine, torch.optim.Optimizer]:
     model = build("transformer", 3)
     settings = {"timeout_seconds": 5.0, **checkpoint}
-    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=10.0, checkpoint=settings)
+    config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=10.0, checkpoint=settings)
     engine = ZeroEngine(model, config)
     optimizer = torch.optim.AdamW(param_groups(model))
     engine.attach(optimizer)
@@ -432,7 +432,7 @@ def tagged(folder: Path) -> dict[str, Any]:
     drawn = (random.random(), float(np.random.rand()), torch.rand(2).tolist())
     found["refused"] = message_of(lambda: engine.save_checkpoint(folder, "bad/tag"))
     found["object"] = message_of(lambda: engine.save_checkpoint(folder, "x", {"lock": Transformer}))
-    engine.mesh.rendezvous.timeout = 2.0
+    engine.mesh.barrier.timeout = 2.0
     found["differ"] = message_of(lambda: engine.save_checkpoint(folder, f"tag{rank()}", save_latest=False))
     _, engine, optimizer = make(1)
     other_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -475,14 +475,14 @@ def started_again(folder: Path) -> list[str | None]:
             found.append(path and Path(path).name)
         except ValueError as error:
             found.append(str(error).partition(":")[2])
-        engine.mesh.rendezvous.meet("tried")
+        engine.mesh.barrier.wait_for_all("tried")
 
     model, engine, optimizer = make(3)
     if rank() == 0:
         (folder / "logs").mkdir()
         (folder / ".global_step1.0123.tmp").mkdir()  # of a first save that was killed
         (folder / ".global_step1.0123.tmp" / "model.safetensors").touch()
-    engine.mesh.rendezvous.meet("made")
+    engine.mesh.barrier.wait_for_all("made")
     start()
     for step in range(2):
         train(model, optimizer, step)
@@ -490,13 +490,13 @@ def started_again(folder: Path) -> list[str | None]:
     start()
     if rank() == 0:
         (folder / "latest").unlink()  # as if a kill had come right before it was written
-    engine.mesh.rendezvous.meet("removed")
+    engine.mesh.barrier.wait_for_all("removed")
     start()
     if rank() == 0:
         (folder / "global_step2" / "manifest.json").unlink()
         (folder / "global_step2").rename(folder / "damaged")
         shutil.rmtree(folder / "global_step1")
-    engine.mesh.rendezvous.meet("removed")
+    engine.mesh.barrier.wait_for_all("removed")
     start()
     folder = folder / "damaged"
     start()

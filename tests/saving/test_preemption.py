@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, stage: int, seed: int) -> None:
         self.model = build("transformer", 3)
-        config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=10.0)
+        config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=10.0)
         self.engine = ZeroEngine(self.model, config)
         self.optimizer = torch.optim.AdamW(param_groups(self.model), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)

@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uin
 
 
 def engine_of(module: nn.Module, stage: int, compute_dtype: torch.dtype | None = None, **checkpoint: Any) -> ZeroEngine:
-    config = load_config(stage=stage, units={"min_numel": 0}, rendezvous_seconds=10.0, checkpoint=checkpoint)
+    config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=10.0, checkpoint=checkpoint)
     return ZeroEngine(module, config, compute_dtype=compute_dtype)
 
 

@@ -40,7 +40,7 @@ def alone() -> Iterator[None]:
 
 def start(stage: int, accumulation: int = 1, **more: Any) -> ScriptEngine:
     config = {
-        "stage": stage, "units": {"min_numel": 0}, "rendezvous_seconds": 10.0,
+        "stage": stage, "units": {"min_numel": 0}, "barrier_seconds": 10.0,
         "train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": accumulation, **more,
     }  # fmt: skip
     adamw = lambda parameters: torch.optim.AdamW(parameters, lr=LR, foreach=False)  # noqa: E731

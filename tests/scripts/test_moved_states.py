@@ -151,7 +151,7 @@ def test_parameters_that_stay_whole_between_steps(ranks: Launcher) -> None:
 
 def in_place() -> bool:
     def run(moves: bool) -> list[Tensor]:
-        engine = start(3, release_after_backward=False)
+        engine = start(3, reshard_after_backward=False)
         for x, y in batches(engine)[: 2 * ACCUMULATION]:
             engine.backward(engine(x, y))
             engine.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_strategy.fsdp.grad_accumulation import WaitingFactors
+from zero_strategy.fsdp.grad_accumulation import DeferredScale
 
 
 def test_products_have_the_bits_of_one_multiplication_after_the_other() -> None:
@@ -16,7 +16,7 @@ def test_products_have_the_bits_of_one_multiplication_after_the_other() -> None:
         calls.append((index, factor))
         values[index].mul_(factor)
 
-    factors = WaitingFactors(multiply)
+    factors = DeferredScale(multiply)
     for index, factor in ((0, 0.25), (0, 0.1), (1, 0.3), (0, 0.7), (1, 2.0), (2, 1.0)):
         factors.add(index, factor)
         expected[index].mul_(factor)
@@ -29,7 +29,7 @@ def test_products_have_the_bits_of_one_multiplication_after_the_other() -> None:
 
 def test_only_what_rounds_is_carried_out_before_a_look() -> None:
     calls: list[tuple[int, float]] = []
-    factors = WaitingFactors(lambda index, factor: calls.append((index, factor)))
+    factors = DeferredScale(lambda index, factor: calls.append((index, factor)))
     factors.add(0, 0.5)
     factors.carry_out_those_that_round()
     assert calls == []

@@ -28,7 +28,7 @@ from zero_strategy.activation.offload import ActivationStore, model_storages
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.fsdp.unshard import ParameterGatherer, Unit
+from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.runtime.torch_private import buffers_of, uncompiled, version_of
 
 
@@ -215,7 +215,7 @@ class UnitActivations:
                 "units besides the root, so they change nothing; name its layers in units.classes or units.patterns",
                 stacklevel=3,
             )
-        self.forwards = [UnitForward(unit, number, self, model.gatherer) for number, unit in enumerate(units)]
+        self.forwards = [UnitForward(unit, number, self, model.unsharder) for number, unit in enumerate(units)]
         for number, forward in enumerate(self.forwards):
             forward.recomputed = self.mode != "none" and (self.mode != "every_n" or number % settings.every_n == 0)
         if self.mode == "budget" and units:
@@ -236,7 +236,7 @@ class UnitActivations:
         """
         if self.profile is None:
             return
-        found = [profile for profile in control.gather_objects(self.profile.result()) if profile is not None]
+        found = [profile for profile in control.all_gather_objects(self.profile.result()) if profile is not None]
         if not found:
             return  # a step without a forward
         profile: Profile = max(found, key=lambda one: one.kept)
@@ -272,7 +272,7 @@ class UnitForward:
         unit: The unit.
         number: Its place among those of `activations`.
         activations: Those it is one of.
-        gatherer: Of the model, at stage 3.
+        unsharder: Of the model, at stage 3.
 
     Attributes:
         name: Of the unit.
@@ -280,11 +280,11 @@ class UnitForward:
     """
 
     def __init__(
-        self, unit: Unit, number: int, activations: UnitActivations, gatherer: ParameterGatherer | None
+        self, unit: Unit, number: int, activations: UnitActivations, unsharder: Unsharder | None
     ) -> None:
         self.name, self.module, self.recomputed = unit.name, unit.module, True
         self._number = number
-        self._activations, self._gatherer = activations, gatherer
+        self._activations, self._unsharder = activations, unsharder
         self._selective = activations.mode == "selective"
         self._buffers = BufferStates(unit.module)
         self._bound = "forward" not in vars(unit.module)
@@ -350,7 +350,7 @@ class UnitForward:
     def _around(self, changed: list[BufferState]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What a forward and its replays run in."""
         first, again = selective_contexts() if self._selective else (nullcontext(), nullcontext())
-        held = nullcontext if self._gatherer is None else self._gatherer.replay
+        held = nullcontext if self._unsharder is None else self._unsharder.replay
         if (profile := self._activations.profile) is not None:
             return first, Around(profile.replay, held, partial(self._buffers.restored, changed))
         return first, Around(held, partial(self._buffers.restored, changed), lambda: again)

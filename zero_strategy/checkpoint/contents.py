@@ -91,7 +91,7 @@ def _share_rows(part: TensorPart, tensor: Communicator, start: int, values: Tens
     stop = start + values.numel()
     rows_here = part.whole_rows(start, stop) if part.row else (0, part.rows)
     own = torch.tensor([*rows_here, part.row, part.offset])
-    table = torch.stack(tensor.exchange_small(own)).tolist()
+    table = torch.stack(tensor.all_gather_small(own)).tolist()
     first, last = max(row[0] for row in table), min(row[1] for row in table)
     if first >= last:
         first = last = -(-stop // max(part.row, 1))  # none in common
@@ -231,7 +231,11 @@ def extra_state_file(engine: TrainState) -> dict[str, bytes]:
         if type(child).get_extra_state is not nn.Module.get_extra_state
     }
     if engine.is_part:
-        found = {name: state for part in engine.mesh.team.control.gather_objects(found) for name, state in part.items()}
+        found = {
+            name: state
+            for part in engine.mesh.world_group.control.all_gather_objects(found)
+            for name, state in part.items()
+        }
     if not found:
         return {}
     buffer = io.BytesIO()
@@ -455,8 +459,8 @@ def catalog_of(engine: TrainState) -> Catalog:
     """
     if not engine.is_part:
         return _merged([_own(engine)], sort=engine.order is not None)
-    control = engine.mesh.team.control
-    return _merged(control.gather_objects(together(control, lambda: _own(engine))), sort=True)
+    control = engine.mesh.world_group.control
+    return _merged(control.all_gather_objects(together(control, lambda: _own(engine))), sort=True)
 
 
 _Part = tuple[list[tuple[Position, TensorSpec]], dict[str, str], set[str]]
@@ -496,7 +500,7 @@ def union_of_groups(engine: TrainState, groups: list[dict[str, Any]], order: Seq
     """
     if not engine.is_part:
         return groups
-    everyone = engine.mesh.team.control.gather_objects(groups)
+    everyone = engine.mesh.world_group.control.all_gather_objects(groups)
     settings = [
         [{key: value for key, value in group.items() if key != "params"} for group in part] for part in everyone
     ]

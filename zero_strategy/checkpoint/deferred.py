@@ -232,10 +232,10 @@ def close_deferred(module: nn.Module) -> None:
 
 def _check_closed(module: nn.Module) -> None:
     """An engine that failed leaves parameters without values, which the next one would initialise."""
-    torn = [vars(owner)[_OPENED] for owner in module.modules() if _OPENED in vars(owner)]
-    if torn:
+    unread = [vars(owner)[_OPENED] for owner in module.modules() if _OPENED in vars(owner)]
+    if unread:
         raise RuntimeError(
-            f"weights of {torn[0]} were not read to the end, for an earlier engine of this module failed: load the "
+            f"weights of {unread[0]} were not read to the end, for an earlier engine of this module failed: load the "
             "model with from_pretrained again"
         )
 

@@ -65,7 +65,7 @@ def save_checkpoint(
     Raises:
         ValueError: If the tag is no name of a folder.
         TypeError: If the client state holds what cannot be loaded safely; names it.
-        RendezvousError: If ranks come with different tags, or do not come.
+        BarrierError: If ranks come with different tags, or do not come.
     """
     name = f"global_step{engine.steps.taken}" if tag is None else str(tag)
     _check_tag(name)
@@ -110,8 +110,8 @@ def load_checkpoint(
     """
     engine.saver.wait()
     source = os.fspath(load_dir) if tag is None else join(load_dir, str(tag))
-    engine.mesh.team.rendezvous.meet("load_checkpoint()")
-    everyone = engine.mesh.team.control.gather_objects(_there(source, tag, checkpoint_in))
+    engine.mesh.world_group.barrier.wait_for_all("load_checkpoint()")
+    everyone = engine.mesh.world_group.control.all_gather_objects(_there(source, tag, checkpoint_in))
     name = next((found for found in everyone if found is not None), None)  # one decision for all ranks
     if name is None:
         warnings.warn(f"{source}: no checkpoint found; nothing was loaded", stacklevel=3)
@@ -250,8 +250,8 @@ def export_weights(engine: CheckpointingEngine, directory: str | os.PathLike[str
     """
     target, staged = Path(directory), Path(directory) / _STAGED
     engine.save(staged, extra_files=files, optimizers=False, update_latest=False).finish()
-    control, rank = engine.mesh.team.control, engine.mesh.team.rank
-    divided = any(control.gather_objects(any(staged.glob(f"{FOLDER_PREFIX}*"))))
+    control, rank = engine.mesh.world_group.control, engine.mesh.world_group.rank
+    divided = any(control.all_gather_objects(any(staged.glob(f"{FOLDER_PREFIX}*"))))
 
     def move() -> None:
         if divided:

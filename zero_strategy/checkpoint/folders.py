@@ -215,7 +215,7 @@ def checkpoint_directory(path: str | os.PathLike[str], *, fall_back: bool = True
     """
     found = Path(os.path.abspath(path))
     if not found.exists():
-        found = _moved_aside(found)
+        found = _moved_to_shadow(found)
     latest = found / LATEST_NAME
     # A directory of that name, or a link to one, is somebody's own; anything else there is to be a file.
     if found.is_dir() and not (found / MANIFEST_NAME).exists() and latest.exists() and not latest.is_dir():
@@ -237,7 +237,7 @@ def parse_aliases(metadata: Mapping[str, str], source: str) -> dict[str, str]:
     return aliases
 
 
-def _moved_aside(target: Path) -> Path:
+def _moved_to_shadow(target: Path) -> Path:
     """The place of a checkpoint whose replacement was cut off between two renames."""
     for path in reversed(all_beside(target, "old")):
         if (path / MANIFEST_NAME).is_file():
@@ -253,7 +253,7 @@ def _follow_latest(parent: Path, fall_back: bool) -> Path:
         raise ValueError(f"{parent / LATEST_NAME}: {name!r} is not the name of a directory beside it")
     target = parent / name
     try:
-        target = target if target.exists() else _moved_aside(target)
+        target = target if target.exists() else _moved_to_shadow(target)
         if fall_back:
             Manifest.load(target)
     except ValueError as error:

@@ -39,7 +39,7 @@ _MOMENT_SETTINGS = {"alpha", "betas", "etas", "lambd", "lr_decay", "momentum", "
 
 def open_together(engine: TrainState, opened: Callable[[], T]) -> T:
     """Open a checkpoint on all ranks; what hinders one of them is raised on all; see `together`."""
-    return together(engine.mesh.team.control, opened)
+    return together(engine.mesh.world_group.control, opened)
 
 
 def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> None:
@@ -48,7 +48,7 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
     with contextlib.suppress(OSError):  # what could not be written before is written anew
         engine.offloaded.settle()
     _check_same(engine, reader)
-    together(engine.mesh.team.control, engine.model.let_go)
+    together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
     referenced = references.check(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
     whole = catalog_of(engine).without(referenced)
@@ -62,7 +62,7 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
     wanted: list[Wanted] = []
 
     def want() -> None:
-        if engine.mesh.team.rank == 0:
+        if engine.mesh.world_group.rank == 0:
             reader.check_ties(tied)
         for bucket in engine.model.buckets:
             wanted.extend(_wanted_weights(engine, reader, bucket, sources))
@@ -71,16 +71,16 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
                 held = held_by(buffer)
                 wanted.append(Wanted(sources[name], 0, held.numel(), then=_copier(held, tuple(held.shape))))
 
-    together(engine.mesh.team.control, lambda: _check_small_files(engine, reader))
+    together(engine.mesh.world_group.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
-        together(engine.mesh.team.control, want)
+        together(engine.mesh.world_group.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "weights"))
+            together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "weights"))
         load_extra_state(engine.module, reader)
         for bucket in engine.model.buckets:
             if not bucket.placement.shard_parameters:
                 engine.mesh.gather.all_gather(bucket.flat).wait()
-        engine.model.forget_gathered()
+        engine.model.forget_unsharded()
 
 
 def load_optimizers(engine: TrainState, reader: StateReader) -> None:
@@ -116,25 +116,25 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
                     wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
 
     with torch.no_grad():
-        together(engine.mesh.team.control, engine.model.let_go)
-        together(engine.mesh.team.control, want)
+        together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
+        together(engine.mesh.world_group.control, want)
         with piece_exchange.supplied(engine, reader, wanted):
-            together(engine.mesh.team.control, lambda: _read(engine, reader, wanted, "optimizer state"))
+            together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
-        engine.model.forget_gathered()
+        engine.model.forget_unsharded()
     if engine.scaler is not None and own.get("loss_scaler"):
         engine.scaler.load_state_dict(own["loss_scaler"])
 
 
 def _read(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted], what: str) -> None:
     """All of it, with a bar where somebody looks."""
-    if not is_shown(engine.mesh.team.rank):
+    if not is_shown(engine.mesh.world_group.rank):
         reader.read_many(wanted)
         return
     sizes = [(item.stop - item.start) * reader.spec(item.name, item.kind).dtype.itemsize for item in wanted]
-    with progress(f"loading {what}", sum(sizes), engine.mesh.team.rank) as tell:
+    with progress(f"loading {what}", sum(sizes), engine.mesh.world_group.rank) as tell:
         reader.read_many([replace(item, then=_then(item, size, tell)) for item, size in zip(wanted, sizes)])
 
 
@@ -303,7 +303,7 @@ def _load_state(
 
 def _check_same(engine: TrainState, reader: StateReader) -> None:
     """Ranks that read different checkpoints would make a model of pieces of both."""
-    everyone = engine.mesh.team.control.gather_objects((str(reader.directory), reader.identity()))
+    everyone = engine.mesh.world_group.control.all_gather_objects((str(reader.directory), reader.identity()))
     if len({identity for _, identity in everyone}) > 1:
         raise ValueError(
             "the ranks would load different checkpoints: "
@@ -320,5 +320,5 @@ def _check_small_files(engine: TrainState, reader: StateReader) -> None:
     with_tensors = {record.file for record in manifest.weights.values()}
     with_tensors |= {path for record in manifest.optimizers.values() for path in record.states.values()}
     small = sorted(manifest.files.keys() - with_tensors)
-    for path in small[engine.mesh.team.rank :: engine.mesh.team.world_size]:
+    for path in small[engine.mesh.world_group.rank :: engine.mesh.world_group.world_size]:
         reader.extra(path)

@@ -106,7 +106,7 @@ def check(engine: TrainState, reader: StateReader) -> set[str]:
     missing = sorted(wanted.keys() - here.keys())
     other_dtype = sorted(name for name, entry in wanted.items() if here.get(name, entry["dtype"]) != entry["dtype"])
     names = wanted.keys() - set(missing) - set(other_dtype)
-    found = total(engine.mesh.team.control.gather_objects(own_digests(engine, set(names))), set(names))
+    found = total(engine.mesh.world_group.control.all_gather_objects(own_digests(engine, set(names))), set(names))
     different = sorted(name for name in names if found[name] != wanted[name]["digest"])
     problems = {"missing in the model": missing, "of another dtype": other_dtype, "with other values": different}
     if any(problems.values()):

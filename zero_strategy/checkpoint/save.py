@@ -130,7 +130,7 @@ class Agreement:
         as_before = error is None and not frozen and self._is_as_before(own)
         flags = _AS_BEFORE * as_before | _BUSY * busy | _KNOWS_PLACE * place.known
         row = torch.tensor([flags, uuid.uuid4().int >> 80, _digest(own) if as_before else 0])
-        rows = [row.tolist() for row in self._engine.mesh.team.control.exchange_small(row)]
+        rows = [row.tolist() for row in self._engine.mesh.world_group.control.all_gather_small(row)]
         if all(flags & _AS_BEFORE for flags, _, _ in rows) and len({digest for _, _, digest in rows}) == 1:
             tables, referenced = self._with_scalars_of(own), dict[str, str]()
         else:
@@ -149,7 +149,7 @@ class Agreement:
     ) -> tuple[list[OptimizerTable], dict[str, str]]:
         self._all = None
         mine = _Contribution(own, digests, None if error is None else f"{error}")
-        everyone: list[_Contribution] = self._engine.mesh.team.control.gather_objects(mine)
+        everyone: list[_Contribution] = self._engine.mesh.world_group.control.all_gather_objects(mine)
         if error is not None:
             raise error
         if failed := {rank: other.error for rank, other in enumerate(everyone) if other.error is not None}:
@@ -298,7 +298,7 @@ class Saver:
             raise ValueError("weights_dtype is for weights alone, which cannot be resumed from: give optimizers=False")
         if settings.while_saving == "wait":
             self.wait()
-        engine.mesh.team.rendezvous.meet(f"save({os.fspath(directory)!r})")
+        engine.mesh.world_group.barrier.wait_for_all(f"save({os.fspath(directory)!r})")
         engine.model.reducer.check_whole()
         engine.model.follow_edits()
         place = self._places.place_of(directory)
@@ -326,7 +326,7 @@ class Saver:
                 board=board,
                 plan=plan,
                 extra_files={**extra_files, **extra_state_file(engine)},
-                own_files={**own_files, random_state.path_of(engine.mesh.team.rank): random_state.capture()},
+                own_files={**own_files, random_state.path_of(engine.mesh.world_group.rank): random_state.capture()},
                 pieces=self._pieces(plan, pieces, fixed, asynchronous),
                 manifest=manifest,
                 update_latest=update_latest,
@@ -355,7 +355,7 @@ class Saver:
             return live
 
         try:
-            return images, together(self._engine.mesh.team.control, reserve)
+            return images, together(self._engine.mesh.world_group.control, reserve)
         except (OSError, RuntimeError) as error:
             warnings.warn(
                 f"a save in the background needs room in offload.nvme_path, so that the state it writes can change "
@@ -394,7 +394,7 @@ class Saver:
             references.KEY: references.describe(whole, agreed.references),
         }
         return plan.manifest(
-            world_size=engine.mesh.team.world_size,
+            world_size=engine.mesh.world_group.world_size,
             stage=engine.stage,
             scalars={str(number): table.scalars for number, table in enumerate(tables)},
             param_groups={str(number): each for number, each in enumerate(groups)},
@@ -425,15 +425,17 @@ class Saver:
         return self._last_plan[1]
 
     def _next_board(self) -> SaveBoard:
-        team, timeout = self._engine.mesh.team, self._engine.config.config.checkpoint.timeout_seconds
+        world_group, timeout = self._engine.mesh.world_group, self._engine.config.config.checkpoint.timeout_seconds
         self._number += 1
         if self._store is None:
-            self._store = own_store(team.world_size)
-        key = f"{team.rendezvous.prefix}/{self._number}"
+            self._store = own_store(world_group.world_size)
+        key = f"{world_group.barrier.prefix}/{self._number}"
         # All ranks have met since the save before, so all have left it.
-        guard = self._engine.mesh.guard
-        lost = {} if guard is None else {"lost": guard.lost}
-        self._board = SaveBoard(team.rank, team.world_size, timeout, key, self._store, earlier=self._board, **lost)
+        watchdog = self._engine.mesh.watchdog
+        lost = {} if watchdog is None else {"lost": watchdog.lost}
+        self._board = SaveBoard(
+            world_group.rank, world_group.world_size, timeout, key, self._store, earlier=self._board, **lost
+        )
         return self._board
 
 

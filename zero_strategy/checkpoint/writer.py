@@ -265,7 +265,7 @@ class CheckpointWriter(SaveWriter):
             raise ValueError(f"rank {rank} is not within a world of {world_size}")
         self.directory = Path(os.path.abspath(directory))
         self.temporary = beside(self.directory, token, "tmp")
-        self._aside = beside(self.directory, token, "old")
+        self._shadow = beside(self.directory, token, "old")
         self._token = token
         self._cleans_later = cleans_later
         self._replaced: Path | None = None
@@ -409,7 +409,7 @@ class CheckpointWriter(SaveWriter):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         self._seal(sizes, text)
-        self._replaced = replace_directory(self.temporary, self.directory, self._aside, keep_old=True)
+        self._replaced = replace_directory(self.temporary, self.directory, self._shadow, keep_old=True)
         remove(self.directory / RECEIPTS_NAME)
         if update_latest:
             replace_file(self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode())

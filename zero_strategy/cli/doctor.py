@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.comm.barrier import gather_row
+from zero_strategy.comm.barrier import all_gather_row
 from zero_strategy.comm.local_ranks import LocalRankError, run_local_ranks
 from zero_strategy.planning.machine import Machine
 from zero_strategy.version import __version__
@@ -48,7 +48,7 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 def all_reduce() -> int:
     """All ranks meet; returns how many they are."""
-    return len(gather_row([1.0]))
+    return len(all_gather_row([1.0]))
 
 State = Literal["ok", "warn", "fail"]
 PACKAGES = (
@@ -319,7 +319,7 @@ def _nccl() -> Finding:
         return Finding("NCCL", "fail", "this torch has none", "install a torch with NCCL to train on more than one GPU")
     ranks = min(gpus, 2)
     try:
-        run_local_ranks(f"{__package__}.doctor_train:all_reduce", (), ranks, timeout=60.0, backend="nccl")
+        run_local_ranks(f"{__name__}:all_reduce", (), ranks, timeout=60.0, backend="nccl")
     except LocalRankError as error:
         advice = "run with NCCL_DEBUG=INFO; in a container, --ipc=host; these ranks use the loopback alone"
         return Finding("NCCL", "fail", str(error).splitlines()[-1], advice, str(error).splitlines())
@@ -333,7 +333,7 @@ def _smoke(timeout: float) -> Finding:
     name, begun = "two ranks", time.monotonic()
     try:
         config = load_config(stage=3, units={"min_numel": 0})
-        report = verify_on_new_ranks(f"{__package__}.doctor_train:factory", config, {"steps": 2}, 2, timeout)
+        report = verify_on_new_ranks(f"{__name__}:factory", config, {"steps": 2}, 2, timeout)
     except (LocalRankError, OSError) as error:
         advice = "two processes of this host do not meet on its loopback: see above, `ip link show lo`, a firewall"
         return Finding(name, "fail", (str(error).splitlines() or [""])[-1], advice, str(error).splitlines())

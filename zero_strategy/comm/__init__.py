@@ -1,6 +1,6 @@
 """Process groups, the device mesh and collectives: the only room that calls `torch.distributed`."""
 
-from zero_strategy.comm.barrier import RendezvousError, StoreRendezvous
+from zero_strategy.comm.barrier import BarrierError, StoreBarrier
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.pending import PendingWork
@@ -11,7 +11,10 @@ __all__ = [
     "Communicator",
     "Mesh",
     "PendingWork",
-    "RendezvousError",
-    "StoreRendezvous",
+    "BarrierError",
+    "StoreBarrier",
     "world_size",
 ]
+
+RendezvousError = BarrierError
+"""Its former name."""

@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.runtime.torch_private import default_store
-from zero_strategy.watchdog.flight_recorder import Track
+from zero_strategy.watchdog.flight_recorder import CollectiveLog
 
 
-class RendezvousError(RuntimeError):
+class BarrierError(RuntimeError):
     """Some ranks did not arrive at a call that needs all of them."""
 
 
-class StoreRendezvous:
+class StoreBarrier:
     """Numbered meeting points over the process group's key-value store.
 
     Args:
@@ -35,20 +35,20 @@ class StoreRendezvous:
         prefix: Keeps meetings of different engines apart; equal on all ranks.
 
     Attributes:
-        track: By which a guard watches these meetings.
+        track: By which a watchdog watches these meetings.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float, prefix: str) -> None:
         self.rank, self.world_size, self.timeout, self.prefix = rank, world_size, timeout, prefix
         self._round = 0
-        self.track: Track | None = None
+        self.track: CollectiveLog | None = None
 
-    def meet(self, call: str) -> None:
+    def wait_for_all(self, call: str) -> None:
         """Return when all ranks have reached this meeting with the same `call`.
 
         Raises:
-            RendezvousError: If a rank has not come in time, or came with another call; names ranks and calls.
-            DesyncError: If a rank cannot come, where a guard watches.
+            BarrierError: If a rank has not come in time, or came with another call; names ranks and calls.
+            DesyncError: If a rank cannot come, where a watchdog watches.
         """
         if self.world_size == 1:
             return
@@ -69,19 +69,19 @@ class StoreRendezvous:
                 self._round -= 1
                 if self.track is not None:
                     self.track.withdraw()
-                raise RendezvousError(
+                raise BarrierError(
                     f"{call} needs all {self.world_size} ranks; rank {self.rank} waited {self.timeout:g} s and rank(s) "
                     f"{waiting} did not come. Call it on every rank (not under `if rank == 0`)."
                 )
             if self.track is not None:
-                self.track.guard.check()
+                self.track.watchdog.check()
             time.sleep(pause if waiting else 0)
             pause = min(pause * 1.5, 0.05)
         if self._round > 1:  # everybody is here, so everybody has left the meeting before
             store.delete_key(f"zero_strategy/{self.prefix}/{self._round - 1}/{self.rank}")
         calls = {rank: store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)}
         if len(set(calls.values())) > 1:
-            raise RendezvousError(f"ranks came to different calls: {calls}")
+            raise BarrierError(f"ranks came to different calls: {calls}")
 
 
 def next_number(what: str) -> int:
@@ -108,7 +108,7 @@ def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -
 
     Raises:
         ValueError: On all ranks, if values differ; names them, and the ranks.
-        RendezvousError: If a rank has not come in time; names it where rank 0 still answers.
+        BarrierError: If a rank has not come in time; names it where rank 0 still answers.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -136,10 +136,10 @@ def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -
         try:
             store.wait([f"{prefix}/answer"], limit + timedelta(seconds=5))
         except dist.DistStoreError:
-            raise RendezvousError(f"{call}; rank {rank} waited {timeout:g} s, and rank 0 did not come") from None
+            raise BarrierError(f"{call}; rank {rank} waited {timeout:g} s, and rank 0 did not come") from None
         problem = json.loads(store.get(f"{prefix}/answer"))
     if problem["kind"] == "absent":
-        raise RendezvousError(problem["text"])
+        raise BarrierError(problem["text"])
     if problem["text"]:
         raise ValueError(f"ranks were given different settings: {problem['text']}. Give all ranks the same")
 
@@ -155,7 +155,7 @@ def _differences(everyone: list[dict[str, str]]) -> str:
             found.append(f"{key} is {values}")
     return "; ".join(found)
 
-def gather_row(row: Sequence[float]) -> list[list[float]]:
+def all_gather_row(row: Sequence[float]) -> list[list[float]]:
     """Every rank's row, in rank order; one collective of a fixed size, none where there is no process group.
 
     Args:
@@ -199,7 +199,7 @@ def together(control: Communicator, action: Callable[[], T]) -> T:
         found.append(action())
     except Exception as caught:
         error = caught
-    reports = control.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    reports = control.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     failed = {rank: text for rank, text in enumerate(reports) if text is not None}

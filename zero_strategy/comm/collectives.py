@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_strategy.comm import local_ranks as sealed
+from zero_strategy.comm import sealed
 from zero_strategy.comm.pending import ObservedWork, PendingWork, Scattered, transport
 from zero_strategy.comm.process_group import end_with
 from zero_strategy.comm.shared_memory import LEAST_BYTES, SharedMemoryExchange, TensorMessage, decode_card, encode_card
 from zero_strategy.runtime.observer import Observed, Span, Transfer
 from zero_strategy.runtime.torch_private import backend_of, timeout_of
 from zero_strategy.runtime.worker import BackgroundWorker
-from zero_strategy.watchdog.flight_recorder import Subject, Track, TransportError, Watched
+from zero_strategy.watchdog.flight_recorder import CollectiveLog, CollectiveRecord, Subject, TransportError
 from zero_strategy.watchdog.waits import Group
 
 if TYPE_CHECKING:
-    from zero_strategy.watchdog.watchdog import Guard
+    from zero_strategy.watchdog.watchdog import Watchdog
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Communicator:
         owns: The group ends when this object is garbage, unless it was closed (then whoever closes ends it).
 
     Attributes:
-        track: By which a guard watches.
+        track: By which a watchdog watches.
         closed: After `close`.
         observed: Who is told what it does; a mesh has one for all of its communicators.
     """
@@ -102,7 +102,7 @@ class Communicator:
         self._worker = BackgroundWorker(interrupt=self.abort)
         self._buffers: dict[int, Tensor] = {}
         self._shared: SharedMemoryExchange | None = None
-        self.track: Track | None = None
+        self.track: CollectiveLog | None = None
         self._comparing: Communicator | None = None
         self.closed = False
         self._end = end_with(self, group) if owns and group is not None else None
@@ -126,19 +126,19 @@ class Communicator:
         except RuntimeError:
             return False
 
-    def guarded(self, guard: Guard, name: str, twin: dist.ProcessGroup | None = None) -> None:
-        """Let a guard watch these collectives.
+    def guarded(self, watchdog: Watchdog, name: str, twin: dist.ProcessGroup | None = None) -> None:
+        """Let a watchdog watch these collectives.
 
         Args:
-            guard: Of the engine.
+            watchdog: Of the engine.
             name: Tells groups of the same ranks apart; equal on all of them.
-            twin: The same ranks on the host, for a strict guard's own messages, where the group is of a GPU's.
+            twin: The same ranks on the host, for a strict watchdog's own messages, where the group is of a GPU's.
         """
         if self.group is None or self.size == 1 or self.track is not None:
             return
         ranks = dist.get_process_group_ranks(self.group)
-        self.track = guard.track(name, ranks, self.abort)
-        if guard.strict:
+        self.track = watchdog.track(name, ranks, self.abort)
+        if watchdog.strict:
             self._comparing = Communicator(twin or self.group, CommunicationCounters(), owns=twin is not None)
 
     def abort(self) -> None:
@@ -163,7 +163,7 @@ class Communicator:
         Args:
             flat: The buffer.
             first: Puts this rank's slice there; runs in the background too, where collectives do.
-            of: What is gathered, for the guard's reports.
+            of: What is gathered, for the watchdog's reports.
         """
         if self.size == 1 or flat.numel() == 0:
             return self._pending("fetch", [] if first is None else [self._worker.submit(first)])
@@ -188,7 +188,7 @@ class Communicator:
 
         Args:
             flat: The buffer; size x n elements.
-            of: What is reduced, for the guard's reports.
+            of: What is reduced, for the watchdog's reports.
             factor: The whole sum is multiplied by it.
             into: Takes this rank's part; n elements.
         """
@@ -223,7 +223,7 @@ class Communicator:
         Args:
             source: The parts, of size x n elements; nobody changes them before the end.
             into: Takes this rank's part of the sum; n elements.
-            of: What is reduced, for the guard's reports.
+            of: What is reduced, for the watchdog's reports.
             factor: The whole sum is multiplied by it.
         """
         self.counters.add("reduce_scatter", into.numel() * (self.size - 1), into.element_size())
@@ -247,7 +247,7 @@ class Communicator:
         self,
         kind: Span,
         works: Sequence[Any],
-        watched: Watched | None = None,
+        watched: CollectiveRecord | None = None,
         then: Callable[[], object] | None = None,
     ) -> PendingWork:
         """Works of which the last is of this kind; one before it brings the own slice."""
@@ -270,7 +270,7 @@ class Communicator:
         """Of an exchange in which every other rank gets as much as `own` has."""
         return own.numel() * own.element_size() * (self.size - 1)
 
-    def _begin(self, kind: str, of: Subject, tensor: Tensor | Scattered | None = None) -> Watched | None:
+    def _begin(self, kind: str, of: Subject, tensor: Tensor | Scattered | None = None) -> CollectiveRecord | None:
         if self.track is None:
             if self.closed:
                 raise RuntimeError(f"{kind} after the engine was closed; make a new engine")
@@ -283,8 +283,8 @@ class Communicator:
         """The same of one that this thread waits for now."""
         return self._begin(kind, of, tensor) or _UNWATCHED
 
-    def _submit(self, watched: Watched | None, job: Callable[[], None]) -> Future[None]:
-        """Queue a collective; a strict guard compares it first."""
+    def _submit(self, watched: CollectiveRecord | None, job: Callable[[], None]) -> Future[None]:
+        """Queue a collective; a strict watchdog compares it first."""
         if self._comparing is not None and watched is not None:
             return self._worker.submit(partial(self._compared, watched, job))
         return self._worker.submit(job)
@@ -293,7 +293,7 @@ class Communicator:
         self,
         kind: Literal["all_gather", "reduce_scatter"],
         own: Tensor,
-        watched: Watched | None,
+        watched: CollectiveRecord | None,
         start: Callable[..., Any],
         then: Callable[[], object] | None = None,
     ) -> PendingWork:
@@ -304,11 +304,11 @@ class Communicator:
         ended = self.observed.transfer(kind, self._sent_bytes(own))
         return self._pending(kind, [work if ended is None else ObservedWork(work, ended)], watched, then)
 
-    def _compared(self, watched: Watched, job: Callable[[], None]) -> None:
+    def _compared(self, watched: CollectiveRecord, job: Callable[[], None]) -> None:
         self._compare(watched)
         job()
 
-    def _compare(self, watched: Watched | None) -> None:
+    def _compare(self, watched: CollectiveRecord | None) -> None:
         if self._comparing is not None and watched is not None:
             own = encode_card(watched.text())
             cards = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
@@ -373,7 +373,7 @@ class Communicator:
             # As bytes: gloo knows neither bool nor int16, float8 and complex.
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
 
-    def exchange_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
+    def all_gather_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
         """Every rank's `value` (same shape everywhere, on the CPU), in rank order. For flags and norms."""
         if self.size == 1:
             return [value]
@@ -405,15 +405,15 @@ class Communicator:
             self._exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
         return incoming
 
-    def gather_objects(self, value: Any, of: Subject = "") -> list[Any]:
+    def all_gather_objects(self, value: Any, of: Subject = "") -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:
             return [value]
         assert self.group is not None
-        with self._begin_here("gather_objects", of) as watched, transport(), self.observed.span("control"):
+        with self._begin_here("all_gather_objects", of) as watched, transport(), self.observed.span("control"):
             self._compare(watched)
             device = torch.device("cpu" if self.on_host else "cuda")
-            return sealed.gather_objects(value, self.group, device)
+            return sealed.all_gather_objects(value, self.group, device)
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
         """Send outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""

@@ -1,15 +1,7 @@
 """Ranks on this host for a command: started, connected, and their failures told in sentences.
 
-Their process group's connections listen on the loopback, where another user of the host may connect. So what comes over
-them is unpickled only where a MAC (HMAC-SHA256, RFC 2104) shows that one of these ranks has sent it. The key comes with
-the environment, which other users cannot read.
-
-whoever wrote the factory looks for a line of his own.
-
 A message of this package is a sentence already. Of other errors the line of the user's code is named that raised, or
-called what raised.
-
-processes that form a process group, run one function, and go away.
+that called what raised.
 
     results = run_local_ranks("package.module:function", (1, 2), ranks=2)
 
@@ -23,11 +15,9 @@ what they like; it goes to stderr. Whatever ends this process ends them: they ar
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import pickle
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -46,54 +36,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from zero_strategy.comm.sealed import KEY_VARIABLE, new_key
 from zero_strategy.runtime.torch_private import FileStore
-
-KEY_VARIABLE = "ZERO_STRATEGY_LOCAL_RANKS_KEY"
-_MAC_BYTES = 32
-
-
-def new_key() -> str:
-    """A key for the environment of ranks that are about to start."""
-    return secrets.token_hex(32)
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's picklable `value`, in rank order.
-
-    Raises:
-        RuntimeError: If the ranks share a key and a message was not sent by one of them.
-    """
-    size = dist.get_world_size(group)
-    key = os.environ.get(KEY_VARIABLE)
-    if key is None:
-        values: list[Any] = [None] * size
-        dist.all_gather_object(values, value, group=group)
-        return values
-    messages = _gather_bytes(_seal(pickle.dumps(value), key), group, size, device)
-    for rank, message in enumerate(messages):
-        if not hmac.compare_digest(message, _seal(message[_MAC_BYTES:], key)):
-            raise RuntimeError(
-                f"a message in the name of rank {rank} does not come from it: another process of this host has written "
-                "to the ranks' connections; nothing of it was read"
-            )
-    return [pickle.loads(message[_MAC_BYTES:]) for message in messages]
-
-
-def _seal(data: bytes, key: str) -> bytes:
-    return hmac.digest(key.encode(), data, "sha256") + data
-
-
-def _gather_bytes(message: bytes, group: dist.ProcessGroup, size: int, device: torch.device) -> list[bytes]:
-    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
-    counts = [int(length) for length in lengths]
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
-    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    everyone: list[Tensor] = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(everyone, padded, group=group)
-    return [bytes(tensor[:count].cpu().numpy()) for tensor, count in zip(everyone, counts)]
 
 _HEAD = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)

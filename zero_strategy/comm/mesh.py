@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from zero_strategy.comm.barrier import StoreRendezvous
+from zero_strategy.comm.barrier import StoreBarrier
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import end_group, has_process_group, own_group
 from zero_strategy.comm.store import own_store
-from zero_strategy.config import GuardConfig
+from zero_strategy.config import WatchdogConfig
 from zero_strategy.runtime.observer import Observed
-from zero_strategy.watchdog.diagnosis import Titles, title_of
+from zero_strategy.watchdog.diagnosis import RankLabels, rank_label
 from zero_strategy.watchdog.peers import own_card
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,7 +75,7 @@ def tensor_groups_of(ranks: Sequence[int] | None, size: int) -> list[list[int]]:
     return [list(one) for one in sorted({one for one in found if one is not None})]
 
 
-def lanes_across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+def dp_groups_across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """The ranks that hold the same part: those at one place of every group."""
     return [[group[place] for group in groups] for place in range(len(groups[0]))]
 
@@ -125,7 +125,7 @@ _CLOSING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Team:
+class WorldGroup:
     """All ranks that train one model, in whatever parts, from this rank's point of view.
 
     Attributes:
@@ -134,7 +134,7 @@ class Team:
     """
 
     control: Communicator
-    rendezvous: StoreRendezvous
+    barrier: StoreBarrier
 
     @property
     def rank(self) -> int:
@@ -161,7 +161,7 @@ class Mesh:
         team: The ranks of all lanes; the data-parallel ranks where there is one lane.
         tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
         counters: What this rank sent.
-        guard: Watches all of these; None: nobody does.
+        watchdog: Watches all of these; None: nobody does.
         further: Groups of ranks that train other parts of the model, by name.
         observed: Who is told what all of these communicators do.
     """
@@ -171,17 +171,17 @@ class Mesh:
     replicate: Communicator
     control: Communicator
     shard_control: Communicator
-    rendezvous: StoreRendezvous
-    team: Team
+    barrier: StoreBarrier
+    world_group: WorldGroup
     tensor: Communicator
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
-    guard: Guard | None = None
+    watchdog: Watchdog | None = None
     further: dict[str, Communicator] = field(default_factory=dict)
     closed: bool = False
     observed: Observed = field(default_factory=Observed)
 
     def __post_init__(self) -> None:
-        groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.team.control)
+        groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.world_group.control)
         for communicator in (*groups, self.tensor):
             communicator.observed = self.observed
 
@@ -212,13 +212,13 @@ class Mesh:
         replicate: int,
         shard: int,
         timeout: float,
-        rendezvous_seconds: float,
+        barrier_seconds: float,
         name: str,
-        lanes: Sequence[Sequence[int]] | None = None,
-        guard: GuardConfig | None = None,
+        dp_groups: Sequence[Sequence[int]] | None = None,
+        watchdog: WatchdogConfig | None = None,
         tensor_groups: Sequence[Sequence[int]] | None = None,
         further: Callable[[], Mapping[str, Communicator]] = dict,
-        titles: Titles = title_of,
+        rank_labels: RankLabels = rank_label,
     ) -> Mesh:
         """Make the groups; a collective over the default process group.
 
@@ -226,11 +226,11 @@ class Mesh:
             replicate: Size of the replicate axis.
             shard: Size of the shard axis.
             timeout: Seconds after which a collective of these groups fails.
-            rendezvous_seconds: Bound of our own waits.
+            barrier_seconds: Bound of our own waits.
             name: Tells engines of one process apart; equal on all ranks.
             lanes: The ranks of every mesh, this rank's among them; the same on all ranks, every rank in one.
                 Default: one lane of all ranks.
-            guard: How collectives are watched; None: not at all.
+            watchdog: How collectives are watched; None: not at all.
             tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
             further: Makes groups beyond these, by name, which the mesh watches and closes as its own.
             titles: Ranks in words.
@@ -240,11 +240,11 @@ class Mesh:
         """
         counters = CommunicationCounters()
         world = dist.get_world_size() if dist.is_initialized() else 1
-        lanes = [range(world)] if lanes is None else lanes
-        _check_lanes(lanes, world, replicate, shard)
+        dp_groups = [range(world)] if dp_groups is None else dp_groups
+        _check_dp_groups(dp_groups, world, replicate, shard)
         if world == 1:
-            alone, meeting = Communicator(None, counters), StoreRendezvous(0, 1, 0.0, name)
-            mesh = cls(alone, alone, alone, alone, alone, meeting, Team(alone, meeting), alone, counters)
+            alone, meeting = Communicator(None, counters), StoreBarrier(0, 1, 0.0, name)
+            mesh = cls(alone, alone, alone, alone, alone, meeting, WorldGroup(alone, meeting), alone, counters)
             mesh._join(further())
             return mesh
         limit = timedelta(seconds=timeout)
@@ -252,10 +252,12 @@ class Mesh:
         def group_of(lists: list[list[int]], backend: str | None = None) -> Communicator:
             return Communicator(own_group(lists, timeout=limit, backend=backend), counters, owns=True)
 
-        rows = [list(lane[row * shard : (row + 1) * shard]) for lane in lanes for row in range(replicate)]
-        columns = [list(lane[column::shard]) for lane in lanes for column in range(shard)]
+        rows = [list(dp_group[row * shard : (row + 1) * shard]) for dp_group in dp_groups for row in range(replicate)]
+        columns = [list(dp_group[column::shard]) for dp_group in dp_groups for column in range(shard)]
         everyone = group_of([list(range(world))], backend="gloo")
-        control = everyone if len(lanes) == 1 else group_of([list(lane) for lane in lanes], backend="gloo")
+        control = (
+            everyone if len(dp_groups) == 1 else group_of([list(dp_group) for dp_group in dp_groups], backend="gloo")
+        )
         if shard == 1 or replicate == 1:
             shard_control = control if replicate == 1 else Communicator(None, counters)
         else:
@@ -263,29 +265,29 @@ class Mesh:
         divided = Communicator(None, counters)
         if tensor_groups is not None and len(tensor_groups[0]) > 1:
             divided = group_of([list(ranks) for ranks in tensor_groups], backend="gloo")
-        meeting = StoreRendezvous(dist.get_rank(), world, rendezvous_seconds, name)
-        lane = next(number for number, ranks in enumerate(lanes) if dist.get_rank() in ranks)
-        rank = list(lanes[lane]).index(dist.get_rank())
-        own = StoreRendezvous(rank, replicate * shard, rendezvous_seconds, f"{name}.lane{lane}")
+        meeting = StoreBarrier(dist.get_rank(), world, barrier_seconds, name)
+        dp_group = next(number for number, ranks in enumerate(dp_groups) if dist.get_rank() in ranks)
+        rank = list(dp_groups[dp_group]).index(dist.get_rank())
+        own = StoreBarrier(rank, replicate * shard, barrier_seconds, f"{name}.lane{dp_group}")
         mesh = cls(
             gather=group_of(rows) if shard > 1 else Communicator(None, counters),
             reduce=group_of(rows) if shard > 1 else Communicator(None, counters),
             replicate=group_of(columns) if replicate > 1 else Communicator(None, counters),
             control=control,
             shard_control=shard_control,
-            rendezvous=meeting if len(lanes) == 1 else own,
-            team=Team(everyone, meeting),
+            barrier=meeting if len(dp_groups) == 1 else own,
+            world_group=WorldGroup(everyone, meeting),
             tensor=divided,
             counters=counters,
         )
-        if guard is not None and guard.mode != "off":
+        if watchdog is not None and watchdog.mode != "off":
             mesh._watch(
-                guard,
+                watchdog,
                 name,
                 lambda lists: own_group(lists, timeout=limit, backend="gloo"),
                 rows,
                 columns,
-                titles,
+                rank_labels,
             )
         mesh._join(further())
         return mesh
@@ -299,20 +301,20 @@ class Mesh:
         if self.closed:
             return
         self.closed = True
-        meeting, failed = self.team.rendezvous, self.guard is not None and self.guard.failure is not None
-        if self.team.world_size > 1 and not failed and has_process_group():
+        meeting, failed = self.world_group.barrier, self.watchdog is not None and self.watchdog.failure is not None
+        if self.world_group.world_size > 1 and not failed and has_process_group():
             with suppress(Exception):  # a rank that does not come any more is no reason to stay
                 seconds = min(meeting.timeout, _CLOSING_SECONDS)
-                StoreRendezvous(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").meet("close()")
+                StoreBarrier(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").wait_for_all("close()")
         communicators = (
-            self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.team.control, self.tensor,
-            *self.further.values(),
+            self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.world_group.control,
+            self.tensor, *self.further.values(),
         )  # fmt: skip
         groups = {one.group: None for one in communicators if one.group is not None}
         for communicator in communicators:
             communicator.close()
-        if self.guard is not None:
-            self.guard.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
         for group in groups:
             end_group(group)
 
@@ -321,45 +323,50 @@ class Mesh:
         self.further.update(further)
         for name, communicator in further.items():
             communicator.observed = self.observed
-            if self.guard is not None:
-                communicator.guarded(self.guard, name)
+            if self.watchdog is not None:
+                communicator.guarded(self.watchdog, name)
 
     def _watch(
         self,
-        settings: GuardConfig,
+        settings: WatchdogConfig,
         name: str,
         on_host: Callable[[list[list[int]]], dist.ProcessGroup | None],
         rows: list[list[int]],
         columns: list[list[int]],
-        titles: Titles,
+        rank_labels: RankLabels,
     ) -> None:
-        team, strict = self.team.control, settings.mode == "strict"
-        cards = team.gather_objects(own_card())
-        connect = partial(own_store, team.size)
-        self.guard = guard = Guard(
-            team.rank, cards, connect, name,
+        world_group, strict = self.world_group.control, settings.mode == "strict"
+        cards = world_group.all_gather_objects(own_card())
+        connect = partial(own_store, world_group.size)
+        self.watchdog = watchdog = Watchdog(
+            world_group.rank, cards, connect, name,
             wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds,
-            unheard_seconds=settings.unheard_seconds, strict=strict, titles=titles,
+            unheard_seconds=settings.unheard_seconds, strict=strict, rank_labels=rank_labels,
         )  # fmt: skip
         for communicator, what, lists in (
-            (team, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
+            (world_group, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
             (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
             (self.tensor, "tensor", rows),
         ):  # fmt: skip
             twin = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
-            communicator.guarded(guard, what, twin)
-        for meeting in (self.team.rendezvous, self.rendezvous):
+            communicator.guarded(watchdog, what, twin)
+        for meeting in (self.world_group.barrier, self.barrier):
             if meeting.world_size > 1 and meeting.track is None:
-                ranks = dist.get_process_group_ranks((team if meeting is self.team.rendezvous else self.control).group)
-                meeting.track = guard.track("meeting", ranks, compared=False)
+                ranks = dist.get_process_group_ranks(
+                    (world_group if meeting is self.world_group.barrier else self.control).group
+                )
+                meeting.track = watchdog.track("meeting", ranks, compared=False)
 
 
-def _check_lanes(lanes: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:
-    size = len(lanes[0])
+def _check_dp_groups(dp_groups: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:
+    size = len(dp_groups[0])
     if replicate * shard != size:
-        what = f"the world size {world}" if len(lanes) == 1 else f"{size}, the ranks of a lane"
+        what = f"the world size {world}" if len(dp_groups) == 1 else f"{size}, the ranks of a lane"
         raise ValueError(f"mesh.replicate {replicate} x mesh.shard {shard} is not {what}")
-    if sorted(rank for lane in lanes for rank in lane) != list(range(world)) or {len(lane) for lane in lanes} != {size}:
+    if sorted(rank for dp_group in dp_groups for rank in dp_group) != list(range(world)) or {
+        len(dp_group) for dp_group in dp_groups
+    } != {size}:
         raise ValueError(
-            f"lanes {[list(lane) for lane in lanes]} must hold each of the {world} ranks once, and be of one size"
+            f"data-parallel groups {[list(group) for group in dp_groups]} must hold each of the {world} ranks once, "
+            "and be of one size"
         )

@@ -24,8 +24,8 @@ from zero_strategy.comm.store import own_store
 from zero_strategy.runtime.torch_private import PrefixStore, default_store
 from zero_strategy.runtime.worker import BackgroundWorker
 from zero_strategy.watchdog.diagnosis import FailureBoard
-from zero_strategy.watchdog.waits import Awaited, Group, WatchedWaits
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.waits import Awaited, BoundedWaits, Group
+from zero_strategy.watchdog.watchdog import Watchdog
 
 _LARGE_BYTES = 1 << 20
 """Of a message that a thread posts: posting copies to the socket as much as it takes."""
@@ -61,7 +61,7 @@ class PointToPoint:
         patience: Seconds of a wait in which the other rank must come to this rank's batch.
         name: Tells transports of these ranks apart where not all make them in one order; equal on all ranks.
         title: This rank in words, for errors.
-        guard: Of the engine; its failure is one of this transport, too.
+        watchdog: Of the engine; its failure is one of this transport, too.
 
     Attributes:
         rank: This rank's number among `ranks`.
@@ -79,7 +79,7 @@ class PointToPoint:
         patience: float,
         name: str,
         title: str,
-        guard: Guard | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
@@ -90,7 +90,7 @@ class PointToPoint:
         groups = list(dict.fromkeys(self._groups.values()))
         end = self._break_connections
         self._senders = {group: _DeviceSender() if group.on_device else _Sender(end) for group in groups}
-        self.waits = WatchedWaits(self.ranks[self.rank], title, groups, board, timeout, patience, guard)
+        self.waits = BoundedWaits(self.ranks[self.rank], title, groups, board, timeout, patience, watchdog)
         weakref.finalize(self, self.waits.stop)
 
     def post(self, buffer: Tensor, channel: Channel) -> Any:

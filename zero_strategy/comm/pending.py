@@ -1,6 +1,6 @@
 """Pending collectives: handles that are waited for, and flat buffers whose values lie elsewhere.
 
-whoever observes is told, and a guard watches.
+whoever observes is told, and a watchdog watches.
 
 what is sent from it is copied once, not into a whole buffer before.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_strategy.runtime.observer import Observed, Span
-from zero_strategy.watchdog.flight_recorder import TransportError, Watched
+from zero_strategy.watchdog.flight_recorder import CollectiveRecord, TransportError
 
 
 class PendingWork:
@@ -26,7 +26,7 @@ class PendingWork:
         works: What has to end, in order.
         observed: Who is told of waits.
         kinds: What each of the works is.
-        watched: How a guard knows it.
+        watched: How a watchdog knows it.
         then: Called once, when all has ended.
     """
 
@@ -35,7 +35,7 @@ class PendingWork:
         works: Sequence[Any],
         observed: Observed | None = None,
         kinds: Sequence[Span] = (),
-        watched: Watched | None = None,
+        watched: CollectiveRecord | None = None,
         then: Callable[[], object] | None = None,
     ) -> None:
         self._works = list(works)
@@ -45,7 +45,7 @@ class PendingWork:
         """Block until the result is in place (on a GPU: until the current stream will see it).
 
         Raises:
-            DesyncError: If it never will be, where a guard watches.
+            DesyncError: If it never will be, where a watchdog watches.
         """
         works, self._works = self._works, []
         if self._watched is None or not works:

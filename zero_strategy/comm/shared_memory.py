@@ -88,7 +88,7 @@ class MeetingPipes:
         self._poll.register(process, select.POLLIN)
         return True
 
-    def meet(self, number: int, value: int) -> dict[int, tuple[int, int]]:
+    def wait_for_all(self, number: int, value: int) -> dict[int, tuple[int, int]]:
         """Tell every peer two numbers, and wait for theirs; what each told, in the order of its telling.
 
         Args:
@@ -302,7 +302,7 @@ class SharedMemoryExchange:
         """Everybody has written this round's bytes."""
         assert self._pipes is not None
         mine = self._round, nbytes
-        for peer, theirs in self._pipes.meet(*mine).items():
+        for peer, theirs in self._pipes.wait_for_all(*mine).items():
             if theirs != mine:
                 raise RuntimeError(
                     f"rank {self._rank} of the group is at exchange {mine[0]} of {mine[1]} bytes, rank {peer} at "

@@ -22,13 +22,13 @@ from zero_strategy.config.schema import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     DiagnosticsConfig,
-    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
     PipelineConfig,
     PrecisionConfig,
     UnitsConfig,
+    WatchdogConfig,
     ZeroConfig,
 )
 from zero_strategy.config.section import DEFAULT, Setting
@@ -42,7 +42,7 @@ __all__ = [
     "DiagnosticsConfig",
     "DeepSpeedSettings",
     "Fact",
-    "GuardConfig",
+    "WatchdogConfig",
     "LATER_KEYS",
     "Layer",
     "LossScaleConfig",

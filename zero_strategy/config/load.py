@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from zero_strategy.config.deepspeed.classify import read_base64, read_json_file
 from zero_strategy.config.deepspeed.read import is_deepspeed, read_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
-from zero_strategy.config.schema import OffloadConfig, ZeroConfig
+from zero_strategy.config.schema import FORMER_KEYS, OffloadConfig, ZeroConfig
 from zero_strategy.config.section import (
     ACCEPTS,
     DEFAULT,
@@ -155,6 +155,8 @@ def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> It
         if not isinstance(name, str):
             place = f"a key of '{section.prefix[:-1]}'" if section.prefix else "a key"
             raise TypeError(wrong_type(place, name, "str", layer.origin))
+        if section is ZeroConfig and name in FORMER_KEYS:
+            name = _present_key(name, values, layer)
         if name not in known:
             if is_removed(section.prefix + name, raw, layer.origin):
                 continue
@@ -170,6 +172,15 @@ def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> It
             value = check_value(key, value, hint, field.metadata.get(ACCEPTS), layer.origin)
             unset = layer.spells_defaults and value == default_of(field)
             yield key, Setting(value, DEFAULT if unset else layer.origin)
+
+
+def _present_key(former: str, values: Mapping[Any, Any], layer: Layer) -> str:
+    present = FORMER_KEYS[former]
+    if present in values:
+        raise ValueError(
+            f"{former} is the former name of {present}, and both are set{from_origin(layer.origin)}: leave {former} out"
+        )
+    return present
 
 
 def _subsection(key: str, value: Any, section: type[Section], layer: Layer) -> Iterator[tuple[str, Setting]]:

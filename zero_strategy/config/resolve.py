@@ -206,7 +206,7 @@ def _without_effect(config: ZeroConfig) -> dict[str, str]:
     inert = {}
     if config.stage != 3:
         reason = f"stage {config.stage} keeps parameters whole"
-        inert = {"prefetch": reason, "release_after_forward": reason, "release_after_backward": reason}
+        inert = {"prefetch": reason, "reshard_after_forward": reason, "reshard_after_backward": reason}
     section = config.activation_checkpointing
     mode = section.mode
     for key in ("every_n", "budget"):

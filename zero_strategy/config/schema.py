@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zero_strategy.config.section import Section, at_least, between, matching, non_empty, one_of, table, within
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 
     from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 
+
+FORMER_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "guard": "watchdog",
+        "release_after_backward": "reshard_after_backward",
+        "release_after_forward": "reshard_after_forward",
+        "rendezvous_seconds": "barrier_seconds",
+    }
+)
+"""Former names of settings, which configs and keywords may go on using."""
 
 _PLANNER = "zero_strategy.planning.memory_plan:plan_model"
 """Where `ZeroConfig.plan` leads, as a name: planning reads settings, and settings stand below it."""
@@ -332,17 +343,17 @@ class PipelineConfig(Section):
 
 
 @dataclass
-class GuardConfig(Section):
+class WatchdogConfig(Section):
     """How ranks notice that one of them has failed, is gone, or does something else."""
 
-    prefix: ClassVar[str] = "guard."
+    prefix: ClassVar[str] = "watchdog."
     scalar: ClassVar[str] = "mode"
     booleans: ClassVar[Mapping[bool, str]] = {False: "off", True: "default"}
 
     mode: str = field(default="default", metadata=one_of("off", "default", "strict"))
     """``default``: ranks compare where they are as soon as one has waited for ``wait_seconds``; ``strict``: before
     each collective as well, which costs a message each; ``off``: a rank waits for ``timeout_seconds``. May be written
-    as ``guard: strict``."""
+    as ``watchdog: strict``."""
 
     wait_seconds: float = field(default=3.0, metadata=between(0, math.inf))
     """Seconds without any progress before a rank tells the others where it is, and looks for what is wrong."""
@@ -421,10 +432,10 @@ class ZeroConfig(Section):
     prefetch: int = field(default=1, metadata=at_least(0))
     """Units that are gathered ahead of their use under stage 3; 0 gathers each when it is needed."""
 
-    release_after_forward: bool = True
+    reshard_after_forward: bool = True
     """Stage 3: free gathered parameters between forward and backward. False saves a gather, costs memory."""
 
-    release_after_backward: bool = True
+    reshard_after_backward: bool = True
     """Stage 3: free gathered parameters after backward. False keeps them from their first forward until an optimizer
     steps on them: one gather per step, hidden behind the first forward, and whole parameters in between."""
 
@@ -447,7 +458,7 @@ class ZeroConfig(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """How checkpoints are written."""
 
-    guard: GuardConfig = field(default_factory=GuardConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     """How ranks notice that one of them has failed, is gone, or does something else."""
 
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
@@ -464,7 +475,7 @@ class ZeroConfig(Section):
     timeout_seconds: float = field(default=1800.0, metadata=between(0, math.inf))
     """Seconds until a collective of the process group times out."""
 
-    rendezvous_seconds: float = field(default=60.0, metadata=between(0, math.inf))
+    barrier_seconds: float = field(default=60.0, metadata=between(0, math.inf))
     """Seconds that our own waits on other ranks last at most before they raise."""
 
     def __post_init__(self) -> None:

@@ -106,8 +106,8 @@ class WandbWriter:
         team: Whose it is; None: the user's own.
     """
 
-    def __init__(self, project: str, group: str | None, team: str | None) -> None:
-        self._run: Any = importlib.import_module("wandb").init(project=project, group=group, entity=team)
+    def __init__(self, project: str, group: str | None, world_group: str | None) -> None:
+        self._run: Any = importlib.import_module("wandb").init(project=project, group=group, entity=world_group)
 
     def write(self, events: Sequence[Event]) -> None:
         """See `EventWriter.write`."""
@@ -153,7 +153,7 @@ class Monitor:
         self._engine = ref(engine)
         self.samples_per_step = settings.batch.train_batch_size
         self._losses: list[Tensor] = []
-        first = engine.mesh.team.rank == 0
+        first = engine.mesh.world_group.rank == 0
         self._writers = [make(sections[name]) for name, make in _WRITERS.items() if name in sections and first]
         self._messages: MessageLog | None = None
         if "comms_logger" in sections:

@@ -450,7 +450,7 @@ class NonFiniteWatch:
             return  # an overflow of scaled fp16 gradients is no error
         counts = stats.nonfinite.tolist()
         mine = {name: count for name, count in zip(stats.names, counts, strict=True) if count}
-        everyone = self.engine.mesh.control.gather_objects(mine)
+        everyone = self.engine.mesh.control.all_gather_objects(mine)
         parameters: dict[str, int] = {}
         for name, _ in self.engine.model.names():
             total = sum(part.get(name, 0) for part in everyone)
@@ -468,7 +468,7 @@ class NonFiniteWatch:
     def _search(self) -> tuple[int | None, Origin | None]:
         """Run the step's forwards again, then its backwards, each on all ranks, up to what is found first."""
         calls, control = self._recorder.calls, self.engine.mesh.control
-        shapes = control.gather_objects([(call.name, call.micro_batch) for call in calls])
+        shapes = control.all_gather_objects([(call.name, call.micro_batch) for call in calls])
         if any(shape != shapes[0] for shape in shapes):  # ranks would wait for each other in gathers
             return None, None
         replay = Replay(self.engine.module)
@@ -479,7 +479,7 @@ class NonFiniteWatch:
                     with suppress(Exception):  # what cannot be run again tells nothing; what was found is still told
                         with self.engine.forward_scope():
                             origin = look(call)
-                    found = control.gather_objects(origin)
+                    found = control.all_gather_objects(origin)
                     for rank, each in enumerate(found):
                         if each is not None:
                             return rank, each

@@ -98,12 +98,12 @@ class ParameterNorms:
     def _together(self, mine: Mapping[str, float], norm_type: float, prefix: str) -> dict[str, float]:
         total = dict(mine)
         for ranks in (self.engine.mesh.shard_control, self.engine.mesh.tensor):  # who has other parts of parameters
-            total = _added((pair for part in ranks.gather_objects(total) for pair in part.items()), norm_type)
+            total = _added((pair for part in ranks.all_gather_objects(total) for pair in part.items()), norm_type)
         names = [name for name, _ in self.engine.model.names() if name in total]
         root = 1.0 if math.isinf(norm_type) else 1.0 / norm_type
         found = {prefix + name: total[name] ** root for name in names}
         if isinstance(self.engine, PipelineEngine):  # other stages have other parameters
-            found = {name: norm for part in self.engine.pipe.gather_objects(found) for name, norm in part.items()}
+            found = {name: norm for part in self.engine.pipe.all_gather_objects(found) for name, norm in part.items()}
         return found
 
 

@@ -37,7 +37,7 @@ class MessageLog:
     """
 
     def __init__(self, engine: ZeroEngine, kinds: Collection[str] | None, *, verbose: bool) -> None:
-        self._counters, self._rank = engine.counters, engine.mesh.team.rank
+        self._counters, self._rank = engine.counters, engine.mesh.world_group.rank
         self._kinds, self._verbose = kinds, verbose
         self._before: dict[str, tuple[int, int]] = {}
         _logs.add(self)
@@ -339,7 +339,7 @@ class FlopsProfile:
         self.close()
         options = self._options
         text = profile.report(
-            f"flops_profiler: step {options['profile_step']}, one micro-batch of rank {engine.mesh.team.rank}",
+            f"flops_profiler: step {options['profile_step']}, one micro-batch of rank {engine.mesh.world_group.rank}",
             [("data-parallel ranks", str(engine.mesh.world_size))],
             depth=options["module_depth"],
             top=options["top_modules"],

@@ -157,7 +157,7 @@ class StepRecorder:
         self._clock = StepClock(DeviceClock() if device.type == "cuda" else HostClock())
         self._traffic, self._intervals = Traffic(), Intervals()
         self._meter = FlopMeter(engine.module) if settings.flops else None
-        self._writer = RunWriter(settings.run_dir, engine.mesh.team.rank)
+        self._writer = RunWriter(settings.run_dir, engine.mesh.world_group.rank)
         self._parts = dict(_PARTS)
         if engine.config.config.offload.parameters == "nvme":
             self._parts["fetch"] = "disk"
@@ -280,7 +280,7 @@ class StepRecorder:
             return
         self._start("diagnostics")
         engine = self._engine()
-        if engine is not None and not self._recorded and engine.mesh.team.rank == 0:
+        if engine is not None and not self._recorded and engine.mesh.world_group.rank == 0:
             self._writer.facts(facts_of(engine))
 
     def _start(self, phase: Part) -> None:
@@ -335,7 +335,7 @@ class StepRecorder:
         peak = self._peak(engine)
         return StepRecord(
             step=step,
-            rank=engine.mesh.team.rank,
+            rank=engine.mesh.world_group.rank,
             time=time.time(),
             seconds=lap.seconds,
             parts=lap.parts,

@@ -102,7 +102,7 @@ def _compared(model: nn.Module | Sequence[nn.Module]) -> tuple[ReplicaReport, in
         everyone = [(0, part) for part in gather_everywhere(mine)]
         rank = world_rank()
     else:
-        everyone = mesh.control.gather_objects((mesh.shard_rank, mine))
+        everyone = mesh.control.all_gather_objects((mesh.shard_rank, mine))
         rank = mesh.rank
     return _report(everyone), rank
 

@@ -52,7 +52,7 @@ def facts_of(engine: ZeroEngine) -> dict[str, Any]:
             "units": len(engine.model.units),
         },
         "ranks": {
-            "world": mesh.team.world_size,
+            "world": mesh.world_group.world_size,
             "data parallel": mesh.world_size,
             "shard": mesh.shard_size,
             "replicate": mesh.world_size // mesh.shard_size,

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_strategy.comm.barrier import gather_row
+from zero_strategy.comm.barrier import all_gather_row
 from zero_strategy.runtime.terminal import report
 
 if TYPE_CHECKING:
@@ -505,7 +505,7 @@ class StragglerDetector:
             flops = self._tera(total_flops / log_interval, each)
             row = [each, batches / log_interval, *(math.nan if value is None else float(value) for value in gpu), flops]
         toggles = 0 if self._control is None else self._control.take()
-        rows = gather_row([*row, float(toggles)])
+        rows = all_gather_row([*row, float(toggles)])
         if len(rows) != self._world:
             raise RuntimeError(f"the straggler detector was configured for {self._world} ranks, there are {len(rows)}")
         if counts:
@@ -536,7 +536,7 @@ class StragglerDetector:
         if self._off:
             return None
         row = (ptime, btime, temp, power, util, clock, flops)
-        return StragglerData.of(gather_row([math.nan if value is None else float(value) for value in row]))
+        return StragglerData.of(all_gather_row([math.nan if value is None else float(value) for value in row]))
 
     def _set_off(self, off: bool) -> None:
         self._off = off

@@ -33,14 +33,14 @@ class GatheredParameters:
         params: One parameter, or any iterable of them. Parameters that no engine shards are left alone.
         modifier_rank: The rank whose changes are kept, broadcast and sharded again at the end. With None, changes to
             parameters that stage 3 releases are an error, since they would be lost. At lower stages, and with
-            `release_after_backward` off after a forward, they count: all ranks make the same.
+            `reshard_after_backward` off after a forward, they count: all ranks make the same.
         enabled: Do nothing if False.
 
     Raises:
-        RendezvousError: If a rank does not enter in time (stage 3).
+        BarrierError: If a rank does not enter in time (stage 3).
         RuntimeError: At the end, on all ranks, if a rank has changed parameters without `modifier_rank` (stage 3);
-            names them. In a forward with gradients: on that rank, which ends the others through the guard, and only for
-            changes that torch counts (not those through `p.data`).
+            names them. In a forward with gradients: on that rank, which ends the others through the watchdog, and only
+            for changes that torch counts (not those through `p.data`).
 
     What is computed in a forward (a module's, Lightning's `training_step`, `engine.forward_scope()`) with gradients
     enabled may need the values again in backward: the parameters then stay whole until the next backward, or the next
@@ -72,8 +72,8 @@ class GatheredParameters:
                 if self._modifier_rank is not None:
                     model.moved.check("GatheredParameters(modifier_rank=...)")
                 if model.placement.shard_parameters:
-                    model.mesh.rendezvous.meet("entering sharding.GatheredParameters")
-                in_forward = model.gatherer is not None and model.gatherer.units[0].depth > 0
+                    model.mesh.barrier.wait_for_all("entering sharding.GatheredParameters")
+                in_forward = model.unsharder is not None and model.unsharder.units[0].depth > 0
                 used = in_forward and torch.is_grad_enabled() and self._modifier_rank is None
                 buckets = entered.enter_context(model.gathered(self._parameters, until_backward=used))
                 if self._modifier_rank is None:
@@ -131,8 +131,8 @@ def _no_edits(model: ShardedModel, buckets: Sequence[ParameterBucket], *, in_for
     if in_forward:
         if mine:
             raise RuntimeError(_lost_message({control.rank: mine}))
-    elif any(int(count) for count in control.exchange_small(torch.tensor([len(mine)]), "writes that would be lost")):
-        everyone = control.gather_objects(mine)
+    elif any(int(count) for count in control.all_gather_small(torch.tensor([len(mine)]), "writes that would be lost")):
+        everyone = control.all_gather_objects(mine)
         for bucket in buckets:
             bucket.refresh()  # what somebody else holds whole has its values again
         raise RuntimeError(_lost_message({rank: names for rank, names in enumerate(everyone) if names}))
@@ -153,7 +153,7 @@ def check_outside_uses(loss: Tensor, model: ShardedModel) -> None:
     Raises:
         RuntimeError: Naming the parameters and the way out.
     """
-    if model.gatherer is None or loss.grad_fn is None or len(model.units) == 1:
+    if model.unsharder is None or loss.grad_fn is None or len(model.units) == 1:
         return
     found = []
     seen: set[Any] = set()

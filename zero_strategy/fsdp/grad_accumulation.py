@@ -83,7 +83,7 @@ class PowerSums:
         """p, the sum, and how many values are not finite; None if nothing is known."""
         return None if index not in self._found else (self.norm_type, *self._found[index])
 
-class WaitingFactors:
+class DeferredScale:
     """One factor per parameter; two are joined only where their product rounds as one after the other does.
 
     Args:

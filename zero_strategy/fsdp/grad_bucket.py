@@ -13,7 +13,7 @@ Order of summation (documented, so that a single process can repeat it):
     per_micro_batch  g = sum over micro-batches a, in order, of ((sum over ranks r, in order, of g[r, a]) / ranks)
 
 `p.grad` of a parameter that holds a gradient is a *handle*: where whole gradients are kept it is the gradient itself,
-else a `GradientHandle` of the parameter's shape, which fetches it when it is read. `zero_grad()` removes or overwrites
+else a `GradientProxy` of the parameter's shape, which fetches it when it is read. `zero_grad()` removes or overwrites
 the handle, which is how the bucket learns of it, without any hook on the optimizer.
 """
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from zero_strategy.fsdp.dtensor import local_values
-from zero_strategy.fsdp.grad_accumulation import LocalSums, PowerSums, WaitingFactors
-from zero_strategy.fsdp.grad_view import GradientHandle, ShownGradients
+from zero_strategy.fsdp.grad_accumulation import DeferredScale, LocalSums, PowerSums
+from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
 from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
@@ -79,8 +79,8 @@ class GradientBucket:
         self._empty = True  # whatever is in `reduced` is no sum
         self._shows_gradient = owns_all and dtype == bucket.dtype and store is None
         self._powers: PowerSums | None = None  # of what is in a tier, where a norm was asked for
-        self._factors = WaitingFactors(self._multiply)  # for reduced gradients
-        self.shown = ShownGradients(self, bucket)
+        self._factors = DeferredScale(self._multiply)  # for reduced gradients
+        self.shown = GradientViews(self, bucket)
 
     # ---- accumulation on this rank ----
 
@@ -101,7 +101,7 @@ class GradientBucket:
         self.finish()
         self.sync_handles()
         self._factors.carry_out()
-        self._set_aside()
+        self._set_shadow()
 
     def resume(self, index: int) -> None:
         """Go on as before `begin`: no gradient of parameter `index` came to be added."""
@@ -111,7 +111,7 @@ class GradientBucket:
         if index in self.live or index in self.own.live:
             self.show(index)
 
-    def _set_aside(self) -> None:
+    def _set_shadow(self) -> None:
         """Save the reduced sum from the buffer that is about to collect new local gradients."""
         if self.keeps_whole and self.reduced is not None:
             if not self._empty and self._earlier is None:
@@ -144,7 +144,7 @@ class GradientBucket:
         """Let gradients that came after the bucket had left into the next reduction."""
         late, self.late = self.late, {}
         if late:
-            self._set_aside()
+            self._set_shadow()
         for index, gradient in late.items():
             self.accumulate(index, gradient)
 
@@ -155,7 +155,7 @@ class GradientBucket:
         """Start the reduction; parameters without a local gradient contribute zeros."""
         assert self._reduction is None
         self.version += 1
-        self._set_aside()
+        self._set_shadow()
         reduce, names = self.bucket.mesh.reduce, self.bucket.names
         self._straight = self._takes_the_mean()
         factor = self._mean_factor if self._straight or not self._divides_later else 1.0
@@ -350,7 +350,7 @@ class GradientBucket:
 
     def replace(self, index: int, gradient: Tensor) -> None:
         """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
-        if isinstance(gradient, GradientHandle):
+        if isinstance(gradient, GradientProxy):
             self.shown.refuse(index)
         part, parameter = self.bucket.parts[index], self.bucket.parameters[index]
         self.replace_local(index, local_values(part, parameter, gradient.detach()))

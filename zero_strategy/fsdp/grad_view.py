@@ -9,10 +9,10 @@ those into views of what was fetched.
 what plain data parallelism would show there.
 
 After a reduction that is the mean over ranks, put together from the parts that they own (a collective, so all ranks
-read; a rank that reads alone is told within `rendezvous_seconds`). What `no_sync` keeps back is this rank's own sum, to
+read; a rank that reads alone is told within `barrier_seconds`). What `no_sync` keeps back is this rank's own sum, to
 which no other rank is needed.
 
-It is the gradient itself where that is whole on this rank, else a `GradientHandle`, which stands for it.
+It is the gradient itself where that is whole on this rank, else a `GradientProxy`, which stands for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FLAGS = {Tensor.detach_, Tensor.requires_grad_}
 _ASSIGNMENTS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
 
 
-class GradientHandle(Tensor):
+class GradientProxy(Tensor):
     """Stands for a gradient; of its shape, but without memory.
 
     Attributes:
@@ -64,9 +64,9 @@ class GradientHandle(Tensor):
     fetch: Callable[[], Tensor]
 
     @staticmethod
-    def of(plain: Tensor, name: str, stage: int, fetch: Callable[[], Tensor]) -> GradientHandle:
+    def of(plain: Tensor, name: str, stage: int, fetch: Callable[[], Tensor]) -> GradientProxy:
         """A handle that shares the memory and the version counter of `plain`."""
-        handle = plain.as_subclass(GradientHandle)
+        handle = plain.as_subclass(GradientProxy)
         handle.name, handle.stage, handle.fetch = name, stage, fetch
         return handle
 
@@ -87,13 +87,13 @@ class GradientHandle(Tensor):
             with DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             if func is Tensor.detach:  # no way around
-                return GradientHandle.of(result, args[0].name, args[0].stage, args[0].fetch)
+                return GradientProxy.of(result, args[0].name, args[0].stage, args[0].fetch)
             if type(result) is not Tensor:  # else a view by an attribute, such as `p.grad.T`: of the gradient itself
                 return result
         return FetchedGradient.call(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GradientHandle({self.name!r}, shape={tuple(self.shape)}, stage {self.stage})"
+        return f"GradientProxy({self.name!r}, shape={tuple(self.shape)}, stage {self.stage})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.fetch()
@@ -160,7 +160,7 @@ def unwritable(name: str, stage: int, call: str) -> str:
 
 def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], allowed: set[Any]) -> None:
     """A call may have handles and views of what was fetched among its arguments, whichever of them it came to first."""
-    for written in _instances((GradientHandle, FetchedGradient), _written(func, args, kwargs, allowed)):
+    for written in _instances((GradientProxy, FetchedGradient), _written(func, args, kwargs, allowed)):
         raise RuntimeError(unwritable(written.name, written.stage, getattr(func, "__name__", "")))
 
 
@@ -174,7 +174,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _fetch(value: Any, fetched: dict[int, FetchedGradient]) -> Any:
     """`value` with the gradient in the place of each handle; each is fetched once, in order, on all ranks alike."""
-    if isinstance(value, GradientHandle):
+    if isinstance(value, GradientProxy):
         if id(value) not in fetched:
             fetched[id(value)] = FetchedGradient.of(value.fetch(), value.name, value.stage)
         return fetched[id(value)]
@@ -273,7 +273,7 @@ def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
 
     Raises:
         RuntimeError: If it was removed since, or a backward is running.
-        RendezvousError: If another rank does not read it.
+        BarrierError: If another rank does not read it.
     """
     bucket, name = gradients.bucket, gradients.bucket.names[index]
     if in_backward():
@@ -290,13 +290,13 @@ def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
     total = torch.zeros(segment.numel, dtype=gradients.dtype, device=bucket.device)
     if reduced:
         if bucket.placement.shard_optimizer:
-            bucket.mesh.rendezvous.meet(f"reading p.grad of {name!r}")
+            bucket.mesh.barrier.wait_for_all(f"reading p.grad of {name!r}")
         total = assemble_segment(bucket, index, gradients.reduced_part(index), gradients.dtype)
     if local is not None:
         total.add_(local.reshape(-1))
     return whole_of(bucket.parameters[index], total.to(bucket.dtype).view(segment.shape))
 
-class ShownGradients:
+class GradientViews:
     """Handles of one bucket's parameters, by index.
 
     Args:
@@ -307,7 +307,7 @@ class ShownGradients:
     def __init__(self, gradients: ReadableGradients, bucket: ParameterBucket) -> None:
         self._bucket, self._gradients = bucket, ref(gradients)
         self._handles: dict[int, Tensor] = {}
-        self._stand_ins: dict[int, GradientHandle] = {}
+        self._stand_ins: dict[int, GradientProxy] = {}
         self._poisons: dict[int, Tensor] = {}  # the memory of those handles that are no gradients
         self._versions: dict[int, int] = {}
 
@@ -317,7 +317,7 @@ class ShownGradients:
         segment = self._bucket.layout.segments[index]
         handle = self._handles.get(index)
         place = whole.data_ptr() + segment.offset * whole.element_size()
-        if handle is None or isinstance(handle, GradientHandle) or held_by(handle).data_ptr() != place:
+        if handle is None or isinstance(handle, GradientProxy) or held_by(handle).data_ptr() != place:
             view = whole[segment.offset : segment.stop].view(segment.shape)
             self._handles[index] = like(self._bucket.parameters[index], view)
         return self._handles[index]
@@ -337,7 +337,7 @@ class ShownGradients:
             self._poisons[index] = plain
             name, stage, gradients = self._bucket.names[index], self._bucket.placement.stage, self._gradients()
             assert gradients is not None  # it asks for this
-            self._handles[index] = self._stand_ins[index] = GradientHandle.of(
+            self._handles[index] = self._stand_ins[index] = GradientProxy.of(
                 plain, name, stage, reader_of(gradients, index)
             )
             self._versions[index] = version_of(plain)
@@ -374,7 +374,7 @@ class ShownGradients:
         if gradient is None:
             return None
         if not self.is_known(index, gradient):
-            if isinstance(gradient, GradientHandle):
+            if isinstance(gradient, GradientProxy):
                 return True
             return local_values(self._bucket.parts[index], self._bucket.parameters[index], gradient.detach()).cpu()
         if index in self._versions:
@@ -403,7 +403,7 @@ class ShownGradients:
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let gradients that are shown themselves lie where `move` puts them; `p.grad` stays the same object."""
         for handle in self._handles.values():
-            if not isinstance(handle, GradientHandle):
+            if not isinstance(handle, GradientProxy):
                 values = held_by(handle)
                 values.data = move(values)
 

@@ -21,7 +21,7 @@ from zero_strategy.fsdp.unshard import InertHook, Unit, owners, released_message
 from zero_strategy.runtime.torch_private import replace_map_tensors
 
 
-class GuardedModel(Protocol):
+class WatchedModel(Protocol):
     """A sharded model as these hooks see it; see `ShardedModel`."""
 
     module: nn.Module
@@ -38,27 +38,27 @@ class GuardedModel(Protocol):
 class ModuleGuards:
     """Hooks on the modules of a sharded model, outside of forward and backward."""
 
-    def __init__(self, model: GuardedModel) -> None:
+    def __init__(self, model: WatchedModel) -> None:
         self._open = 0
         for unit in model.units:
             if not unit.buckets:
                 continue
             for module in [unit.module, *owners(unit, model.module)]:
-                guard = _UnitGuard(self, model, unit)
-                module.register_state_dict_pre_hook(_Call(guard, "before_save"))
-                module.register_state_dict_post_hook(_Call(guard, "after_save"))
-                module.register_load_state_dict_pre_hook(_Call(guard, "before_load"))
-                module.register_load_state_dict_post_hook(_Call(guard, "after_load"))
+                watchdog = _UnitGuard(self, model, unit)
+                module.register_state_dict_pre_hook(_Call(watchdog, "before_save"))
+                module.register_state_dict_post_hook(_Call(watchdog, "after_save"))
+                module.register_load_state_dict_pre_hook(_Call(watchdog, "before_load"))
+                module.register_load_state_dict_post_hook(_Call(watchdog, "after_load"))
         sharded = {id(parameter) for _, parameter in model.names()}
         for module in model.module.modules():
             if not any(id(parameter) in sharded for parameter in module.parameters()):
                 continue  # metrics and the like move as they do
             replace_map_tensors(module, partial(ApplyGuard, module))
 
-    def enter(self, model: GuardedModel, call: str) -> None:
+    def enter(self, model: WatchedModel, call: str) -> None:
         """The outermost call of a recursion meets the other ranks where a gather follows."""
         if not self._open and model.placement.shard_parameters:
-            model.mesh.rendezvous.meet(call)
+            model.mesh.barrier.wait_for_all(call)
         self._open += 1
 
     def reset(self) -> None:
@@ -73,7 +73,7 @@ class ModuleGuards:
 class _UnitGuard:
     """`state_dict` and `load_state_dict` of one module that holds parameters of one unit."""
 
-    def __init__(self, guards: ModuleGuards, model: GuardedModel, unit: Unit) -> None:
+    def __init__(self, guards: ModuleGuards, model: WatchedModel, unit: Unit) -> None:
         self.guards, self.model, self.unit = guards, model, unit
         self._loading: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -120,22 +120,22 @@ class _UnitGuard:
 
 
 class _Call:
-    """A hook that is a method of a guard; inert in copies of the module."""
+    """A hook that is a method of a watchdog; inert in copies of the module."""
 
-    def __init__(self, guard: _UnitGuard, method: str) -> None:
-        self.guard, self.method = guard, method
+    def __init__(self, watchdog: _UnitGuard, method: str) -> None:
+        self.watchdog, self.method = watchdog, method
 
     def __call__(self, *args: Any) -> None:
-        getattr(self.guard, self.method)(*args)
+        getattr(self.watchdog, self.method)(*args)
 
     def __deepcopy__(self, memo: Any) -> InertHook:
-        if not self.guard.unit.gathered:
-            raise RuntimeError(released_message("deepcopy", self.guard.unit.name))
+        if not self.watchdog.unit.gathered:
+            raise RuntimeError(released_message("deepcopy", self.watchdog.unit.name))
         return InertHook()
 
     def __reduce__(self) -> Any:
-        if not self.guard.unit.gathered:
-            raise RuntimeError(released_message("pickling", self.guard.unit.name))
+        if not self.watchdog.unit.gathered:
+            raise RuntimeError(released_message("pickling", self.watchdog.unit.name))
         return InertHook, ()
 
 

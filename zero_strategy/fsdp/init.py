@@ -37,12 +37,12 @@ from zero_strategy.comm.barrier import next_number
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import own_group
 from zero_strategy.comm.store import own_store
-from zero_strategy.config import GuardConfig, ZeroConfig
+from zero_strategy.config import WatchdogConfig, ZeroConfig
 from zero_strategy.fsdp.released import owner_of
 from zero_strategy.fsdp.sharded_parameter import ShardedParameter, Slice
 from zero_strategy.runtime.torch_private import children_of, is_used_elsewhere, parameters_of
 from zero_strategy.watchdog.peers import own_card
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.watchdog import Watchdog
 
 _BATCH = 48
 """Parameters that one message agrees upon: a bit of an int64 each."""
@@ -317,7 +317,7 @@ class Construction:
         """
         words = ",".join(f"{w.number}:{tuple(w.parameter.shape)}:{w.parameter.dtype}" for w in batch)
         mine = [kind, batch[0].number, len(batch), zlib.crc32(words.encode()), free, dropped]
-        everyone = [found.tolist() for found in self._ranks.exchange_small(torch.tensor(mine), batch[0].text)]
+        everyone = [found.tolist() for found in self._ranks.all_gather_small(torch.tensor(mine), batch[0].text)]
         if others := [rank for rank, found in enumerate(everyone) if found[:4] != mine[:4]]:
             rank, theirs = others[0], everyone[others[0]]
             raise RuntimeError(
@@ -345,15 +345,15 @@ def constructions_of(parameters: Iterable[nn.Parameter]) -> list[Construction]:
 
 def _connect() -> Communicator:
     """All ranks on the host, watched. A collective."""
-    settings, size = GuardConfig(), dist.get_world_size()
+    settings, size = WatchdogConfig(), dist.get_world_size()
     group = own_group([list(range(size))], timeout=timedelta(seconds=ZeroConfig().timeout_seconds), backend="gloo")
     ranks = Communicator(group, CommunicationCounters(), owns=True)
-    guard = Guard(
-        ranks.rank, ranks.gather_objects(own_card()), partial(own_store, size), f"init{next_number('inits')}",
+    watchdog = Watchdog(
+        ranks.rank, ranks.all_gather_objects(own_card()), partial(own_store, size), f"init{next_number('inits')}",
         wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds,
         unheard_seconds=settings.unheard_seconds,
     )  # fmt: skip
-    ranks.guarded(guard, "construction")
+    ranks.guarded(watchdog, "construction")
     return ranks
 
 

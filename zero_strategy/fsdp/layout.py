@@ -80,7 +80,7 @@ def placement_for(config: ZeroConfig, tier: str | None = None) -> Placement:
         tier: Of own slices; None: what the config says. They have their place in whole parameters with "none" alone.
     """
     row = PLACEMENTS[config.stage]
-    stays = row.shard_parameters and not config.release_after_backward
+    stays = row.shard_parameters and not config.reshard_after_backward
     return replace(row, in_place=stays and (tier or config.offload.parameters) == "none")
 
 ALIGN_BYTES = 128

@@ -31,7 +31,7 @@ from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher
 from zero_strategy.fsdp.released import check_unsharded, owner_of, register
 from zero_strategy.fsdp.units import UnitSpec, aliases, find_units
-from zero_strategy.fsdp.unshard import ParameterGatherer, Unit
+from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
 from zero_strategy.runtime.terminal import each
@@ -158,7 +158,7 @@ class UpdatingOptimizer(Protocol):
     """An optimizer as the model that it updates sees it; see `optim.sharded.ShardedOptimizer`."""
 
     @property
-    def torn(self) -> bool: ...
+    def partially_applied(self) -> bool: ...
 
     def refresh_pieces(self) -> None: ...
 
@@ -242,7 +242,7 @@ class ShardedModel:
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
         self._reserve(specs)
-        units = each("building units", specs, mesh.team.rank)
+        units = each("building units", specs, mesh.world_group.rank)
         self.units = [self._build_unit(spec, initialise, partly) for spec in units]
         del self._constructions
         register(module.parameters(), self)
@@ -258,13 +258,13 @@ class ShardedModel:
         self._gradient_of = dict(zip(map(id, self.buckets), self.gradients, strict=True))
         backward_order = [*self.units[:0:-1], self.units[0]]  # the root's embedding comes last
         plan = [bucket for unit in backward_order for bucket in unit.buckets if _can_train(bucket)]
-        self.gatherer: ParameterGatherer | None = None
+        self.unsharder: Unsharder | None = None
         if self.placement.shard_parameters:
-            self.gatherer = ParameterGatherer(
+            self.unsharder = Unsharder(
                 self.units,
                 config.prefetch,
-                config.release_after_forward,
-                config.release_after_backward,
+                config.reshard_after_forward,
+                config.reshard_after_backward,
                 unit_done=self._unit_done,
             )
         self.moved = MovedStates(self)
@@ -272,7 +272,7 @@ class ShardedModel:
             [self.gradient_of(bucket) for bucket in plan],
             mesh,
             per_step,
-            self.gatherer,
+            self.unsharder,
             agreement=agreement or StepAgreement(),
             step_unfinished=self._step_torn,
             reduction_begins=self._reduction_begins,
@@ -306,8 +306,8 @@ class ShardedModel:
             busy = "a forward, or of GatheredParameters"
         if busy:
             raise RuntimeError(f"offload_states() inside of {busy}: call it between steps")
-        if parameters and self.gatherer is not None:
-            self.gatherer.release_idle()
+        if parameters and self.unsharder is not None:
+            self.unsharder.release_idle()
 
     def relocate(self, kinds: Collection[str], move: Move) -> None:
         """Let every tensor of these kinds of state (see `MovedStates`) lie where `move` puts it."""
@@ -330,7 +330,7 @@ class ShardedModel:
             sharded.reduction_begins()
 
     def _step_torn(self) -> bool:
-        return any(sharded.torn for sharded in self.optimizers)
+        return any(sharded.partially_applied for sharded in self.optimizers)
 
     def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, Sequence[tuple[str, nn.Parameter]]]]:
         """Which parameters of a unit share a bucket, and in what dtype."""
@@ -446,25 +446,25 @@ class ShardedModel:
 
     def follow_edits(self) -> None:
         """Carry what the user wrote into whole parameters over to their master copies and slices."""
-        if self.gatherer is not None:
-            self.gatherer.follow_edits()
+        if self.unsharder is not None:
+            self.unsharder.follow_edits()
             return
         for bucket in self.buckets:
             bucket.follow_edits()
 
-    def let_go(self, buckets: Iterable[ParameterBucket] | None = None) -> None:
+    def invalidate_unsharded(self, buckets: Iterable[ParameterBucket] | None = None) -> None:
         """The values of these (None: of all) are about to change; `forget_gathered` is to be called when they have."""
-        if self.gatherer is not None:
-            self.gatherer.let_go(self.buckets if buckets is None else buckets)
+        if self.unsharder is not None:
+            self.unsharder.invalidate_unsharded(self.buckets if buckets is None else buckets)
 
-    def forget_gathered(self, changed: Iterable[ParameterBucket] | None = None) -> None:
+    def forget_unsharded(self, changed: Iterable[ParameterBucket] | None = None) -> None:
         """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective.
 
         Args:
-            changed: The buckets that were `let_go` before; None: all.
+            changed: The buckets that were `invalidate_unsharded` before; None: all.
         """
-        if self.gatherer is not None:
-            self.gatherer.release_unused()
+        if self.unsharder is not None:
+            self.unsharder.release_unused()
             others = set() if changed is None else {id(b) for b in self.buckets if b.kept} - set(map(id, changed))
             for bucket in self.buckets:
                 if id(bucket) not in others:
@@ -491,13 +491,13 @@ class ShardedModel:
             unit.pinned += 1
         try:
             for unit in units:
-                unit.start_gather()
+                unit.start_unshard()
             for unit in units:
                 unit.gather()
             yield [bucket for unit in units for bucket in unit.buckets]
-            if until_backward and self.gatherer is not None:
+            if until_backward and self.unsharder is not None:
                 for unit in units:
-                    self.gatherer.hold_for_backward(unit)
+                    self.unsharder.hold_for_backward(unit)
         finally:
             for unit in units:
                 unit.pinned -= 1
@@ -528,9 +528,9 @@ def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
         f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}{_placed(p)}"
         for name, p in module.named_parameters()
     ]
-    if len(set(mesh.control.gather_objects(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) == 1:
+    if len(set(mesh.control.all_gather_objects(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) == 1:
         return
-    everyone = mesh.control.gather_objects(mine)
+    everyone = mesh.control.all_gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             here, there = next((a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="nothing") if a != b)

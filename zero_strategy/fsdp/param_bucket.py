@@ -301,7 +301,7 @@ class ParameterBucket:
         """Whether a gather is under way."""
         return self._pending is not None
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         """Begin to bring the whole bucket in, unless it is there or on its way."""
         if self.gathered or self.pending:
             return
@@ -323,7 +323,7 @@ class ParameterBucket:
         own.copy_(self.shard)
         return None
 
-    def finish_gather(self) -> None:
+    def finish_unshard(self) -> None:
         """Wait until the whole bucket is in and point the parameters at it."""
         if self._pending is not None:
             with _plain_mode():
@@ -341,7 +341,7 @@ class ParameterBucket:
         """
         if not self.placement.shard_parameters:
             return
-        self.finish_gather()
+        self.finish_unshard()
         if self.gathered:
             self.follow_edits()
             with _plain_mode():
@@ -367,7 +367,7 @@ class ParameterBucket:
         """Bring updated values into a bucket that is held whole. A collective."""
         if self.placement.shard_parameters and self.gathered:
             for watch in self.watches:
-                watch.let_go()
+                watch.invalidate_unsharded()
             with _plain_mode():
                 self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names).wait()
             if self.tracks_edits:

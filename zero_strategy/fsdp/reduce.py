@@ -30,7 +30,7 @@ from zero_strategy.fsdp.grad_accumulation import BufferReuse
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Agreement, ParameterHook, ReductionPlan
-from zero_strategy.fsdp.unshard import ParameterGatherer
+from zero_strategy.fsdp.unshard import Unsharder
 from zero_strategy.runtime.torch_private import in_backward, when_backward_ends
 
 MAX_IN_FLIGHT = 2
@@ -72,7 +72,7 @@ class GradientReducer:
         buckets: Gradient buckets in the order in which they are expected to be complete.
         mesh: The data-parallel ranks.
         per_step: Reduce at the last backward of a step only (`no_sync` marks the others).
-        gatherer: What gathers the parameters, None where they are whole. The sequence of its gathers is compared
+        unsharder: What gathers the parameters, None where they are whole. The sequence of its gathers is compared
             between ranks.
         agreement: What else ranks tell each other at the end of a reduction.
         step_unfinished: Whether an optimizer's step began and did not end.
@@ -86,7 +86,7 @@ class GradientReducer:
         buckets: Sequence[GradientBucket],
         mesh: Mesh,
         per_step: bool,
-        gatherer: ParameterGatherer | None = None,
+        unsharder: Unsharder | None = None,
         *,
         agreement: StepAgreement,
         step_unfinished: Callable[[], bool],
@@ -99,7 +99,7 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.own.reuse = self._reuse
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
-        self._gatherer = gatherer
+        self._unsharder = unsharder
         self._agreement, self._step_unfinished, self._check_states = agreement, step_unfinished, check_states
         self._reduction_begins = reduction_begins
         self._announce: Callable[[str, Any], None] | None = None
@@ -232,7 +232,7 @@ class GradientReducer:
         bucket.show(index)
         self._seen[number].add(index)
         self.plan.finished(number)
-        if self._reduces and self._gatherer is None:
+        if self._reduces and self._unsharder is None:
             self._launch_full()
 
     def _take(self, bucket: GradientBucket, index: int, gradient: Tensor) -> None:
@@ -374,12 +374,12 @@ class GradientReducer:
                 their parts of the parameters by different rules.
         """
         with self._torn_by_errors():
-            if self._gatherer is None:
+            if self._unsharder is None:
                 for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
                     if self.plan.expected[number]:
                         self._launch(number)
             else:
-                for unit in self._gatherer.unfinished():  # on another rank an input may have shown its end
+                for unit in self._unsharder.unfinished():  # on another rank an input may have shown its end
                     self._launch_unit(unit.buckets)
             self._begin_kept()
             if self._announce is not None:
@@ -405,7 +405,7 @@ class GradientReducer:
                 bucket.begin()
 
     def shown(self) -> list[list[bool | Tensor | None]]:
-        """What the user did to every `p.grad`, by bucket; see `ShownGradients.changes`."""
+        """What the user did to every `p.grad`, by bucket; see `GradientViews.changes`."""
         return [bucket.shown.changes() for bucket in self.buckets]
 
     def follow_shown(self, shown: Sequence[Sequence[bool | Tensor | None]]) -> None:
@@ -445,7 +445,7 @@ class GradientReducer:
         rules = self._agreement.rules() if compares else 0
         message = self.plan.encode(touched, late, self._sequence(), self._agreement.own_flags(), rules)
         order = list(self.plan.order)
-        agreed = self.plan.learn(self.mesh.control.exchange_small(message, "the parameters that have gradients"))
+        agreed = self.plan.learn(self.mesh.control.all_gather_small(message, "the parameters that have gradients"))
         for number in order:
             if agreed.late[number] or (agreed.touched[number] and number not in self._left):
                 bucket = self.buckets[number]
@@ -475,7 +475,7 @@ class GradientReducer:
 
     def _sequence(self) -> int:
         """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
-        return hash((self._gatherer.checksum, *self._left)) & 0x7FFF if self._gatherer is not None else 0
+        return hash((self._unsharder.checksum, *self._left)) & 0x7FFF if self._unsharder is not None else 0
 
     def reset(self) -> None:
         """Forget a backward that an exception tore apart, and all that was summed with it since the last step.

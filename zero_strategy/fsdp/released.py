@@ -106,7 +106,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class EditWatch:
     """Notices writes to a bucket while it is whole. Where they count, those that torch has not counted are counted.
 
-    Values that the engine itself replaces (an optimizer's step, a load) come between `let_go` and `renew`.
+    Values that the engine itself replaces (an optimizer's step, a load) come between `invalidate_unsharded`
+    and `renew`.
 
     Args:
         bucket: It; gathered.
@@ -124,7 +125,7 @@ class EditWatch:
         self._versions = self.bucket.present_versions()
         self._hashes = self._present_hashes()
 
-    def let_go(self) -> None:
+    def invalidate_unsharded(self) -> None:
         """Values are about to be replaced: with them goes what was written so far."""
         if not self._replaced:
             self._lost.update(self._look())

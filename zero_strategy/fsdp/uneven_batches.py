@@ -49,30 +49,30 @@ class SharedEvaluation:
 
         While there are such ranks, those with a batch tell them of every unit before they gather it.
         """
-        gatherer = self._model.gatherer
-        if gatherer is None or self._mesh.world_size == 1 or all(self._exchange(1)):
+        unsharder = self._model.unsharder
+        if unsharder is None or self._mesh.world_size == 1 or all(self._exchange(1)):
             yield
             return
-        gatherer.release_idle()  # as in `drain`: nothing is gathered on any rank
-        gatherer.announce_to(self._announce)
+        unsharder.release_idle()  # as in `drain`: nothing is gathered on any rank
+        unsharder.announce_to(self._announce)
         try:
             yield
         finally:
-            gatherer.announce_to(None)
-            gatherer.release_idle()
+            unsharder.announce_to(None)
+            unsharder.release_idle()
             self._exchange(_STEP_OVER)
 
     def drain(self) -> None:
         """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
-        gatherer = self._model.gatherer
-        if gatherer is None or self._mesh.world_size == 1:
+        unsharder = self._model.unsharder
+        if unsharder is None or self._mesh.world_size == 1:
             return
-        gatherer.release_idle()
+        unsharder.release_idle()
         while any(self._exchange(0)):
             while (number := max(self._exchange(_NOTHING))) >= 0:
-                if number < len(gatherer.units):  # else ranks with a batch agree on something
-                    gatherer.units[number].gather()
-                    gatherer.units[number].release()
+                if number < len(unsharder.units):  # else ranks with a batch agree on something
+                    unsharder.units[number].gather()
+                    unsharder.units[number].release()
 
     def agree(self, value: int) -> int:
         """In a step: the least value of all ranks that have a batch, where these must gather alike (stage 3).
@@ -80,10 +80,10 @@ class SharedEvaluation:
         Args:
             value: This rank's; not negative.
         """
-        gatherer = self._model.gatherer
-        if gatherer is None or self._mesh.world_size == 1:
+        unsharder = self._model.unsharder
+        if unsharder is None or self._mesh.world_size == 1:
             return value
-        above = len(gatherer.units)
+        above = len(unsharder.units)
         return min(other for other in self._exchange(above + value) if other != _NOTHING) - above
 
     def _announce(self, number: int) -> None:
@@ -99,7 +99,7 @@ class SharedEvaluation:
             )
 
     def _exchange(self, number: int) -> list[int]:
-        return [int(other) for other in self._mesh.control.exchange_small(torch.tensor([number], dtype=torch.int32))]
+        return [int(other) for other in self._mesh.control.all_gather_small(torch.tensor([number], dtype=torch.int32))]
 
 WAYS_OUT = (
     "give all ranks as many (drop what is left over, repeat samples, or end the loop earlier), or set uneven_batches: "
@@ -122,7 +122,7 @@ class JoinedBatches:
         self._loader, self._mesh, self._policy = loader, mesh, policy
         # Here, for `len()` may be called by one rank alone.
         length = length_of(loader)
-        told = mesh.team.control.exchange_small(torch.tensor([-1 if length is None else length]))
+        told = mesh.world_group.control.all_gather_small(torch.tensor([-1 if length is None else length]))
         self._lengths = [int(one) for one in told]
 
     def __len__(self) -> int:
@@ -236,7 +236,7 @@ def joined_pass(own: OwnBatches, mesh: Mesh, policy: str) -> Iterator[tuple[Any,
     while True:
         batch = own.advance()
         mine = torch.tensor([own.state, mesh.rank, own.given])
-        everyone = [tuple(int(value) for value in told) for told in mesh.team.control.exchange_small(mine)]
+        everyone = [tuple(int(value) for value in told) for told in mesh.world_group.control.all_gather_small(mine)]
         states = [_State(state) for state, _, _ in everyone]
         if _State.FAILED in states:
             _raise_failure(own, mesh)
@@ -255,7 +255,7 @@ def joined_pass(own: OwnBatches, mesh: Mesh, policy: str) -> Iterator[tuple[Any,
 
 def _raise_failure(own: OwnBatches, mesh: Mesh) -> None:
     error = own.error
-    said = mesh.team.control.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    said = mesh.world_group.control.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None)

@@ -4,7 +4,7 @@ gathered before use, released after it.
 
 A unit is gathered when its forward begins, released when it ends, gathered again when the gradient of its output
 arrives in backward, and released when the gradients of its inputs are done. Parameters of the root unit are gathered
-by whichever module owns them and stay until backward ends. Without `release_after_backward` buckets that a forward with
+by whichever module owns them and stay until backward ends. Without `reshard_after_backward` buckets that a forward with
 gradients has gathered are kept: they stay whole until an optimizer steps on them. The order of gathers seen last time
 is a hint for fetching the next unit early; it is never relied on.
 """
@@ -74,16 +74,16 @@ class Unit:
         """Whether all parameters are whole, or on their way."""
         return all(bucket.gathered or bucket.pending for bucket in self.buckets)
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         """Begin to gather; returns at once."""
         for bucket in self.buckets:
-            bucket.start_gather()
+            bucket.start_unshard()
 
     def gather(self) -> None:
         """Gather, and wait until the parameters can be used."""
-        self.start_gather()
+        self.start_unshard()
         for bucket in self.buckets:
-            bucket.finish_gather()
+            bucket.finish_unshard()
 
     def release(self) -> None:
         """Free all but the own slices of what is not kept, unless somebody still uses them."""
@@ -98,14 +98,14 @@ class Unit:
             bucket.kept = True
 
 
-class ParameterGatherer:
+class Unsharder:
     """Gathers and releases units through forward hooks and gradient hooks.
 
     Args:
         units: All units, the root first.
         prefetch: How many units to fetch ahead.
-        release_after_forward: Release between forward and backward (else only after backward).
-        release_after_backward: Release after backward (else only when an optimizer steps on them).
+        reshard_after_forward: Release between forward and backward (else only after backward).
+        reshard_after_backward: Release after backward (else only when an optimizer steps on them).
         unit_done: Called with a unit's buckets when its backward is over.
 
     Attributes:
@@ -117,13 +117,13 @@ class ParameterGatherer:
         self,
         units: Sequence[Unit],
         prefetch: int,
-        release_after_forward: bool,
-        release_after_backward: bool = True,
+        reshard_after_forward: bool,
+        reshard_after_backward: bool = True,
         *,
         unit_done: Callable[[Sequence[ParameterBucket]], None],
     ) -> None:
-        self.units, self.prefetch, self.release_after_forward = list(units), prefetch, release_after_forward
-        self.release_after_backward = release_after_backward
+        self.units, self.prefetch, self.reshard_after_forward = list(units), prefetch, reshard_after_forward
+        self.reshard_after_backward = reshard_after_backward
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self._unit_of = {id(bucket): unit for unit in self.units for bucket in unit.buckets}
         self.trace: list[Unit] = []
@@ -139,7 +139,7 @@ class ParameterGatherer:
         for unit in self.units:
             self._hook(unit)
             for bucket in unit.buckets:
-                bucket.tracks_edits = not release_after_backward
+                bucket.tracks_edits = not reshard_after_backward
 
     def _hook(self, unit: Unit) -> None:
         before, after = _ForwardHook(self, unit, enter=True), _ForwardHook(self, unit, enter=False)
@@ -165,7 +165,7 @@ class ParameterGatherer:
         unit.depth = max(0, unit.depth - 1)
         if self._replays and unit.awaited:  # the backward of this unit comes when that of the one around it goes on
             return
-        keeps = unit is self.units[0] or not self.release_after_forward or self._is_next(unit)
+        keeps = unit is self.units[0] or not self.reshard_after_forward or self._is_next(unit)
         if not (backward_follows and keeps):
             unit.release()
 
@@ -188,7 +188,7 @@ class ParameterGatherer:
         if unit.buckets:
             self._launch(unit)
             unit.gather()
-            if not self.release_after_backward and torch.is_grad_enabled() and self._announce is None:
+            if not self.reshard_after_backward and torch.is_grad_enabled() and self._announce is None:
                 unit.keep()  # not where ranks that only follow hold nothing
             if len(self.trace) >= _TRACE_PER_UNIT * len(self.units):  # nobody calls the root, which would begin anew
                 self.start_trace()
@@ -205,7 +205,7 @@ class ParameterGatherer:
                 self.checksum = (self.checksum * 31 + number + 1) % 32749
             else:
                 self._announce(number)
-            unit.start_gather()
+            unit.start_unshard()
 
     def start_trace(self) -> None:
         """Forget the order of gathers so far as the present one and keep it as the hint for the next."""
@@ -273,7 +273,7 @@ class ParameterGatherer:
             for bucket in unit.buckets:
                 bucket.follow_edits()
 
-    def let_go(self, buckets: Iterable[ParameterBucket]) -> None:
+    def invalidate_unsharded(self, buckets: Iterable[ParameterBucket]) -> None:
         """Values are about to change: what was written to kept ones counts, and they are kept no longer.
 
         What a forward or a user holds stays whole; it is kept again when it has the new values (`refresh`).
@@ -281,9 +281,9 @@ class ParameterGatherer:
         for bucket in buckets:
             unit = self._unit_of[id(bucket)]
             if bucket.pending:
-                bucket.finish_gather()  # what is sent of it may be what is about to change
+                bucket.finish_unshard()  # what is sent of it may be what is about to change
             for watch in bucket.watches:
-                watch.let_go()
+                watch.invalidate_unsharded()
             if bucket.kept:
                 bucket.follow_edits()
                 bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)
@@ -297,7 +297,7 @@ class ParameterGatherer:
 
     def release_idle(self) -> None:
         """Release all that nobody uses, also what is kept."""
-        self.let_go(bucket for unit in self.units for bucket in unit.buckets)
+        self.invalidate_unsharded(bucket for unit in self.units for bucket in unit.buckets)
         self._forget_again()
         self.release_unused()
 
@@ -335,8 +335,8 @@ class _InputGate:
     As `_OutputHook`, it holds nothing of the engine.
     """
 
-    def __init__(self, gatherer: ParameterGatherer, unit: Unit, call: int, inputs: int) -> None:
-        self._gatherer, self._unit, self._call = ref(gatherer), ref(unit), call
+    def __init__(self, unsharder: Unsharder, unit: Unit, call: int, inputs: int) -> None:
+        self._unsharder, self._unit, self._call = ref(unsharder), ref(unit), call
         self._inputs = self._missing = inputs
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -350,33 +350,33 @@ class _InputGate:
         self._missing -= 1
         if self._missing == 0:
             self._missing = self._inputs  # another backward through the same graph may follow
-            if (gatherer := self._gatherer()) is not None and (unit := self._unit()) is not None:
-                gatherer.after_backward(unit, self._call)
+            if (unsharder := self._unsharder()) is not None and (unit := self._unit()) is not None:
+                unsharder.after_backward(unit, self._call)
 
 
 class _OutputHook:
     """The gradient of an output of one forward has arrived.
 
-    It holds the gatherer weakly: the garbage collector does not see what a graph holds, and a graph that the module
+    It holds the unsharder weakly: the garbage collector does not see what a graph holds, and a graph that the module
     holds in turn (a loss in an attribute, a forward without a backward) would keep the engine for ever.
     """
 
-    def __init__(self, gatherer: ParameterGatherer, unit: Unit, call: int) -> None:
-        self._gatherer, self._unit, self._call = ref(gatherer), ref(unit), call
+    def __init__(self, unsharder: Unsharder, unit: Unit, call: int) -> None:
+        self._unsharder, self._unit, self._call = ref(unsharder), ref(unit), call
 
     def __call__(self, gradient: Tensor) -> None:
-        """See `ParameterGatherer.before_backward`.
+        """See `Unsharder.before_backward`.
 
         Raises:
             RuntimeError: If the module is gone, whose parameters this backward needs.
         """
-        gatherer, unit = self._gatherer(), self._unit()
-        if gatherer is None or unit is None:
+        unsharder, unit = self._unsharder(), self._unit()
+        if unsharder is None or unit is None:
             raise RuntimeError(
                 "backward through a module that is gone, and whose parameters stage 3 has released: keep the module "
                 "until backward is over"
             )
-        gatherer.before_backward(unit, self._call, gradient)
+        unsharder.before_backward(unit, self._call, gradient)
 
 
 class _ForwardHook:
@@ -385,8 +385,8 @@ class _ForwardHook:
     A copy of the module (deepcopy) gets inert hooks when its parameters were whole, else the copy is refused by name.
     """
 
-    def __init__(self, gatherer: ParameterGatherer, unit: Unit, *, enter: bool) -> None:
-        self.gatherer, self.unit, self.is_enter = gatherer, unit, enter
+    def __init__(self, unsharder: Unsharder, unit: Unit, *, enter: bool) -> None:
+        self.unsharder, self.unit, self.is_enter = unsharder, unit, enter
         self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @uncompiled
@@ -396,18 +396,18 @@ class _ForwardHook:
         return self._after(module, output[0])
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.gatherer.enter(self.unit)
+        self.unsharder.enter(self.unit)
         if not torch.is_grad_enabled():
             return None
-        call = self.gatherer.new_call()
+        call = self.unsharder.new_call()
         self.unit.open_calls.append(call)
-        if self.unit is self.gatherer.units[0]:
+        if self.unit is self.unsharder.units[0]:
             return None  # the root stays until backward ends
         leaves, tree = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places:
             return None
-        gate = _InputGate(self.gatherer, self.unit, call, len(places))
+        gate = _InputGate(self.unsharder, self.unit, call, len(places))
         for place in places:
             leaves[place] = gate.view(leaves[place])
         return tree_unflatten(leaves, tree)
@@ -420,12 +420,12 @@ class _ForwardHook:
             for tensor in (*tensors_in(output), *self._left_in(module)):
                 if tensor.requires_grad:
                     _mark_output(tensor)
-                    tensor.register_hook(_OutputHook(self.gatherer, self.unit, call))
+                    tensor.register_hook(_OutputHook(self.unsharder, self.unit, call))
                     backward_follows = True
             if backward_follows and not again:
                 self.unit.awaited.add(call)
-        is_root = self.unit is self.gatherer.units[0]
-        self.gatherer.leave(self.unit, backward_follows=backward_follows or (is_root and torch.is_grad_enabled()))
+        is_root = self.unit is self.unsharder.units[0]
+        self.unsharder.leave(self.unit, backward_follows=backward_follows or (is_root and torch.is_grad_enabled()))
 
     def _left_in(self, module: nn.Module) -> Iterator[Tensor]:
         """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler
-from zero_strategy.integrations.pipeline_runs import FaceRunner
+from zero_strategy.integrations.pipeline_runs import IntegrationRunner
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
 
 
-class AcceleratorRunner(FaceRunner):
+class AcceleratorRunner(IntegrationRunner):
     """Runs the batches of one prepared `PipelineModule`; its `runner`."""
 
     def __init__(self, engine: PipelineEngine, accelerator: Accelerator) -> None:

@@ -44,7 +44,7 @@ class SavingAccelerator(SteppingAccelerator):
             raise ValueError("save_state saves prepared models, and none is: call accelerator.prepare(model) first")
         directory, stale = self._next_directory(output_dir)
         self._check_replaceable(engines, directory)
-        token = engines[0].mesh.team.control.gather_objects(uuid.uuid4().hex)[0]
+        token = engines[0].mesh.world_group.control.all_gather_objects(uuid.uuid4().hex)[0]
         shared, own = accelerate_states.capture(self)
         hooks: list[Callable[..., None]] = list(self._save_model_state_pre_hook.values())
         saves = []
@@ -108,7 +108,7 @@ class SavingAccelerator(SteppingAccelerator):
         foreign = [str(path) for place in places for path in unlisted(place)]
         if self._save_model_state_pre_hook:  # which write there
             foreign = [path for path in foreign if (Path(path) / MANIFEST_NAME).is_file()]
-        found = engines[0].mesh.team.control.gather_objects(foreign)
+        found = engines[0].mesh.world_group.control.all_gather_objects(foreign)
         if any(found):
             raise ValueError(
                 f"{directory} holds {sorted({path for paths in found for path in paths})[:5]}, which are not of the "

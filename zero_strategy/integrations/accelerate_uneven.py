@@ -95,7 +95,7 @@ class Followers:
         if not self.training.followed:
             schedules = [scheduler.state_dict() for scheduler in accelerator._schedulers]
             mine = schedules, [_hyper_parameters(prepared) for prepared in accelerator._optimizers], accelerator.step
-        everyone = self._engines[0].mesh.control.gather_objects(mine)
+        everyone = self._engines[0].mesh.control.all_gather_objects(mine)
         if self.training.followed:  # some rank was the last, and has not
             schedules, hyper_parameters, accelerator.step = next(theirs for theirs in everyone if theirs is not None)
             for scheduler, state in zip(accelerator._schedulers, schedules, strict=True):

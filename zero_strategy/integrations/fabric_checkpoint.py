@@ -94,7 +94,7 @@ class FabricCheckpoints(_Base):
     ) -> None:
         """Save; all ranks call it."""
         if self.engines:  # names the ranks that do not come, where a broadcast would wait for them
-            self.engines[0].mesh.rendezvous.meet("Fabric.save()")
+            self.engines[0].mesh.barrier.wait_for_all("Fabric.save()")
         place = str(self.broadcast(os.fspath(path)))
         modules = {key: unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}

@@ -20,7 +20,6 @@ from zero_strategy.config import (
     CheckpointConfig,
     DiagnosticsConfig,
     Fact,
-    GuardConfig,
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
@@ -28,6 +27,7 @@ from zero_strategy.config import (
     PrecisionConfig,
     ResolvedConfig,
     UnitsConfig,
+    WatchdogConfig,
     ZeroConfig,
     check_owned,
     resolve,
@@ -96,19 +96,19 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         uneven_batches: str | None = None,
         nonfinite_gradients: str | None = None,
         prefetch: int | None = None,
-        release_after_forward: bool | None = None,
-        release_after_backward: bool | None = None,
+        reshard_after_forward: bool | None = None,
+        reshard_after_backward: bool | None = None,
         loss_scale: LossScaleConfig | dict[str, Any] | None = None,
         offload: OffloadConfig | dict[str, Any] | str | None = None,
         activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | bool | str | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
-        guard: GuardConfig | dict[str, Any] | str | None = None,
+        watchdog: WatchdogConfig | dict[str, Any] | str | None = None,
         diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
         elementwise_optimizers: list[str] | None = None,
         fused_optimizers: bool | None = None,
         timeout_seconds: float | None = None,
-        rendezvous_seconds: float | None = None,
+        barrier_seconds: float | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -131,20 +131,20 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
             nonfinite_gradients: What a step does whose gradients are not finite: `ignore`, `skip` or `raise`.
             prefetch: Units that are gathered ahead under stage 3.
-            release_after_forward: Free gathered parameters between forward and backward under stage 3.
-            release_after_backward: Free them after backward under stage 3 (else after the optimizer's step).
+            reshard_after_forward: Free gathered parameters between forward and backward under stage 3.
+            reshard_after_backward: Free them after backward under stage 3 (else after the optimizer's step).
             loss_scale: Dynamic loss scaling for fp16.
             offload: Where state is kept that the device has no room for: "cpu", "nvme", or more.
             activation_checkpointing: Which activations are computed again in backward instead of being kept: "full",
                 "selective", "every_n", "budget", or more.
             pipeline: How the layers of a model are divided into pipeline stages.
             checkpoint: How checkpoints are written.
-            guard: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
+            watchdog: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
             diagnostics: What is written down of a run.
             elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
             fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
             timeout_seconds: Seconds until a collective times out.
-            rendezvous_seconds: Seconds that our own waits on other ranks last at most.
+            barrier_seconds: Seconds that our own waits on other ranks last at most.
             accelerator: As in Fabric's strategies.
             parallel_devices: As in Fabric's strategies.
             cluster_environment: As in Fabric's strategies.
@@ -166,19 +166,19 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             uneven_batches=uneven_batches,
             nonfinite_gradients=nonfinite_gradients,
             prefetch=prefetch,
-            release_after_forward=release_after_forward,
-            release_after_backward=release_after_backward,
+            reshard_after_forward=reshard_after_forward,
+            reshard_after_backward=reshard_after_backward,
             loss_scale=loss_scale,
             offload=offload,
             activation_checkpointing=activation_checkpointing,
             pipeline=pipeline,
             checkpoint=checkpoint,
-            guard=guard,
+            watchdog=watchdog,
             diagnostics=diagnostics,
             elementwise_optimizers=elementwise_optimizers,
             fused_optimizers=fused_optimizers,
             timeout_seconds=timeout_seconds,
-            rendezvous_seconds=rendezvous_seconds,
+            barrier_seconds=barrier_seconds,
             **unknown,
         )
         super().__init__(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_strategy.comm.barrier import StoreRendezvous
+from zero_strategy.comm.barrier import StoreBarrier
 
 AGREEMENT_SECONDS = 10.0
 """How long a failed rank waits for the others to have failed at the same place too."""
@@ -33,18 +33,18 @@ class FailureAgreement:
         self._seconds = min(seconds, AGREEMENT_SECONDS)
         self._name = f"exception{next(_numbers)}"
         self._together: bool | None = None
-        self._rendezvous: StoreRendezvous | None = None
+        self._barrier: StoreBarrier | None = None
 
     def together(self, place: str) -> bool:
         """Whether every rank has come here, at the same `place`; False at the latest after ten seconds."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         if self._together is None:
-            if self._rendezvous is None:
+            if self._barrier is None:
                 rank, world = dist.get_rank(), dist.get_world_size()
-                self._rendezvous = StoreRendezvous(rank, world, self._seconds, self._name)
+                self._barrier = StoreBarrier(rank, world, self._seconds, self._name)
             try:
-                self._rendezvous.meet(f"going on after an exception, {place},")
+                self._barrier.wait_for_all(f"going on after an exception, {place},")
                 self._together = True
             except RuntimeError:  # nobody came, or the store is gone with its rank
                 self._together = False

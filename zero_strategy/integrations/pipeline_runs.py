@@ -46,7 +46,7 @@ class SameNumber:
         batches, number = iter(self._loader), 0
         while True:
             batch = next(batches, _END)
-            flags = self._ranks.exchange_small(torch.tensor([batch is not _END], dtype=torch.int32))
+            flags = self._ranks.all_gather_small(torch.tensor([batch is not _END], dtype=torch.int32))
             there = [bool(flag) for flag in flags]
             if not any(there):
                 return
@@ -66,7 +66,7 @@ class SameNumber:
 _END = object()
 
 
-class FaceRunner:
+class IntegrationRunner:
     """Runs the batches of a framework's steps; the `runner` of a `PipelineModule`.
 
     Args:
@@ -84,7 +84,7 @@ class FaceRunner:
         self.forward_context: Callable[[], AbstractContextManager[Any]] | None = None
         self.compares, self.accumulation = True, 1
         self._leaves: list[Tensor] = []
-        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._shadow: list[tuple[nn.Parameter, Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the module is not trained."""
@@ -113,7 +113,7 @@ class FaceRunner:
         self._put_back()
         with self._alone():
             loss = self.engine.forward_backward(parts, loss_weight=1 / self.accumulation)
-        self._put_aside()
+        self._put_shadow()
         self._leaves.append(loss.to(self.engine.model.device, copy=True).requires_grad_())
         return self._leaves[-1]
 
@@ -126,7 +126,7 @@ class FaceRunner:
         pipe, device = self.engine.pipe, self.engine.model.device
         on_host = tree_map_only(Tensor, lambda tensor: tensor.cpu(), mine)
         last = self.engine.pipeline.placement.rank_of(self.engine.pipeline.placement.stages - 1)
-        everyone = pipe.gather_objects(on_host)
+        everyone = pipe.all_gather_objects(on_host)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), everyone[last])
 
     def _forward(self, batch: tuple[Any, ...]) -> Run:
@@ -153,7 +153,7 @@ class FaceRunner:
         self.compares = False
         training = torch.is_grad_enabled()
         mine = torch.tensor([training, rows_of(batch), _digest(batch)], dtype=torch.int64)
-        everyone = torch.stack(self.engine.pipe.exchange_small(mine))
+        everyone = torch.stack(self.engine.pipe.all_gather_small(mine))
         if (everyone != mine).any():
             ranks = self.engine.pipeline.mpu().pp_group
             told = [
@@ -171,7 +171,7 @@ class FaceRunner:
     def begin_step(self, *, first: bool) -> None:
         """A training step begins; the first one of an optimizer step removes the gradients of the one before."""
         self._leaves.clear()
-        self._aside.clear()
+        self._shadow.clear()
         if first:
             for parameter in self.engine.module.parameters():
                 parameter.grad = None
@@ -187,9 +187,9 @@ class FaceRunner:
         self._put_back()
 
     def _put_back(self) -> None:
-        for parameter, gradient in self._aside:
+        for parameter, gradient in self._shadow:
             parameter.grad = gradient
-        self._aside.clear()
+        self._shadow.clear()
 
     def end_backward(self, scale: float) -> None:
         """The backward of what `training_step` returned is over.
@@ -218,13 +218,13 @@ class FaceRunner:
 
     def forget(self) -> None:
         """A step was torn apart."""
-        self._aside.clear()
+        self._shadow.clear()
         self._leaves.clear()
 
-    def _put_aside(self) -> None:
+    def _put_shadow(self) -> None:
         for parameter in self.engine.module.parameters():
             if parameter.grad is not None:
-                self._aside.append((parameter, parameter.grad))
+                self._shadow.append((parameter, parameter.grad))
                 parameter.grad = None
 
 

@@ -107,7 +107,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
             _warn(f"no checkpoint was saved to {filepath}: this rank failed, but not all ranks did")
             return
         if self.engine is not None:  # names the ranks that do not come, where a broadcast would wait for them
-            self.engine.mesh.rendezvous.meet("Trainer.save_checkpoint()")
+            self.engine.mesh.barrier.wait_for_all("Trainer.save_checkpoint()")
         path = str(self.broadcast(os.fspath(filepath)))
         rest = dict(checkpoint)
         weights, states = rest.pop("state_dict"), rest.pop("optimizer_states", None)
@@ -149,7 +149,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
         if self.engine is None:
             write()
         else:
-            together(self.engine.mesh.team.control, write)
+            together(self.engine.mesh.world_group.control, write)
 
     def _reserve_name(self, path: str) -> bool:
         """An empty directory now: ModelCheckpoint asks the file system which names are taken."""
@@ -212,7 +212,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
             return
         if engine is None:
             super().remove_checkpoint(filepath)
-        elif engine.saver.places.removes(filepath, engine.mesh.team.rank):
+        elif engine.saver.places.removes(filepath, engine.mesh.world_group.rank):
             remove: Callable[[Any], object] = self.checkpoint_io.remove_checkpoint
             if is_remote(filepath) and is_directory_checkpoint(filepath):
                 remove = remove_remote

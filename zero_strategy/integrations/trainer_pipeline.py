@@ -24,7 +24,7 @@ from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, r
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.on_demand import untouched, whole
-from zero_strategy.integrations.pipeline_runs import FaceRunner, SameNumber
+from zero_strategy.integrations.pipeline_runs import IntegrationRunner, SameNumber
 from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
 from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.integrations.verifying import verify_settings
@@ -117,9 +117,9 @@ class TrainerPipeline(_Base):
         return self.engine
 
     @property
-    def _runner(self) -> FaceRunner:
+    def _runner(self) -> IntegrationRunner:
         runner = self._engine.pipeline.runner
-        assert isinstance(runner, FaceRunner)
+        assert isinstance(runner, IntegrationRunner)
         return runner
 
     # ---- settings ----
@@ -212,7 +212,7 @@ class TrainerPipeline(_Base):
                     "AdamW([{'params': self.parameters()}]), or divide the layers otherwise (partition, bounds)"
                 ) from error
 
-        together(self._engine.mesh.team.control, make)
+        together(self._engine.mesh.world_group.control, make)
 
     def _configure_pipeline(self, module: Any) -> None:
         """Make `module.pipeline`.
@@ -254,7 +254,7 @@ class TrainerPipeline(_Base):
         def make(root: Any, config: ResolvedConfig, **more: Any) -> ZeroEngine:
             pipeline: PipelineModule = getattr(root, ATTRIBUTE)
             engine = PipelineEngine(pipeline, config, root=root, autocast=context, **more)
-            pipeline.runner = FaceRunner(engine, getattr(root, "pipeline_batch", None))
+            pipeline.runner = IntegrationRunner(engine, getattr(root, "pipeline_batch", None))
             return engine
 
         def context() -> Any:  # a later Trainer may have another precision plugin
@@ -299,7 +299,7 @@ class TrainerPipeline(_Base):
     def _alike(self) -> tuple[Communicator, list[int]]:
         """Who needs the same number of batches: all ranks in training, else those of a pipeline."""
         if self.lightning_module.trainer.training:
-            return self._engine.mesh.team.control, list(range(self._engine.mesh.team.world_size))
+            return self._engine.mesh.world_group.control, list(range(self._engine.mesh.world_group.world_size))
         return self._engine.pipe, self._engine.pipeline.mpu().pp_group
 
     def on_train_start(self) -> None:
@@ -327,7 +327,7 @@ class TrainerPipeline(_Base):
     def _begin_loop(self, batches: Any, what: str) -> None:
         self._runner.compares = True
         control, ranks = self._alike()
-        everyone = control.gather_objects(list(batches))
+        everyone = control.all_gather_objects(list(batches))
         if any(other != everyone[0] for other in everyone):
             raise ValueError(
                 f"{what}: the ranks of a pipeline need the same batches, but have different numbers of them: "

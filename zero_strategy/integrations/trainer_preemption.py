@@ -97,7 +97,7 @@ class TrainerPreemption(_Base):
         super().on_train_end()
         if self._signal_watch is not None:
             assert self.engine is not None
-            wanted = self.engine.mesh.team.control.gather_objects(int(self.engine.steps.wanted()))
+            wanted = self.engine.mesh.world_group.control.all_gather_objects(int(self.engine.steps.wanted()))
             agreed = Due.NOTHING
             for one in wanted:
                 agreed |= Due(one)

@@ -68,7 +68,9 @@ class TrainerUneven(_Base):
     def _everyone(self, values: list[int]) -> list[list[int]]:
         """Every rank's values."""
         if self.engine is not None:
-            return [each.tolist() for each in self.engine.mesh.team.control.exchange_small(torch.tensor(values))]
+            return [
+                each.tolist() for each in self.engine.mesh.world_group.control.all_gather_small(torch.tensor(values))
+            ]
         told: Any = self.all_gather(torch.tensor(values, device=self.root_device))
         found: list[list[int]] = told.view(-1, len(values)).tolist()
         return found

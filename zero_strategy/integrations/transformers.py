@@ -142,7 +142,7 @@ class ZeroTrainerMixin:
         if not _internal_call and not lacking and self._export(engine, directory):
             return
         resumable = _internal_call and not self.args.save_only_model and bool(engine.optimizers)
-        replaceable = all(engine.mesh.control.gather_objects(_replaceable(directory)))
+        replaceable = all(engine.mesh.control.all_gather_objects(_replaceable(directory)))
         beside = adapter_files(engine) if is_adapted(self.model) else config_files(self.model)
         if not resumable and (lacking or not (isinstance(self.model, PreTrainedModel) and replaceable)):
             self._save_in_place(engine, directory, beside)
@@ -158,7 +158,7 @@ class ZeroTrainerMixin:
     def _export(self, engine: ZeroEngine, directory: str) -> bool:
         """Write weights and config and no more, if that can be done without a rank that holds them all."""
         exportable = isinstance(self.model, PreTrainedModel) and not is_adapted(self.model) and _is_model(directory)
-        if not all(engine.mesh.control.gather_objects(exportable)):
+        if not all(engine.mesh.control.all_gather_objects(exportable)):
             return False
         if not export_weights(engine, directory, config_files(self.model)):
             return False

@@ -13,13 +13,13 @@ from zero_strategy.offload.drive_speed import DriveSpeed, probe
 from zero_strategy.offload.file_io import Extent, FileQueue, OpenFile, Request
 from zero_strategy.offload.file_queues import BACKENDS, IO_VARIABLE, open_queue
 from zero_strategy.offload.part_file import CorruptRecordError, remove_stale
-from zero_strategy.offload.state_file import StateFile, TornRecordError, Transfer
+from zero_strategy.offload.state_file import PartialRecordError, StateFile, Transfer
 from zero_strategy.offload.tier import HostMemory
 
 __all__ = [
     "StateFile",
     "Transfer",
-    "TornRecordError",
+    "PartialRecordError",
     "CorruptRecordError",
     "remove_stale",
     "probe",
@@ -33,3 +33,6 @@ __all__ = [
     "IO_VARIABLE",
     "HostMemory",
 ]
+
+TornRecordError = PartialRecordError
+"""Its former name."""

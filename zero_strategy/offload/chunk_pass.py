@@ -107,7 +107,7 @@ class ChunkedVector(Protocol):
 
     def wrote(self, number: int) -> None: ...
 
-    def mark_torn(self, number: int, why: str) -> None: ...
+    def mark_partially_applied(self, number: int, why: str) -> None: ...
 
 
 V = TypeVar("V", bound=ChunkedVector)
@@ -179,7 +179,7 @@ class ChunkSlots:
         """Begin to read the first of these chunks, what a pass leaves unchanged apart: it may change before the pass.
 
         Raises:
-            OSError: If the tier fails, or has failed to write what was in the slots; TornRecordError.
+            OSError: If the tier fails, or has failed to write what was in the slots; PartialRecordError.
         """
         wanted = chunks[: len(self._slots)]
         if len(self._early) == len(wanted) and all(map(_ReadAhead.serves, self._early, wanted)):
@@ -257,7 +257,7 @@ class ChunkSlots:
             with contextlib.suppress(Exception):
                 self.settle()
             if begun:
-                _mark_torn(chunks, error)
+                _mark_partially_applied(chunks, error)
             raise
 
     def settle(self) -> None:
@@ -282,7 +282,7 @@ class ChunkSlots:
         try:
             wait_all(pending)
         except BaseException as error:
-            _mark_torn([chunk], error)
+            _mark_partially_applied([chunk], error)
             raise
 
     def _memory(self, chunk: Chunk[Any], slot: int, key: str) -> Tensor:
@@ -345,8 +345,8 @@ def _what_to_read(chunk: Chunk[Any]) -> dict[str, tuple[ChunkedVector, str, int]
     }
 
 
-def _mark_torn(chunks: Sequence[Chunk[Any]], cause: BaseException) -> None:
+def _mark_partially_applied(chunks: Sequence[Chunk[Any]], cause: BaseException) -> None:
     for chunk in chunks:
         for key, vector in chunk.vectors.items():
             if key not in chunk.unchanged:
-                vector.mark_torn(chunk.number, f"a pass over it stopped half-way ({cause_of(cause)})")
+                vector.mark_partially_applied(chunk.number, f"a pass over it stopped half-way ({cause_of(cause)})")

@@ -195,7 +195,7 @@ class ChunkStore:
             memory = HostMemory(nbytes).bytes[:nbytes]
             chunk = memory.view(vector.dtype)
             # What is written to a chunk that is of two states is a checkpoint, which writes all of it.
-            if vector.written[number] and not (change and self.tier.is_torn(vector.record(number))):
+            if vector.written[number] and not (change and self.tier.is_partially_applied(vector.record(number))):
                 self.tier.read(vector.record(number), memory).wait()
             else:
                 chunk.fill_(vector.fill)

@@ -229,10 +229,10 @@ class OffloadedVector:
         self._held[number] = self._present[number] if self.written[number] else _NONE
         return self.record(number) if self.written[number] else None
 
-    def mark_torn(self, number: int, reason: str) -> None:
+    def mark_partially_applied(self, number: int, reason: str) -> None:
         """Refuse to read a chunk in the tier until it is written anew; what is held of it is as good as before."""
         if number >= self._first:
-            self.tier_of(number).mark_torn([self.target(number)], reason)
+            self.tier_of(number).mark_partially_applied([self.target(number)], reason)
             self._present[number] = self._target(number)
 
     def _target(self, number: int) -> int:

@@ -115,7 +115,7 @@ class StateLayout:
 DEFAULT_STRIPE_BYTES = 4 << 20
 
 
-class TornRecordError(RuntimeError):
+class PartialRecordError(RuntimeError):
     """A record has bytes of two states, for something stopped a change half-way."""
 
 
@@ -223,7 +223,7 @@ class StateFile:
         places = _directories(directories)
         self._sizes = dict(records)
         self._parts: list[PartFile] = []
-        self._torn: dict[str, str] = {}
+        self._partially_applied: dict[str, str] = {}
         self._mended: dict[str, int] = {}
         self._under_way: dict[str, list[Transfer]] = {}
         self._requests: set[Request] = set()
@@ -246,7 +246,7 @@ class StateFile:
             undo.pop_all()
         # It holds parts and queue, but not this object: what is under way ends before descriptors are closed, always.
         own = self.queue if queue is None else None
-        self._finalizer = weakref.finalize(self, _let_go, own, self._requests, self._parts, os.getpid())
+        self._finalizer = weakref.finalize(self, _invalidate_unsharded, own, self._requests, self._parts, os.getpid())
         self.paths = [part.path for part in self._parts]
         self.direct = [part.rules is not None for part in self._parts]
         self.nbytes, self.disk_nbytes = sum(records.values()), self._layout.sizes
@@ -257,9 +257,9 @@ class StateFile:
         return self._sizes
 
     @property
-    def torn(self) -> Mapping[str, str]:
+    def partially_applied(self) -> Mapping[str, str]:
         """Records that cannot be read until they have been written anew as a whole -> why."""
-        return self._torn
+        return self._partially_applied
 
     def nbytes_of(self, name: str) -> int:
         """Bytes of a record.
@@ -285,14 +285,14 @@ class StateFile:
 
         Raises:
             ValueError: If the range is not one.
-            TornRecordError: If the record is torn.
+            PartialRecordError: If the record is torn.
         """
         flat = self._range(name, memory, start)
         self._settle_before("read", name, start, start + flat.numel())
-        if name in self._torn:
-            raise TornRecordError(
-                f"record {name!r} in {self._where()} is torn: {self._torn[name]}; load a checkpoint, which writes all "
-                "records anew"
+        if name in self._partially_applied:
+            raise PartialRecordError(
+                f"record {name!r} in {self._where()} is torn: {self._partially_applied[name]}; load a checkpoint, "
+                "which writes all records anew"
             )
         return self._begin("read", name, flat, start)
 
@@ -329,11 +329,11 @@ class StateFile:
             if "write" in (kind, other.kind) and other.start < stop and start < other.stop
         ]
 
-    def mark_torn(self, names: Sequence[str], reason: str) -> None:
+    def mark_partially_applied(self, names: Sequence[str], reason: str) -> None:
         """Says that records have bytes of two states: they are refused until written anew from beginning to end."""
         for name in names:
             self.nbytes_of(name)
-            self._torn[name] = reason
+            self._partially_applied[name] = reason
             self._mended.pop(name, None)
 
     def drain(self) -> None:
@@ -419,11 +419,11 @@ class StateFile:
     def _written(self, transfer: Transfer, error: Exception | None) -> None:
         name = transfer.name
         if error is not None:
-            self.mark_torn([name], f"a write failed: {error}")
-        elif name in self._torn and transfer.start <= self._mended.get(name, 0):
+            self.mark_partially_applied([name], f"a write failed: {error}")
+        elif name in self._partially_applied and transfer.start <= self._mended.get(name, 0):
             self._mended[name] = max(self._mended.get(name, 0), transfer.stop)
             if self._mended[name] >= self._sizes[name]:
-                del self._torn[name], self._mended[name]
+                del self._partially_applied[name], self._mended[name]
 
     def _where(self) -> str:
         return ", ".join(str(part.path) for part in self._parts)
@@ -441,7 +441,7 @@ class StateFile:
                 self._close(cancel=True)
 
 
-def _let_go(queue: FileQueue | None, requests: set[Request], parts: list[PartFile], process: int) -> None:
+def _invalidate_unsharded(queue: FileQueue | None, requests: set[Request], parts: list[PartFile], process: int) -> None:
     """Of a file that nobody has closed."""
     if os.getpid() != process:
         return

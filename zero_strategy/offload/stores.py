@@ -66,7 +66,7 @@ class OffloadStores:
         path, seconds = self._offload.nvme_path[0], self._offload.probe_seconds
         first = self._mesh.rank == 0
         speed = together(self._mesh.control, lambda: probe(path, seconds=seconds) if first else None)
-        found: DriveSpeed = self._mesh.control.gather_objects(speed)[0]
+        found: DriveSpeed = self._mesh.control.all_gather_objects(speed)[0]
         if first:
             _logger.info("offload.nvme_path %s", found)
         return found
@@ -114,7 +114,7 @@ class OffloadStores:
         block, depth = DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
         if self.drive is not None:
             block, depth = self.drive.chosen.block_bytes, self.drive.chosen.depth
-        label, paths = self._mesh.rendezvous.prefix, self._offload.nvme_path
+        label, paths = self._mesh.barrier.prefix, self._offload.nvme_path
         return NvmeTier(
             paths,
             self._mesh.rank,

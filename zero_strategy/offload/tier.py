@@ -167,10 +167,10 @@ class Tier(Protocol):
     def staging(self, nbytes: int) -> Tensor:
         """Memory of `nbytes` bytes, at a page boundary, that reads and writes are fastest with."""
 
-    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+    def mark_partially_applied(self, records: Iterable[str], reason: str) -> None:
         """Refuse to read records until they are written anew: they are of two states."""
 
-    def is_torn(self, record: str) -> bool:
+    def is_partially_applied(self, record: str) -> bool:
         """Whether a record is refused."""
 
     def release(self, records: Iterable[str]) -> None:
@@ -287,10 +287,10 @@ class HostTier:
         """Memory for reads and writes; nobody needs it here."""
         return HostMemory(nbytes).bytes
 
-    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+    def mark_partially_applied(self, records: Iterable[str], reason: str) -> None:
         """Nothing: a record in memory says nothing of its past, as a tensor does not."""
 
-    def is_torn(self, record: str) -> bool:
+    def is_partially_applied(self, record: str) -> bool:
         """Never."""
         return False
 
@@ -398,16 +398,16 @@ class NvmeTier:
             self._queue.register(memory.bytes)
         return memory.bytes[:nbytes]
 
-    def mark_torn(self, records: Iterable[str], reason: str) -> None:
+    def mark_partially_applied(self, records: Iterable[str], reason: str) -> None:
         """Refuse to read records until they are written anew."""
         with self._lock:
             for record in records:
-                self._files[record].mark_torn([record], reason)
+                self._files[record].mark_partially_applied([record], reason)
 
-    def is_torn(self, record: str) -> bool:
+    def is_partially_applied(self, record: str) -> bool:
         """Whether a record is refused."""
         with self._lock:
-            return record in self._files[record].torn
+            return record in self._files[record].partially_applied
 
     def release(self, records: Iterable[str]) -> None:
         """Give records up; a file goes with the last of its own."""

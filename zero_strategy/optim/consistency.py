@@ -65,7 +65,7 @@ class OptimizerConsistency:
         Raises:
             RuntimeError: Always, on all ranks; names values, param groups and ranks.
         """
-        everyone = self._control.gather_objects(self._description() if compared else None)
+        everyone = self._control.all_gather_objects(self._description() if compared else None)
         described = {rank: mine for rank, mine in enumerate(everyone) if mine is not None}
         raise RuntimeError(
             f"ranks update their parts of the parameters by different rules: {_differences(described)}. Every rank "

@@ -34,7 +34,7 @@ def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tupl
             index: {key: _describe(value) for key, value in state.items()} for index, state in local.items()
         }
         merged: dict[int, dict[str, Any]] = {}
-        for part in model.mesh.control.gather_objects(summary):
+        for part in model.mesh.control.all_gather_objects(summary):
             for index, keys in part.items():
                 merged.setdefault(index, {}).update(keys)
         whole: dict[int, dict[str, Any]] = {index: {} for index in merged}
@@ -78,10 +78,10 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _check_shape(param, value)
     model.moved.check("safe_set_full_fp32_param()")
     bucket.follow_edits()
-    model.let_go([bucket])
+    model.invalidate_unsharded([bucket])
     bucket.set_master(index, value)
     bucket.publish().wait()
-    model.forget_gathered([bucket])
+    model.forget_unsharded([bucket])
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -112,7 +112,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     model, bucket, index = _find(param)
     value = _holder(model, param).state_of(param).get(optim_state_key)
     mine = None if value is None else _describe(value)
-    known = [found for found in model.mesh.control.gather_objects(mine) if found is not None]
+    known = [found for found in model.mesh.control.all_gather_objects(mine) if found is not None]
     if not known:
         return None
     dtype, scalar = known[0]
@@ -187,12 +187,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _check_size(bucket, index, value)
     model.moved.check("safe_set_local_fp32_param()")
     bucket.follow_edits()
-    model.let_go([bucket])
+    model.invalidate_unsharded([bucket])
     piece = bucket.piece_of.get(index)
     if piece is not None:
         bucket.write_master(piece.offset, value.detach().reshape(-1))
     bucket.publish().wait()
-    model.forget_gathered([bucket])
+    model.forget_unsharded([bucket])
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:

@@ -126,7 +126,7 @@ def _totals(
     total = sums.max() if is_max and len(sums) else sums.sum()
     found = torch.stack([total, counts.sum().double()])
     for group in groups:
-        values = torch.stack(group.exchange_small(found, "the gradient norm"))
+        values = torch.stack(group.all_gather_small(found, "the gradient norm"))
         summed = values.sum(dim=0)
         found = torch.stack([values[:, 0].amax(), summed[1]]) if is_max else summed
     return float(found[0]), float(found[1]) == 0

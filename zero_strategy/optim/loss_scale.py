@@ -143,7 +143,7 @@ class NonfiniteSteps:
                 "goes on with the next batch."
             )
         count = self._in_a_row[id(sharded)] = self._in_a_row.get(id(sharded), 0) + 1
-        if self._model.mesh.team.rank == 0:
+        if self._model.mesh.world_group.rank == 0:
             row = f", {count} in a row" if count > 1 else ""
             _log.warning("%s; the step is skipped on all ranks%s (nonfinite_gradients: skip)", text, row)
         return True
@@ -159,7 +159,7 @@ class NonfiniteSteps:
         """The ranks of all parts of the model that hold values which are not finite, by parameter. A collective."""
         mine = [name for name, count in zip(counts[0], counts[1].tolist(), strict=True) if count]
         found: dict[str, list[int]] = {}
-        for rank, names in enumerate(self._model.mesh.team.control.gather_objects(mine)):
+        for rank, names in enumerate(self._model.mesh.world_group.control.all_gather_objects(mine)):
             for name in names:
                 found.setdefault(name, []).append(rank)
         return found

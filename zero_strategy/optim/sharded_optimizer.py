@@ -242,7 +242,7 @@ class ShardedOptimizer:
         torch.autograd.graph.increment_version(self._stepped_parameters)  # a backward through old values is noticed
         for bucket in buckets:
             bucket.note_versions()
-        self.model.forget_gathered(buckets)
+        self.model.forget_unsharded(buckets)
 
     def _swap_in(self) -> None:
         stepped: dict[int, ParameterBucket] = {}
@@ -281,7 +281,7 @@ class ShardedOptimizer:
             group["params"] = pieces
         self._stepped = list(stepped.values())
         if not self.skip_next:
-            self.model.let_go(self._stepped)
+            self.model.invalidate_unsharded(self._stepped)
         self.optimizer.state.update(self.state)
 
     def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:
@@ -296,10 +296,10 @@ class ShardedOptimizer:
         table = torch.zeros(len(rows), sums.shape[1], dtype=torch.float64)
         table[chosen] = sums
         if self.model.placement.shard_optimizer:
-            table = torch.stack(self.model.mesh.shard_control.exchange_small(table)).sum(dim=0)
+            table = torch.stack(self.model.mesh.shard_control.all_gather_small(table)).sum(dim=0)
         divided = [row for row, parameter in enumerate(self.parameters()) if self._part(parameter).dim is not None]
         if divided:  # the same on all tensor-parallel ranks
-            table[divided] = torch.stack(self.model.mesh.tensor.exchange_small(table[divided])).sum(dim=0)
+            table[divided] = torch.stack(self.model.mesh.tensor.all_gather_small(table[divided])).sum(dim=0)
         return table[chosen]
 
     def _part(self, parameter: nn.Parameter) -> TensorPart:
@@ -423,7 +423,7 @@ class ShardedOptimizer:
             self._offloaded.close()
 
     @property
-    def torn(self) -> bool:
+    def partially_applied(self) -> bool:
         """Whether a step began and did not end."""
         return self._whole is not None
 

@@ -129,13 +129,13 @@ class PipelineEngine(ZeroEngine):
             device=self.model.device,
             autocast=autocast,
             timeout=resolved.config.timeout_seconds,
-            name=self.mesh.team.rendezvous.prefix + f".{grid.pipeline_id()}",
+            name=self.mesh.world_group.barrier.prefix + f".{grid.pipeline_id()}",
             record=bool(pipeline.timeline),
-            guard=self.mesh.guard,
+            watchdog=self.mesh.watchdog,
             observed=self.observed,
         )
-        if self.mesh.guard is not None:
-            ties.guarded(self.mesh.guard)
+        if self.mesh.watchdog is not None:
+            ties.guarded(self.mesh.watchdog)
         self.publish_ties()
 
     def join_batches(self, loader: Iterable[Any]) -> NoReturn:
@@ -201,7 +201,7 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         schedule = self.schedule(count)
-        self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
+        self._ties.follow(self.model.gathered, self.mesh.control.all_gather_small)
         measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
         self._hooks.begin(count * self.pipeline.chunks, measures=measures, weight=loss_weight, forwarded=forwarded)
         with ExitStack() as stack:
@@ -225,7 +225,7 @@ class PipelineEngine(ZeroEngine):
         """Until there are optimizers: a stage without one would let the others wait in their steps."""
         if self._steps_agreed:
             return
-        everyone = [int(count) for count in self.pipe.exchange_small(torch.tensor([len(self.optimizers)]))]
+        everyone = [int(count) for count in self.pipe.all_gather_small(torch.tensor([len(self.optimizers)]))]
         if len(set(everyone)) > 1:
             ranks = self.pipeline.mpu().pp_group
             counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, everyone, strict=True))
@@ -250,7 +250,7 @@ class PipelineEngine(ZeroEngine):
         held = self._hooks.bytes.by_chunk
         left = memory_left(self.model.device, grid.world_size, sum(held.values()))
         mine = grid.pipeline_id(), grid.stage_id, found.events, held, left
-        everyone = sorted(self.mesh.team.control.gather_objects(mine), key=lambda one: one[:2])
+        everyone = sorted(self.mesh.world_group.control.all_gather_objects(mine), key=lambda one: one[:2])
         first = everyone[: grid.pipe_parallel_size]
         costs = measured_costs(placement, [one[2] for one in first], [one[3] for one in first])
         limits = [
@@ -281,7 +281,7 @@ class PipelineEngine(ZeroEngine):
             The loss as in `forward_backward`, and on the last stage's rank the outputs.
         """
         count = self.micro_batches if micro_batches is None else micro_batches
-        self._ties.follow(self.model.gathered, self.mesh.control.exchange_small)
+        self._ties.follow(self.model.gathered, self.mesh.control.all_gather_small)
         with self.observed.span("evaluation"):
             found = self.run_forward(data, count, forwarded=forwarded)
         if found.loss is not None:
@@ -299,7 +299,7 @@ class PipelineEngine(ZeroEngine):
     def _mean_loss(self, loss: Tensor) -> Tensor:
         if self.mesh.world_size == 1:
             return loss
-        everyone = self.mesh.control.exchange_small(loss.reshape(1).double())
+        everyone = self.mesh.control.all_gather_small(loss.reshape(1).double())
         return torch.stack(everyone).mean().to(loss.dtype)
 
     def _write_timeline(self, found: Run) -> None:
@@ -307,7 +307,7 @@ class PipelineEngine(ZeroEngine):
         path = self.config.config.pipeline.timeline
         if not self.executor.record or not path or self.pipeline.mpu().pipeline_id() > 0:
             return
-        everyone = self.pipe.gather_objects(found.events)
+        everyone = self.pipe.all_gather_objects(found.events)
         if self.pipeline.stage_id == 0:
             step = self.steps.taken + self.steps.skipped + 1
             with Path(path).open("a" if self._timeline_begun else "w") as file:
@@ -316,7 +316,7 @@ class PipelineEngine(ZeroEngine):
 
     def reduce_tied_gradients(self) -> None:
         """Add what replicas of tied weights have collected to their owners' gradients. A collective."""
-        for parameter, gradient in self._ties.exchange_gradients(self.mesh.control.exchange_small):
+        for parameter, gradient in self._ties.exchange_gradients(self.mesh.control.all_gather_small):
             self.add_gradient(parameter, gradient)
 
     def publish_ties(self) -> None:
@@ -343,7 +343,7 @@ class PipelineEngine(ZeroEngine):
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
         aliases = catalog_of(self).aliases
         asked = None if names is None else {*names, *(name for alias, name in aliases.items() if alias in names)}
-        everyone = self.pipe.gather_objects(super().full_state_dict(asked))
+        everyone = self.pipe.all_gather_objects(super().full_state_dict(asked))
         if not keep:
             return {}
         whole = {name: tensor for part in everyone for name, tensor in part.items()}
@@ -352,7 +352,7 @@ class PipelineEngine(ZeroEngine):
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """See `ZeroEngine.full_optimizer_state`: that of all stages."""
-        everyone = self.pipe.gather_objects(super().full_optimizer_state(optimizer))
+        everyone = self.pipe.all_gather_objects(super().full_optimizer_state(optimizer))
         return {name: state for part in everyone for name, state in part.items()}
 
     def optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class PipelineEngine(ZeroEngine):
                 their modules have.
         """
         mine = self._groups_of(optimizer), super().optimizer_state_dict(optimizer)
-        everyone = self.pipe.gather_objects(mine)
+        everyone = self.pipe.all_gather_objects(mine)
         joined = join_states([one[0] for one in everyone], [one[1] for one in everyone], self._prefix)
         return joined if keep else {}
 
@@ -374,7 +374,7 @@ class PipelineEngine(ZeroEngine):
             ValueError: If its param groups do not fit.
         """
         own = self._groups_of(optimizer)
-        part = part_of_state(self.pipe.gather_objects(own), own, state_dict, self._prefix)
+        part = part_of_state(self.pipe.all_gather_objects(own), own, state_dict, self._prefix)
         super().load_optimizer_state_dict(optimizer, part)
 
     def _groups_of(self, optimizer: Optimizer) -> StageGroups:

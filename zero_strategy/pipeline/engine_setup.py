@@ -26,7 +26,7 @@ from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.schedules import build_table
 from zero_strategy.pipeline.ties import TiedWeights
 from zero_strategy.train_state import ModelPart
-from zero_strategy.watchdog.diagnosis import Titles
+from zero_strategy.watchdog.diagnosis import RankLabels
 
 
 def apply_section(module: PipelineModule, section: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ def _same(key: str, schedule: str) -> str:
 def check_divided(module: PipelineModule) -> None:
     """A stage may have nothing to divide; where no stage has, its ranks would train copies as if they were parts."""
     mine = any(map(is_dtensor, module.parameters()))
-    if not any(module.mpu().control().gather_objects(mine)):
+    if not any(module.mpu().control().all_gather_objects(mine)):
         raise ValueError(
             f"the topology {module.topology()} divides layers among the ranks of its axis 'model', but no parameter is "
             "divided: give PipelineModule parallelize=function(layer, name, mesh), which calls torch's "
@@ -170,10 +170,10 @@ def part_of(module: PipelineModule, root: nn.Module, prefix: str, ties: TiedWeig
     """
     grid = module.mpu()
     return ModelPart(
-        lanes=grid.dp_groups,
+        dp_groups=grid.dp_groups,
         tensor_groups=grid.model_groups,
         further_groups=lambda: {PIPE: _pipe(module, timeout)},
-        titles=_titles(module),
+        rank_labels=_rank_labels(module),
         order=order_of(module, root, prefix),
         copies=ties,
     )
@@ -185,7 +185,7 @@ def _pipe(module: PipelineModule, timeout: float) -> Communicator:
     return Communicator(group, CommunicationCounters(), owns=True)
 
 
-def _titles(module: PipelineModule) -> Titles:
+def _rank_labels(module: PipelineModule) -> RankLabels:
     """Ranks in words, with their stages."""
     placement = module.placement
     stages = {

@@ -35,19 +35,19 @@ from zero_strategy.pipeline.instructions import (
 )
 from zero_strategy.pipeline.lowering import KINDS, Order, Orders, read_orders
 from zero_strategy.pipeline.messages import describe, put_together
-from zero_strategy.pipeline.model_chunk import Chunk, Parcel
+from zero_strategy.pipeline.model_chunk import Chunk, StageMessage
 from zero_strategy.pipeline.schedules import Kind, Placement
 from zero_strategy.pipeline.simulator import Event
-from zero_strategy.pipeline.transport import DataEndedError, Neighbours, PipelineError, error_of, failure_of
+from zero_strategy.pipeline.transport import DataEndedError, PipelineError, PipelinePeers, error_of, failure_of
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import tree_map
 from zero_strategy.watchdog.waits import RankFailedError
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.watchdog import Watchdog
 
 BatchFunction = Callable[[Any], Any]
 
 
-class Feed:
+class StageInputs:
     """The micro-batches of one batch, read when they are needed.
 
     Args:
@@ -201,7 +201,7 @@ class Executor:
         name: Tells pipelines of the same ranks apart, where not all of them run their first batches in one order.
         record: Whether runs have events.
         ahead: Post receives before the schedule comes to them; None: on the CPU. On a GPU they would occupy it.
-        guard: Of the engine.
+        watchdog: Of the engine.
         observed: Who is told of waits for other stages; None: nobody.
 
     Attributes:
@@ -233,7 +233,7 @@ class Executor:
         name: str = "pipeline",
         record: bool = False,
         ahead: bool | None = None,
-        guard: Guard | None = None,
+        watchdog: Watchdog | None = None,
         observed: Observed | None = None,
     ) -> None:
         own = world_rank()
@@ -251,13 +251,15 @@ class Executor:
         last = placement.stages - 1
         self.chunks = [Chunk(module, stage, stage == last) for module, stage in zip(chunks, stages)]
         ahead = self._device.type == "cpu" if ahead is None else ahead
-        self._neighbours = Neighbours(placement, self.rank, world, self._device, timeout, patience, name, ahead, guard)
+        self._pipeline_peers = PipelinePeers(
+            placement, self.rank, world, self._device, timeout, patience, name, ahead, watchdog
+        )
         self._readers = (0 in stages) + (last in stages)
         self._read: Orders | None = None
         self._doing: str | Computation = ""
         # Between stages of this rank, and between a computation and its message, by stage and micro-batch.
-        self._activations: dict[tuple[int, int], Parcel] = {}
-        self._gradients: dict[tuple[int, int], Parcel] = {}
+        self._activations: dict[tuple[int, int], StageMessage] = {}
+        self._gradients: dict[tuple[int, int], StageMessage] = {}
         self._losses: Tensor | None = None
         self._actions: dict[type[PipeInstruction], Callable[[], None]] = {
             ReduceTiedGrads: self._hooks.reduce_tied_grads,
@@ -268,7 +270,7 @@ class Executor:
     @property
     def counters(self) -> CommunicationCounters | None:
         """Messages and bytes sent, by kind; None before the first run, and for one rank."""
-        return self._neighbours.counters
+        return self._pipeline_peers.counters
 
     def run(self, schedule: PipeSchedule, data: Iterator[Any] | None = None) -> Run:
         """Carry out a batch. All ranks of the pipeline call this together, with their parts of one schedule.
@@ -293,11 +295,11 @@ class Executor:
         try:
             return self._carry_out(orders, data)
         except RankFailedError as error:
-            self._neighbours.leave(error.failure)
+            self._pipeline_peers.leave(error.failure)
             raise error_of(error.failure) from error
         except BaseException as error:
-            where, change = f"{self._neighbours.title}, {_words(self._doing)}", self._change()
-            first = self._neighbours.fail(failure_of(error, self._own, where, change))
+            where, change = f"{self._pipeline_peers.title}, {_words(self._doing)}", self._change()
+            first = self._pipeline_peers.fail(failure_of(error, self._own, where, change))
             if first.rank != self._own:  # this is only what the first failure led to
                 raise error_of(first) from error
             if not isinstance(error, (PipelineError, StopIteration)):
@@ -312,18 +314,18 @@ class Executor:
 
     def close(self) -> None:
         """End all connections; a later run makes them anew."""
-        self._neighbours.close()
+        self._pipeline_peers.close()
 
     def _carry_out(self, orders: Orders, data: Iterator[Any] | None) -> Run:
         result, micro_batches, met = Run(), orders.schedule.micro_batches, False
-        feed = Feed(data, micro_batches, self.batch_fn, self._device, self._readers)
-        self._neighbours.begin(orders.receives, zlib.crc32(orders.title.encode()))
+        stage_inputs = StageInputs(data, micro_batches, self.batch_fn, self._device, self._readers)
+        self._pipeline_peers.begin(orders.receives, zlib.crc32(orders.title.encode()))
         with torch.set_grad_enabled(orders.training):
             for order in orders.orders:
                 if (kind := KINDS.get(order.instruction)) is not None:
-                    self._compute(kind, order, orders, feed, result)
+                    self._compute(kind, order, orders, stage_inputs, result)
                 elif order.micro_batch >= 0:
-                    self._exchange(order, feed)
+                    self._exchange(order, stage_inputs)
                 else:
                     if not met:
                         met = self._meet(result, micro_batches)
@@ -334,7 +336,7 @@ class Executor:
         if not met:
             self._meet(result, micro_batches)
         with self.observed.span("bubble"):
-            self._neighbours.end()
+            self._pipeline_peers.end()
         return result
 
     def _meet(self, result: Run, micro_batches: int) -> bool:
@@ -342,35 +344,35 @@ class Executor:
         self._doing = "at the end of the batch"
         losses = None if self._losses is None else self._losses / micro_batches
         with self.observed.span("bubble"):
-            result.loss = self._neighbours.share_loss(losses, micro_batches)
+            result.loss = self._pipeline_peers.share_loss(losses, micro_batches)
         return True
 
-    def _exchange(self, order: Order, feed: Feed) -> None:
+    def _exchange(self, order: Order, stage_inputs: StageInputs) -> None:
         chunk = self.chunks[order.chunk]
         at = chunk.stage, order.micro_batch
         if order.instruction is LoadMicroBatch:
             self._doing = f"loading micro-batch {order.micro_batch}"
-            feed.load(order.micro_batch, chunk.stage)
+            stage_inputs.load(order.micro_batch, chunk.stage)
         elif order.instruction is SendActivation:
-            self._neighbours.send_activation(*at, self._activations.pop(at))
+            self._pipeline_peers.send_activation(*at, self._activations.pop(at))
         elif order.instruction is SendGrad:
-            self._neighbours.send_gradients(*at, self._gradients.pop(at))
+            self._pipeline_peers.send_gradients(*at, self._gradients.pop(at))
         else:
             assert order.instruction in (RecvActivation, RecvGrad), order
-            self._neighbours.come_to(order.instruction, *at)
+            self._pipeline_peers.come_to(order.instruction, *at)
 
-    def _compute(self, kind: Kind, order: Order, orders: Orders, feed: Feed, result: Run) -> None:
+    def _compute(self, kind: Kind, order: Order, orders: Orders, stage_inputs: StageInputs, result: Run) -> None:
         chunk, micro_batch = self.chunks[order.chunk], order.micro_batch
         computation = Computation(kind, micro_batch, order.chunk, chunk.stage, order.last)
         self._doing = computation
         started = time.perf_counter()
         with self.observed.span("bubble"):
-            needed = self._needed(kind, chunk, micro_batch, orders.training, feed)
+            needed = self._needed(kind, chunk, micro_batch, orders.training, stage_inputs)
         self._record(result, "wait", started, micro_batch, order.chunk)
         self._hooks.before(computation)
         started = time.perf_counter()
         if kind is Kind.FORWARD:
-            self._forward(chunk, micro_batch, needed, orders, feed, result)
+            self._forward(chunk, micro_batch, needed, orders, stage_inputs, result)
         elif kind is Kind.BACKWARD_WEIGHT:
             chunk.backward_weight(micro_batch)
         else:
@@ -381,7 +383,7 @@ class Executor:
         self._record(result, kind.value, started, micro_batch, order.chunk)
         self._hooks.after(computation)
 
-    def _needed(self, kind: Kind, chunk: Chunk, micro_batch: int, training: bool, feed: Feed) -> Any:
+    def _needed(self, kind: Kind, chunk: Chunk, micro_batch: int, training: bool, stage_inputs: StageInputs) -> Any:
         """What a computation starts from: of the data, of a neighbouring stage of this rank, or of a message."""
         stage = chunk.stage
         if kind is Kind.BACKWARD_WEIGHT or (kind is not Kind.FORWARD and chunk.last):
@@ -389,21 +391,21 @@ class Executor:
         if kind is not Kind.FORWARD:
             found = self._gradients.pop((stage + 1, micro_batch), None)
             if found is None:
-                found = self._neighbours.gradients(stage, micro_batch)
+                found = self._pipeline_peers.gradients(stage, micro_batch)
             return put_together(found.tensors, found.structure)
         if stage == 0:
-            inputs = feed.take(micro_batch, 0, stage)
+            inputs = stage_inputs.take(micro_batch, 0, stage)
             self.observed.mark("batch", inputs)
             return inputs
-        parcel = self._activations.pop((stage - 1, micro_batch), None)
-        if parcel is None:
-            parcel = self._neighbours.activation(stage, micro_batch)
-        return chunk.accept(micro_batch, parcel, training)
+        stage_message = self._activations.pop((stage - 1, micro_batch), None)
+        if stage_message is None:
+            stage_message = self._pipeline_peers.activation(stage, micro_batch)
+        return chunk.accept(micro_batch, stage_message, training)
 
     def _forward(
-        self, chunk: Chunk, micro_batch: int, value: Any, orders: Orders, feed: Feed, result: Run
+        self, chunk: Chunk, micro_batch: int, value: Any, orders: Orders, stage_inputs: StageInputs, result: Run
     ) -> None:
-        labels = feed.take(micro_batch, 1, chunk.stage) if chunk.last else None
+        labels = stage_inputs.take(micro_batch, 1, chunk.stage) if chunk.last else None
         if self._autocast is None:
             found, loss = self._call(chunk, micro_batch, value, labels)
         else:

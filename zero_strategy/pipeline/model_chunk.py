@@ -17,7 +17,7 @@ from zero_strategy.pipeline.messages import Structure, TensorKind, kind_of, put_
 from zero_strategy.pipeline.split_backward import Entrance, SplitBackward, whole_backward
 
 
-class Parcel(NamedTuple):
+class StageMessage(NamedTuple):
     """What goes from a stage to its neighbour.
 
     Attributes:
@@ -57,18 +57,18 @@ class Chunk:
         self._anchor = torch.empty((), requires_grad=True)
         self.seen: Structure | None = None
 
-    def accept(self, micro_batch: int, parcel: Parcel, training: bool) -> Any:
+    def accept(self, micro_batch: int, stage_message: StageMessage, training: bool) -> Any:
         """The input of a forward, from what the stage before gave: a graph begins at tensors that want a gradient."""
         flight = self._in_flight[micro_batch] = _InFlight()
-        tensors = list(parcel.tensors)
-        wanting = [i for i, kind in enumerate(parcel.kinds) if training and kind.wants_gradient]
+        tensors = list(stage_message.tensors)
+        wanting = [i for i, kind in enumerate(stage_message.kinds) if training and kind.wants_gradient]
         if wanting:
             entered = Entrance.apply(self._anchor, *(tensors[i] for i in wanting))
             flight.inputs = [get_gradient_edge(tensor) for tensor in entered]
             for i, tensor in zip(wanting, entered):
                 tensors[i] = tensor
-        self.seen = parcel.structure
-        return put_together(tensors, parcel.structure)
+        self.seen = stage_message.structure
+        return put_together(tensors, stage_message.structure)
 
     def forward(self, micro_batch: int, value: Any) -> Any:
         """Run the module."""
@@ -77,7 +77,7 @@ class Chunk:
         self._structure = self.seen
         return found
 
-    def pack(self, micro_batch: int, outputs: Any, training: bool) -> Parcel:
+    def pack(self, micro_batch: int, outputs: Any, training: bool) -> StageMessage:
         """What goes to the next stage; of the outputs, only their places in the graph are kept.
 
         Raises:
@@ -90,7 +90,7 @@ class Chunk:
             self._in_flight[micro_batch].roots = [get_gradient_edge(t) for t, wants in zip(tensors, wanting) if wants]
         else:
             del self._in_flight[micro_batch]
-        return Parcel(structure, kinds, tuple(tensor.detach() for tensor in tensors))
+        return StageMessage(structure, kinds, tuple(tensor.detach() for tensor in tensors))
 
     def end(self, micro_batch: int, loss: Tensor | None) -> None:
         """The last stage's forward is over; its backward begins at the loss. None: there will be none."""
@@ -99,13 +99,13 @@ class Chunk:
             return
         self._in_flight[micro_batch].roots = [get_gradient_edge(loss)] if loss.requires_grad else []
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Parcel:
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> StageMessage:
         """An ordinary backward; returns the gradients of the inputs."""
         flight = self._in_flight.pop(micro_batch)
         roots, there = self._match(micro_batch, flight, gradients)
         return _gradients(whole_backward(roots, there, flight.inputs))
 
-    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Parcel:
+    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> StageMessage:
         """The input half of a backward; returns the gradients of the inputs."""
         flight = self._in_flight[micro_batch]
         roots, there = self._match(micro_batch, flight, gradients)
@@ -145,8 +145,8 @@ class Chunk:
         return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def _gradients(found: Sequence[Tensor | None]) -> Parcel:
+def _gradients(found: Sequence[Tensor | None]) -> StageMessage:
     """Gradients in the order of the tensors that wanted one; None stands in the structure."""
     with torch.no_grad():
         tensors, structure = take_apart([None if one is None else one.detach() for one in found])
-    return Parcel(structure, tuple(kind_of(tensor, False) for tensor in tensors), tuple(tensors))
+    return StageMessage(structure, tuple(kind_of(tensor, False) for tensor in tensors), tuple(tensors))

@@ -490,7 +490,7 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, *, alone
 
 def _check_same_model(control: Communicator, description: str) -> None:
     """See that all ranks divide the same model in the same way; else they would wait for each other later."""
-    for rank, other in enumerate(control.gather_objects(description)):
+    for rank, other in enumerate(control.all_gather_objects(description)):
         if other != description:
             raise ValueError(
                 f"ranks have different models: rank {rank} has\n{other}\nand rank {control.rank}\n{description}\n"

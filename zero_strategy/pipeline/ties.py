@@ -36,7 +36,7 @@ from zero_strategy.pipeline.building import TIED, NamedLayer
 from zero_strategy.pipeline.specs import ModelLayer, TiedLayerSpec
 from zero_strategy.pipeline.topology import PipelineParallelGrid
 from zero_strategy.runtime.torch_private import parameters_of, version_of
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Tie:
             )
         weights = list(self.weights.values())
         flags = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
-        present = torch.stack(self.control.exchange_small(flags)).sum(0).tolist()
+        present = torch.stack(self.control.all_gather_small(flags)).sum(0).tolist()
         for weight, holders in zip(weights, present):
             if holders:
                 _sum_gradient(weight, self.reduce)
@@ -321,15 +321,15 @@ class TiedWeights:
         """The parameters that are replicas now."""
         return [weight for tie in self._ties if not tie.is_owner for weight in tie.weights.values()]
 
-    def guarded(self, guard: Guard) -> None:
-        """Let a guard watch what the holders send each other."""
+    def guarded(self, watchdog: Watchdog) -> None:
+        """Let a watchdog watch what the holders send each other."""
         for number, tie in enumerate(self._ties):
             for what, communicator in (("reduce", tie.reduce), ("control", tie.control)):
                 if communicator is not None:
-                    communicator.guarded(guard, f"tie {number} {what}")
+                    communicator.guarded(watchdog, f"tie {number} {what}")
 
     def unguarded(self) -> None:
-        """The guard ends; the groups stay with the module."""
+        """The watchdog ends; the groups stay with the module."""
         for tie in self._ties:
             for communicator in (tie.reduce, tie.control):
                 if communicator is not None:
@@ -353,7 +353,7 @@ class TiedWeights:
             totals = [replica.total for replica in mine] or [None] * len(weights)
             control, reduce = tie.control, tie.reduce
             assert control is not None and reduce is not None, "an engine has process groups"
-            there = control.exchange_small(torch.tensor([total is not None for total in totals], dtype=torch.int32))
+            there = control.all_gather_small(torch.tensor([total is not None for total in totals], dtype=torch.int32))
             present = torch.stack(there).sum(0)
             anywhere = torch.stack(agree(present)).sum(0) if tie.is_owner else present
             for weight, total, holders, copies in zip(weights, totals, present.tolist(), anywhere.tolist()):
@@ -387,7 +387,7 @@ class TiedWeights:
                 owned = self._owned[number]
                 edited = torch.tensor([_versions(owned) != self._versions.get(number)], dtype=torch.int32)
                 flags = [int(max(map(int, agree(edited)))), *(int(weight.requires_grad) for weight in owned)]
-            there = tie.control.exchange_small(torch.tensor(flags, dtype=torch.int32))
+            there = tie.control.all_gather_small(torch.tensor(flags, dtype=torch.int32))
             edited_there, *trained = there[_source(tie)].tolist()
             for replica, wants in zip(self.replicas.get(number, ()), trained):
                 replica.tensor.requires_grad_(bool(wants))

@@ -35,10 +35,10 @@ from zero_strategy.pipeline.messages import (
     read_layout,
     unpack,
 )
-from zero_strategy.pipeline.model_chunk import Parcel
+from zero_strategy.pipeline.model_chunk import StageMessage
 from zero_strategy.pipeline.schedules import Placement
 from zero_strategy.watchdog.diagnosis import DesyncError, Failure
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.watchdog import Watchdog
 
 
 class PipelineError(DesyncError):
@@ -263,7 +263,7 @@ class Inlet:
             )
         raise OutOfStepError(f"{self._peer} is out of step: it {differs}; all ranks must make the same calls")
 
-class Neighbours:
+class PipelinePeers:
     """The channels of one rank.
 
     Args:
@@ -275,7 +275,7 @@ class Neighbours:
         patience: Seconds of a wait in which the neighbour must come to the same batch.
         name: Tells pipelines apart; equal on all ranks.
         ahead: Post receives before the schedule comes to them.
-        guard: Of the engine.
+        watchdog: Of the engine.
 
     Attributes:
         title: This rank in words.
@@ -292,10 +292,10 @@ class Neighbours:
         patience: float,
         name: str,
         ahead: bool,
-        guard: Guard | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._placement, self._rank, self._ranks, self._device = placement, rank, ranks, device
-        self._ahead, self._guard = ahead, guard
+        self._ahead, self._watchdog = ahead, watchdog
         self._timeout, self._patience, self._name = timeout, patience, name
         self._run, self._program = 0, 0
         self._transport: PointToPoint | None = None
@@ -310,7 +310,7 @@ class Neighbours:
         self._end_inlets: list[Inlet] = []
         stages = [placement.stage_of(rank, chunk) for chunk in range(placement.chunks)]
         self._stages = stages
-        self.title = self._title_of(rank)
+        self.title = self._rank_label(rank)
 
     @property
     def counters(self) -> CommunicationCounters | None:
@@ -324,9 +324,9 @@ class Neighbours:
             receives: How many messages will come, by instruction and chunk.
             program: A digest of what is run, to be compared with the neighbours'.
         """
-        if self._guard is not None:
-            self._guard.check()
-            self._guard.progress()
+        if self._watchdog is not None:
+            self._watchdog.check()
+            self._watchdog.progress()
         if len(self._ranks) == 1:
             return
         if self._transport is None or self._transport.waits.broken:
@@ -343,13 +343,13 @@ class Neighbours:
         for inlet in [*self._end_inlets, *([] if self._loss_inlet is None else [self._loss_inlet])]:
             inlet.expect(1)
 
-    def send_activation(self, stage: int, micro_batch: int, parcel: Parcel) -> None:
+    def send_activation(self, stage: int, micro_batch: int, stage_message: StageMessage) -> None:
         """To the next stage."""
-        self._send(True, stage, micro_batch, parcel)
+        self._send(True, stage, micro_batch, stage_message)
 
-    def send_gradients(self, stage: int, micro_batch: int, parcel: Parcel) -> None:
+    def send_gradients(self, stage: int, micro_batch: int, stage_message: StageMessage) -> None:
         """To the stage before."""
-        self._send(False, stage, micro_batch, parcel)
+        self._send(False, stage, micro_batch, stage_message)
 
     def come_to(self, instruction: type[PipeInstruction], stage: int, micro_batch: int) -> None:
         """The schedule has come to RecvActivation or RecvGrad of a stage."""
@@ -357,11 +357,11 @@ class Neighbours:
         self._inlets[at].come_to(self._stamp(micro_batch, self._come_to[at]))
         self._come_to[at] += 1
 
-    def activation(self, stage: int, micro_batch: int) -> Parcel:
+    def activation(self, stage: int, micro_batch: int) -> StageMessage:
         """What the stage before `stage` has sent; waits for it."""
         return self._take(True, stage, micro_batch)
 
-    def gradients(self, stage: int, micro_batch: int) -> Parcel:
+    def gradients(self, stage: int, micro_batch: int) -> StageMessage:
         """What the stage after `stage` has sent; waits for it."""
         return self._take(False, stage, micro_batch)
 
@@ -410,8 +410,8 @@ class Neighbours:
 
     def leave(self, failure: Failure) -> None:
         """This rank gives the batch up: those of other pipelines hear of it if they wait for this rank."""
-        if self._guard is not None and self._guard.failure is None:
-            self._guard.note(f"has left the batch ({failure.text})")
+        if self._watchdog is not None and self._watchdog.failure is None:
+            self._watchdog.note(f"has left the batch ({failure.text})")
 
     def close(self) -> None:
         """End all connections."""
@@ -424,20 +424,20 @@ class Neighbours:
     def _stamp(self, micro_batch: int, sequence: int) -> Stamp:
         return Stamp(self._run, self._program, micro_batch, sequence)
 
-    def _send(self, forward: bool, stage: int, micro_batch: int, parcel: Parcel) -> None:
+    def _send(self, forward: bool, stage: int, micro_batch: int, stage_message: StageMessage) -> None:
         at = forward, stage
         stamp = self._stamp(micro_batch, self._sent[at])
         self._sent[at] += 1
-        self._outlets[at].send(stamp, parcel.structure, parcel.kinds, parcel.tensors)
+        self._outlets[at].send(stamp, stage_message.structure, stage_message.kinds, stage_message.tensors)
 
-    def _take(self, forward: bool, stage: int, micro_batch: int) -> Parcel:
+    def _take(self, forward: bool, stage: int, micro_batch: int) -> StageMessage:
         at = forward, stage
         stamp = self._stamp(micro_batch, self._taken[at])
         self._taken[at] += 1
         plan, tensors = self._inlets[at].take(stamp)
-        return Parcel(plan.structure, plan.tensors, tuple(tensors))
+        return StageMessage(plan.structure, plan.tensors, tuple(tensors))
 
-    def _title_of(self, rank: int, stage: int | None = None) -> str:
+    def _rank_label(self, rank: int, stage: int | None = None) -> str:
         stages = [self._placement.stage_of(rank, chunk) for chunk in range(self._placement.chunks)]
         if stage is None and len(stages) > 1:
             return f"stages {', '.join(map(str, stages))} (rank {self._ranks[rank]})"
@@ -464,7 +464,7 @@ class Neighbours:
         self._run = 0
         transport = self._transport = PointToPoint(
             self._ranks, [*ways.values(), *losses.values(), *ends.values()], device=self._device, timeout=self._timeout,
-            patience=self._patience, name=self._name, title=self.title, guard=self._guard,
+            patience=self._patience, name=self._name, title=self.title, watchdog=self._watchdog,
         )  # fmt: skip
         self._outlets, self._inlets, self._loss_outlets, self._loss_inlet = {}, {}, [], None
         self._end_outlet, self._end_inlets = None, []
@@ -473,12 +473,12 @@ class Neighbours:
             if channel.source == own:
                 self._outlets[forward, stage] = Outlet(transport, channel, what, self._device)
             if channel.target == own:
-                peer, title = self._title_of(channel.source, stage), self._title_of(own, to)
+                peer, title = self._rank_label(channel.source, stage), self._rank_label(own, to)
                 inlet = Inlet(transport, channel, what, peer, title, self._device, self._ahead)
                 self._inlets[forward, to] = inlet
         for rank, channel in losses.items():
             if rank == own:
-                peer = self._title_of(channel.source, last)
+                peer = self._rank_label(channel.source, last)
                 self._loss_inlet = Inlet(transport, channel, "loss", peer, self.title, self._device, self._ahead)
             elif channel.source == own:
                 self._loss_outlets.append(Outlet(transport, channel, "loss", self._device))
@@ -486,5 +486,5 @@ class Neighbours:
             if rank == own:
                 self._end_outlet = Outlet(transport, channel, "end", self._device)
             elif channel.target == own:
-                peer = self._title_of(rank)
+                peer = self._rank_label(rank)
                 self._end_inlets.append(Inlet(transport, channel, "end", peer, self.title, self._device, self._ahead))

@@ -294,7 +294,7 @@ def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
     def taken(buckets: Sequence[BucketFacts]) -> int:
         return sum(allocated(bucket.layout.numel * bucket.dtype.itemsize, device_type) for bucket in buckets)
 
-    releases = config.release_after_forward and config.release_after_backward  # the latter where they are offloaded
+    releases = config.reshard_after_forward and config.reshard_after_backward  # the latter where they are offloaded
     width = 1 + config.prefetch if releases else len(units)
     stay = held_whole([taken(unit) for unit in units], config.pipeline)
     others = [unit for number, unit in enumerate(units) if number and number not in stay]

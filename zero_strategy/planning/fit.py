@@ -227,12 +227,12 @@ def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
     tried = [reduced, *stages] if now >= 2 else [*stages, reduced]  # stages 2 and 3 have it by default
     for settings in (*tried, *(settings | reduced for settings in stages)):
         yield _change(settings, plan.changed(settings=settings))
-    released: dict[str, object] = {} if config.release_after_backward else {"release_after_backward": True}
+    released: dict[str, object] = {} if config.reshard_after_backward else {"reshard_after_backward": True}
     if released:
         settings = released if now == 3 else {"stage": 3, **released}
         yield _change(settings, plan.changed(settings=settings))
-    if now == 3 and (config.prefetch or not config.release_after_forward or released):
-        lean: dict[str, object] = {**released, "release_after_forward": True, "prefetch": 0}
+    if now == 3 and (config.prefetch or not config.reshard_after_forward or released):
+        lean: dict[str, object] = {**released, "reshard_after_forward": True, "prefetch": 0}
         yield _change(lean, plan.changed(settings=lean))
 
 

@@ -120,7 +120,7 @@ class Comparison:
             mine: What this rank has.
             expected: On rank 0: what each rank is to have.
         """
-        everyone = self.control.gather_objects({name: digest(tensor) for name, tensor in mine.items()})
+        everyone = self.control.all_gather_objects({name: digest(tensor) for name, tensor in mine.items()})
         wanted = [] if expected is None else _digests([expected(rank) for rank in range(len(everyone))])
         odd = _odd(everyone, wanted)
         holders = {name: [r for r, part in enumerate(everyone) if name in part or name in wanted[r]] for _, name in odd}
@@ -134,8 +134,8 @@ class Comparison:
             or (first, name) not in wrong
             or everyone[rank].get(name) != everyone[first].get(name)
         ]
-        asked = self.control.gather_objects([one for one in chosen if one[0]][:MOST_FETCHED])[0]
-        sent = self.control.gather_objects(
+        asked = self.control.all_gather_objects([one for one in chosen if one[0]][:MOST_FETCHED])[0]
+        sent = self.control.all_gather_objects(
             {name: _on_host(mine[name]) for rank, name in asked if rank == self.control.rank and name in mine}
         )
         found: list[Difference] = []
@@ -151,7 +151,7 @@ class Comparison:
                 for one in self._judged(step, phase, name, rank, expected(rank), theirs, owned, exactly):
                     alone = who[0] if len(who) == 1 < len(everyone) else one.rank
                     found.append(replace(one, rank=alone, place=self._words(alone, who, len(everyone))))
-        return list(self.control.gather_objects(found[:MOST_SHOWN])[0])
+        return list(self.control.all_gather_objects(found[:MOST_SHOWN])[0])
 
     def _words(self, rank: int | None, holders: Sequence[int], ranks: int) -> str:
         if rank is not None:

@@ -97,7 +97,7 @@ class _Stage:
     buffers: list[tuple[nn.Module, str, str]] = field(default_factory=list)
 
 
-class PipelineTwin(Twin):
+class PipelineReferenceRun(Twin):
     """One process that trains what all ranks of all copies of a pipeline train.
 
     Args:
@@ -332,12 +332,12 @@ class PipelineRun(ShardedRun):
             assert place is not None
             layout, sharded = place[0].layout, place[0].placement.shard_optimizer
             own[name] = (layout.segments[place[1]].offset, layout.slice_numel) if sharded else None
-        return engine.mesh.team.control.gather_objects((module.stages, module.mpu().dp_group, own))
+        return engine.mesh.world_group.control.all_gather_objects((module.stages, module.mpu().dp_group, own))
 
     @property
     def control(self) -> Communicator:
         """All ranks of all stages."""
-        return self.engine.mesh.team.control
+        return self.engine.mesh.world_group.control
 
     # ---- the training ----
 
@@ -384,9 +384,9 @@ class PipelineRun(ShardedRun):
 
     def owner(self, name: str, element: int) -> int | None:
         """See `ShardedRun.owner`; of any stage's parameters."""
-        for _, lane, own in self._places:
+        for _, dp_group, own in self._places:
             if name in own:
-                return None if own[name] is None else lane[(own[name][0] + element) // own[name][1]]
+                return None if own[name] is None else dp_group[(own[name][0] + element) // own[name][1]]
         return None
 
     def title(self, rank: int) -> str:
@@ -413,7 +413,7 @@ class PipelineVerification(Verification):
         self.layout: Layout | None = None
         super().__init__(factory, config, settings, run_class or PipelineRun)
         run = cast(PipelineRun, self.run_of)
-        self._held: list[tuple[set[str], set[str]]] = run.control.gather_objects(
+        self._held: list[tuple[set[str], set[str]]] = run.control.all_gather_objects(
             (run.held(), run.held() | run.engine.replicas().keys())
         )
 
@@ -430,7 +430,7 @@ class PipelineVerification(Verification):
         assert self.layout is not None
         subject = pipeline_subject(self.factory, self.config, self.settings, alone=True)
         check_anew(sharded, subject)
-        return PipelineTwin(subject, self.config, self.settings, self.layout, jitter)
+        return PipelineReferenceRun(subject, self.config, self.settings, self.layout, jitter)
 
     def _expected(self, phase: str, rank: int) -> Tensors:
         found = super()._expected(phase, rank)

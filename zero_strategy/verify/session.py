@@ -268,7 +268,7 @@ class Verification:
                 return found
         run.zero_grad()
         odd = [Difference(step, "formula of the step", name, None, how) for name, how in self._record.odd_steps.items()]
-        return list(run.control.gather_objects(odd)[0])
+        return list(run.control.all_gather_objects(odd)[0])
 
     def _updated(self) -> Tensors:
         self.run_of.update()
@@ -330,7 +330,7 @@ class Verification:
             phases=counts,
             differences=found,
         )
-        shared: VerifyReport = self.run_of.control.gather_objects(report)[0]
+        shared: VerifyReport = self.run_of.control.all_gather_objects(report)[0]
         return shared
 
 

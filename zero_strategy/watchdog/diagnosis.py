@@ -181,16 +181,21 @@ class Report:
         return f"waits in {self.wait.what}{site}" if self.wait is not None else f"is in no collective{site}"
 
 
-Titles = Callable[[int], str]
+RankLabels = Callable[[int], str]
 
 
-def title_of(rank: int) -> str:
+def rank_label(rank: int) -> str:
     """A rank in words, where it is nothing but a rank."""
     return f"rank {rank}"
 
 
 def find_failure(
-    own: Report, others: Iterable[Report], *, fresh: Collection[int], silence: float, titles: Titles = title_of
+    own: Report,
+    others: Iterable[Report],
+    *,
+    fresh: Collection[int],
+    silence: float,
+    rank_labels: RankLabels = rank_label,
 ) -> Failure | None:
     """Why a rank that waits has no more reason to; None: it may be that the others only take long.
 
@@ -203,13 +208,13 @@ def find_failure(
     """
     reports = {report.rank: report for report in [*others, own]}
     return (
-        _befallen(own, reports, silence, titles)
-        or _different(own, reports, {*fresh, own.rank}, titles)
-        or _locked(own, reports, {*fresh, own.rank}, titles)
+        _befallen(own, reports, silence, rank_labels)
+        or _different(own, reports, {*fresh, own.rank}, rank_labels)
+        or _locked(own, reports, {*fresh, own.rank}, rank_labels)
     )
 
 
-def positions(reports: Iterable[Report], titles: Titles = title_of) -> str:
+def positions(reports: Iterable[Report], rank_labels: RankLabels = rank_label) -> str:
     """Who is where, ranks at the same place together."""
     groups: dict[str, list[int]] = {}
     for report in sorted(reports, key=lambda report: report.rank):
@@ -217,32 +222,34 @@ def positions(reports: Iterable[Report], titles: Titles = title_of) -> str:
     found = []
     for where, ranks in groups.items():
         verb, _, rest = where.partition(" ")
-        found.append(f"{listed(ranks, titles)} {where if len(ranks) == 1 else f'{_PLURAL.get(verb, verb)} {rest}'}")
+        found.append(
+            f"{listed(ranks, rank_labels)} {where if len(ranks) == 1 else f'{_PLURAL.get(verb, verb)} {rest}'}"
+        )
     return "; ".join(found)
 
 
 _PLURAL = {"waits": "wait", "is": "are"}
 
 
-def listed(ranks: Iterable[int], titles: Titles = title_of) -> str:
+def listed(ranks: Iterable[int], rank_labels: RankLabels = rank_label) -> str:
     """Several ranks in words."""
     ranks = list(ranks)
-    if len(ranks) > 1 and all(titles(rank) == title_of(rank) for rank in ranks):
+    if len(ranks) > 1 and all(rank_labels(rank) == rank_label(rank) for rank in ranks):
         return f"ranks {', '.join(map(str, ranks))}"
-    return ", ".join(map(titles, ranks))
+    return ", ".join(map(rank_labels, ranks))
 
 
-def _befallen(own: Report, reports: Mapping[int, Report], silence: float, titles: Titles) -> Failure | None:
+def _befallen(own: Report, reports: Mapping[int, Report], silence: float, rank_labels: RankLabels) -> Failure | None:
     for rank in _missing(own, reports):
         report = reports.get(rank)
         if report is not None and report.note and (report.ended or report.idle >= silence):
-            text = f"{titles(rank)} {report.note}; {titles(own.rank)} {own.position()}"
+            text = f"{rank_labels(rank)} {report.note}; {rank_labels(own.rank)} {own.position()}"
             return Failure("raised", rank, text, {})
     return None
 
 
 def _different(
-    own: Report, reports: Mapping[int, Report], fresh: Collection[int], titles: Titles
+    own: Report, reports: Mapping[int, Report], fresh: Collection[int], rank_labels: RankLabels
 ) -> Failure | None:
     """The first collective of a track that is not the same on all ranks, as far back as is known."""
     for track, recent in own.recent.items():
@@ -250,13 +257,13 @@ def _different(
             for number, mine in sorted(recent.items()):
                 theirs = report.recent.get(track, {}).get(number, mine)
                 if mine != theirs:
-                    where = positions([each for each in reports.values() if each.rank in fresh], titles)
-                    return mismatch(rank, where, number, {own.rank: mine, rank: theirs}, titles)
+                    where = positions([each for each in reports.values() if each.rank in fresh], rank_labels)
+                    return mismatch(rank, where, number, {own.rank: mine, rank: theirs}, rank_labels)
     return None
 
 
 def mismatch(
-    rank: int, where: str, number: int, begun: Mapping[int, Begun], titles: Titles = title_of
+    rank: int, where: str, number: int, begun: Mapping[int, Begun], rank_labels: RankLabels = rank_label
 ) -> Failure:
     """The failure of ranks that began different collectives.
 
@@ -267,7 +274,7 @@ def mismatch(
         begun: By rank, what it began.
         titles: Ranks in words.
     """
-    told = ", ".join(f"{titles(each)} began {shown(one)}" for each, one in sorted(begun.items()))
+    told = ", ".join(f"{rank_labels(each)} began {shown(one)}" for each, one in sorted(begun.items()))
     text = f"ranks came to different collectives: as number {number} of the same group {told}"
     return Failure("different", rank, f"{text}; {where}" if where else text, {})
 
@@ -301,7 +308,9 @@ def _has_come(report: Report | None, wait: Wait) -> bool:
     return theirs is not None and not theirs.track and (theirs.what, theirs.group) == (wait.what, wait.group)
 
 
-def _locked(own: Report, reports: Mapping[int, Report], fresh: Collection[int], titles: Titles) -> Failure | None:
+def _locked(
+    own: Report, reports: Mapping[int, Report], fresh: Collection[int], rank_labels: RankLabels
+) -> Failure | None:
     """Whether ranks wait for each other: none of those that this one waits for can get on."""
     waiting = {
         rank: report
@@ -314,5 +323,5 @@ def _locked(own: Report, reports: Mapping[int, Report], fresh: Collection[int], 
             del stuck[rank]
     if own.rank not in stuck:
         return None
-    text = f"ranks wait for each other: {positions(stuck.values(), titles)}"
+    text = f"ranks wait for each other: {positions(stuck.values(), rank_labels)}"
     return Failure("locked", min(set(_missing(own, reports)) & stuck.keys()), text, {})

@@ -32,8 +32,8 @@ class Waiting(Protocol):
         """In words and numbers."""
 
 
-class TrackOwner(Protocol):
-    """The guard that a track reports to; see `Guard`."""
+class CollectiveLogOwner(Protocol):
+    """The watchdog that a track reports to; see `Watchdog`."""
 
     rank: int
     waiting: dict[int, Waiting]
@@ -41,9 +41,9 @@ class TrackOwner(Protocol):
     failure: Failure | None
 
     @property
-    def titles(self) -> Callable[[int], str]: ...
+    def rank_labels(self) -> Callable[[int], str]: ...
 
-    def explained(self, error: BaseException | None, watched: Watched) -> DesyncError: ...
+    def explained(self, error: BaseException | None, watched: CollectiveRecord) -> DesyncError: ...
 
     def fail(self, failure: Failure) -> Failure: ...
 
@@ -52,7 +52,7 @@ class TrackOwner(Protocol):
     def progress(self) -> None: ...
 
 
-class Watched:
+class CollectiveRecord:
     """One collective; a context in which this thread waits for its end.
 
     Attributes:
@@ -65,27 +65,27 @@ class Watched:
 
     thread: int
 
-    def __init__(self, track: Track, number: int) -> None:
+    def __init__(self, track: CollectiveLog, number: int) -> None:
         self.track, self.number = track, number
         self.work: Any = None
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> CollectiveRecord:
         self.thread = threading.get_ident()
-        self.track.guard.waiting[self.thread] = self
+        self.track.watchdog.waiting[self.thread] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        guard = self.track.guard
-        guard.ended += 1
+        watchdog = self.track.watchdog
+        watchdog.ended += 1
         if self.work is not None and error is None:
             self.track.waited(self)
-        if isinstance(error, TransportError) or (guard.failure is not None and not isinstance(error, _PASS)):
-            explained = guard.explained(error, self)
-            guard.waiting.pop(self.thread, None)
+        if isinstance(error, TransportError) or (watchdog.failure is not None and not isinstance(error, _PASS)):
+            explained = watchdog.explained(error, self)
+            watchdog.waiting.pop(self.thread, None)
             raise explained from error
-        guard.waiting.pop(self.thread, None)
+        watchdog.waiting.pop(self.thread, None)
 
     def wait(self) -> Wait:
         """What is waited in."""
@@ -105,23 +105,23 @@ class Watched:
         Raises:
             DesyncError: If they differ.
         """
-        guard, told = self.track.guard, dict(zip(self.track.ranks, texts))
-        different = [rank for rank, text in told.items() if text != told[guard.rank]]
+        watchdog, told = self.track.watchdog, dict(zip(self.track.ranks, texts))
+        different = [rank for rank, text in told.items() if text != told[watchdog.rank]]
         if different:
-            both = sorted((guard.rank, different[0]))
-            words = ", ".join(f"{guard.titles(rank)} begins {told[rank].partition(' ')[2]}" for rank in both)
-            guard.fail(Failure("different", different[0], f"ranks came to different collectives: {words}", {}))
-            guard.check()
+            both = sorted((watchdog.rank, different[0]))
+            words = ", ".join(f"{watchdog.rank_labels(rank)} begins {told[rank].partition(' ')[2]}" for rank in both)
+            watchdog.fail(Failure("different", different[0], f"ranks came to different collectives: {words}", {}))
+            watchdog.check()
 
 
 _PASS = (KeyboardInterrupt, SystemExit)
 
 
-class Track:
+class CollectiveLog:
     """What one group of ranks does together.
 
     Args:
-        guard: Whose it is.
+        watchdog: Whose it is.
         key: Names it; equal on all of its ranks.
         ranks: World ranks that take part.
         compared: The others' of the same number are the same.
@@ -130,15 +130,15 @@ class Track:
         count: Collectives begun.
     """
 
-    def __init__(self, guard: TrackOwner, key: str, ranks: Sequence[int], compared: bool = True) -> None:
-        self.guard, self.key, self.ranks, self.compared = guard, key, tuple(ranks), compared
+    def __init__(self, watchdog: CollectiveLogOwner, key: str, ranks: Sequence[int], compared: bool = True) -> None:
+        self.watchdog, self.key, self.ranks, self.compared = watchdog, key, tuple(ranks), compared
         self.count = 0
         self._recent: deque[tuple[int, str, Subject, int, Any]] = deque(maxlen=_KEPT)
-        self._works: deque[Watched] = deque(maxlen=_KEPT)
+        self._works: deque[CollectiveRecord] = deque(maxlen=_KEPT)
         self._device = torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None
 
-    def begin(self, kind: str, of: Subject = "", nbytes: int = 0, dtype: Any = None) -> Watched:
+    def begin(self, kind: str, of: Subject = "", nbytes: int = 0, dtype: Any = None) -> CollectiveRecord:
         """This rank begins a collective.
 
         Args:
@@ -150,18 +150,18 @@ class Track:
         Raises:
             DesyncError: If the ranks cannot go on together.
         """
-        self.guard.check()
+        self.watchdog.check()
         self.count += 1
         self._recent.append((self.count, kind, of, nbytes, dtype))
-        return Watched(self, self.count)
+        return CollectiveRecord(self, self.count)
 
     def withdraw(self) -> None:
         """The last one did not come about, and will be begun again."""
         self.count -= 1
         self._recent.pop()
-        self.guard.progress()
+        self.watchdog.progress()
 
-    def under_way(self, watched: Watched, work: Any, device: torch.device) -> None:
+    def under_way(self, watched: CollectiveRecord, work: Any, device: torch.device) -> None:
         """A collective that goes on without holding its caller.
 
         Args:
@@ -172,7 +172,7 @@ class Track:
         watched.work, self._device = work, device
         self._works.append(watched)
 
-    def waited(self, watched: Watched) -> None:
+    def waited(self, watched: CollectiveRecord) -> None:
         """The caller has waited for one of these: its tensors are not held for longer, whenever the device is done."""
         if self._device.type != "cuda" or watched.work.is_completed():
             watched.work = None
@@ -183,7 +183,7 @@ class Track:
             watched.work.wait()
             watched.work = _DeviceEnd(self._stream.record_event())
 
-    def oldest_under_way(self) -> Watched | None:
+    def oldest_under_way(self) -> CollectiveRecord | None:
         """The first such one that is not over."""
         for watched in list(self._works):
             work = watched.work

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from zero_strategy.runtime.worker import BackgroundWorker
-from zero_strategy.watchdog.diagnosis import Failure, FailureBoard, Report, Titles, listed, positions
+from zero_strategy.watchdog.diagnosis import Failure, FailureBoard, RankLabels, Report, listed, positions
 
 Condition = Literal["running", "stopped", "gone", "unknown"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -104,7 +104,7 @@ class _Heard(NamedTuple):
     at: float
 
 
-class Courier:
+class StoreClient:
     """This rank's way to a failure board and to the others' reports.
 
     Args:
@@ -253,7 +253,7 @@ _PER_BOUND = 6
 _logger = logging.getLogger(__name__)
 
 
-class Hearing:
+class Heartbeats:
     """What this rank tells ranks of other hosts, and hears of them.
 
     Args:
@@ -265,9 +265,9 @@ class Hearing:
     """
 
     def __init__(
-        self, rank: int, far: Collection[int], courier: Courier, *, seconds: float, shortest: float
+        self, rank: int, far: Collection[int], store_client: StoreClient, *, seconds: float, shortest: float
     ) -> None:
-        self._rank, self._far, self._courier = rank, frozenset(far) - {rank}, courier
+        self._rank, self._far, self._store_client = rank, frozenset(far) - {rank}, store_client
         self._seconds = seconds if self._far else math.inf
         self.interval = max(shortest, self._seconds / _PER_BOUND)
         self._count, self._next = 0, 0.0
@@ -278,7 +278,7 @@ class Hearing:
         if now >= self._next and self._seconds < math.inf:
             self._next = now + self.interval
             self._count += 1
-            self._courier.beat(self._rank, self._count)
+            self._store_client.beat(self._rank, self._count)
 
     def listen(self, ranks: Iterable[int]) -> list[int]:
         """Those of them that are to be listened to."""
@@ -286,10 +286,12 @@ class Hearing:
 
     def forget(self) -> None:
         """Silences count from now on: this rank has got on, or was stopped itself."""
-        self._courier.forget_beats()
+        self._store_client.forget_beats()
         self._reported = ()
 
-    def silent(self, awaited: Sequence[int], own: Report, others: Iterable[Report], titles: Titles) -> Failure | None:
+    def silent(
+        self, awaited: Sequence[int], own: Report, others: Iterable[Report], rank_labels: RankLabels
+    ) -> Failure | None:
         """The failure of ranks that have been silent for too long.
 
         Args:
@@ -300,24 +302,24 @@ class Hearing:
         """
         if self._seconds == math.inf:
             return None
-        if (seconds := self._courier.unanswered()) >= self._seconds:
+        if (seconds := self._store_client.unanswered()) >= self._seconds:
             text = f"the store through which ranks hear of each other has not answered for {seconds:.0f} s: {_MEANS}"
-            return Failure("silent", awaited[0], f"{text}; {positions([own], titles)}", {})
+            return Failure("silent", awaited[0], f"{text}; {positions([own], rank_labels)}", {})
         seen = {rank for report in others for rank in report.sees}
-        silences = {rank: self._courier.silence(rank) for rank in self.listen(awaited) if rank not in seen}
+        silences = {rank: self._store_client.silence(rank) for rank in self.listen(awaited) if rank not in seen}
         limit = max(2 * self.interval, self._seconds / 3)
         silences = {rank: seconds for rank, seconds in silences.items() if seconds >= limit}
         if not silences:
             self._reported = ()
             return None
         ranks, seconds = tuple(silences), max(silences.values())
-        text = f"{listed(ranks, titles)} {'has' if len(ranks) == 1 else 'have'} not been heard for {seconds:.0f} s"
-        text = f"{text}: {_MEANS}; {positions([own], titles)}"
+        text = f"{listed(ranks, rank_labels)} {'has' if len(ranks) == 1 else 'have'} not been heard for {seconds:.0f} s"
+        text = f"{text}: {_MEANS}; {positions([own], rank_labels)}"
         if seconds >= self._seconds:
             return Failure("silent", max(silences, key=lambda rank: silences[rank]), text, {})
         if ranks != self._reported:
             self._reported = ranks
-            _logger.warning("%s; given up after %g s (guard.unheard_seconds)", text, self._seconds)
+            _logger.warning("%s; given up after %g s (watchdog.unheard_seconds)", text, self._seconds)
         return None
 
 

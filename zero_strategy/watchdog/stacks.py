@@ -143,7 +143,7 @@ class Foreign(NamedTuple):
     message: bool = False
 
 
-class Site(NamedTuple):
+class CallSite(NamedTuple):
     """Where a thread is.
 
     Attributes:
@@ -163,7 +163,7 @@ class Site(NamedTuple):
 Stacks = dict[int, list[Call]]
 
 
-def site_of(thread: int | None, found: Stacks | None = None) -> Site:
+def call_site_of(thread: int | None, found: Stacks | None = None) -> CallSite:
     """Where a thread is, by its identifier; None: the main thread. What it cannot say, the main thread may.
 
     Args:
@@ -185,7 +185,7 @@ def phases(found: Stacks) -> set[str]:
     return {_phase(call.file, call.function) for calls in found.values() for call in calls}
 
 
-def site_of_error(error: BaseException) -> Site:
+def call_site_of_error(error: BaseException) -> CallSite:
     """Where an exception was raised, which this thread has caught."""
     calls, trace = list[Call](), error.__traceback__
     outer = None if trace is None else trace.tb_frame.f_back
@@ -202,11 +202,11 @@ def _call(frame: FrameType, line: int) -> Call:
     return Call(frame.f_code.co_filename, frame.f_code.co_name, line)
 
 
-def _read(calls: Sequence[Call]) -> Site:
+def _read(calls: Sequence[Call]) -> CallSite:
     phases = [_phase(call.file, call.function) for call in calls]
     phase = _BACKWARD if _BACKWARD in phases else next(filter(None, phases), "")
     users = next((call for call in calls if not _is_library(call.file)), None)
-    return Site(phase, "" if users is None else f"{Path(users.file).name}:{users.line}", None)
+    return CallSite(phase, "" if users is None else f"{Path(users.file).name}:{users.line}", None)
 
 
 def _foreign(thread: int, calls: Sequence[Call]) -> Foreign | None:

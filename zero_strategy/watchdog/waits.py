@@ -24,7 +24,7 @@ from zero_strategy.watchdog.diagnosis import DesyncError, Failure, FailureBoard,
 from zero_strategy.watchdog.watchdog import Watch
 
 if TYPE_CHECKING:
-    from zero_strategy.watchdog.watchdog import Guard
+    from zero_strategy.watchdog.watchdog import Watchdog
 
 
 _LOOK_SECONDS = 0.1
@@ -98,11 +98,11 @@ class Awaited:
     rank: int
 
     def wait(self) -> Wait:
-        """For a guard's reports."""
+        """For a watchdog's reports."""
         return Wait(f"a wait for {self.what} from {self.peer}", (self.rank,), message=True)
 
 
-class WatchedWaits:
+class BoundedWaits:
     """The waits of one rank for its peers.
 
     Args:
@@ -112,7 +112,7 @@ class WatchedWaits:
         board: Where failures are posted.
         timeout: Seconds that a wait may take.
         patience: Seconds of a wait in which the other rank must come to this rank's batch.
-        guard: Knows of failures among other ranks; these connections break with its own.
+        watchdog: Knows of failures among other ranks; these connections break with its own.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class WatchedWaits:
         board: FailureBoard,
         timeout: float,
         patience: float,
-        guard: Guard | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.rank, self.name, self.board = rank, name, board
         self._groups = [weakref.ref(group) for group in groups]  # the thread that looks keeps no connections alive
@@ -134,10 +134,10 @@ class WatchedWaits:
         self._expired = ""
         self._resting, self._begun = True, False
         self._lock = threading.Lock()
-        self._guard = guard
+        self._watchdog = watchdog
         self._watch = Watch()  # of its own, as a call to the board may take for ever
-        if guard is not None:
-            guard.add_break(self.break_connections)
+        if watchdog is not None:
+            watchdog.add_break(self.break_connections)
 
     def begin(self, batch: int) -> None:
         """This rank has come to a batch, numbered from 1; all ranks do the same."""
@@ -162,8 +162,8 @@ class WatchedWaits:
             self._begun = True
             self._watch.add(self)
         self._waiting = (awaited, time.monotonic())
-        if self._guard is not None:
-            self._guard.waiting[threading.get_ident()] = awaited
+        if self._watchdog is not None:
+            self._watchdog.waiting[threading.get_ident()] = awaited
         if self._resting:
             self._wake()
 
@@ -173,9 +173,9 @@ class WatchedWaits:
                 raise self._explained(error, awaited) from error
         finally:
             self._waiting = None
-            if self._guard is not None:
-                self._guard.progress()
-                self._guard.waiting.pop(threading.get_ident(), None)
+            if self._watchdog is not None:
+                self._watchdog.progress()
+                self._watchdog.waiting.pop(threading.get_ident(), None)
 
     def rest(self) -> None:
         """Nothing is waited for until the next wait: the thread sleeps."""
@@ -211,9 +211,9 @@ class WatchedWaits:
                         group.abort()
 
     def _explained(self, error: RuntimeError, awaited: Awaited) -> RankFailedError:
-        if self._guard is not None and self._guard.failure is not None:
-            self._guard.told()
-            return RankFailedError(self._guard.failure)
+        if self._watchdog is not None and self._watchdog.failure is not None:
+            self._watchdog.told()
+            return RankFailedError(self._watchdog.failure)
         failure = self.board.first(0.0 if self._expired else _REASON_SECONDS)
         if failure is None and self._expired:
             failure = self.fail(Failure("silent", awaited.rank, self._expired, {}))
@@ -257,7 +257,7 @@ class _Watching:
 
     __slots__ = ("_awaited", "_waits")
 
-    def __init__(self, waits: WatchedWaits, awaited: Awaited) -> None:
+    def __init__(self, waits: BoundedWaits, awaited: Awaited) -> None:
         self._waits, self._awaited = waits, awaited
 
     def __enter__(self) -> None:

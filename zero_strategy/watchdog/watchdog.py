@@ -30,17 +30,26 @@ from typing import Any, Protocol
 from zero_strategy.watchdog.diagnosis import (
     DesyncError,
     Failure,
+    RankLabels,
     Report,
-    Titles,
     Wait,
     find_failure,
     listed,
     positions,
-    title_of,
+    rank_label,
 )
-from zero_strategy.watchdog.flight_recorder import Track, Waiting, Watched
-from zero_strategy.watchdog.peers import Courier, Hearing, ProcessCard, condition
-from zero_strategy.watchdog.stacks import Foreign, Site, Stacks, as_text, phases, site_of, site_of_error, stacks
+from zero_strategy.watchdog.flight_recorder import CollectiveLog, CollectiveRecord, Waiting
+from zero_strategy.watchdog.peers import Heartbeats, ProcessCard, StoreClient, condition
+from zero_strategy.watchdog.stacks import (
+    CallSite,
+    Foreign,
+    Stacks,
+    as_text,
+    call_site_of,
+    call_site_of_error,
+    phases,
+    stacks,
+)
 
 _LONGEST = 3600.0
 _EXIT_SECONDS = 2.0
@@ -135,7 +144,7 @@ def _look_around(state: _State) -> None:
                 state.signals.get_nowait()
 
 EXIT_CODE = 71
-"""Of a process that the guard ends, since it waits in a collective of somebody else that cannot end."""
+"""Of a process that the watchdog ends, since it waits in a collective of somebody else that cannot end."""
 _LOOKS = 3
 """Of a wait before ranks compare."""
 _REASON_SECONDS = 1.0
@@ -159,7 +168,7 @@ _ENDED = "its process has ended (killed, out of memory, or done before the other
 _logger = logging.getLogger(__name__)
 
 
-class Guard:
+class Watchdog:
     """Watches the collectives of one engine on one rank.
 
     The watch's thread holds this while it looks. So nothing here leads to the engine, its communicators or groups: one
@@ -194,7 +203,7 @@ class Guard:
         silence_seconds: float,
         unheard_seconds: float = math.inf,
         strict: bool = False,
-        titles: Titles = title_of,
+        rank_labels: RankLabels = rank_label,
     ) -> None:
         # Every rank is there now: one that cannot be seen (another user's, on systems that hide those) is no evidence.
         self._cards = [card._replace(host="") if condition(card) == "gone" else card for card in cards]
@@ -203,28 +212,28 @@ class Guard:
         self.failure: Failure | None = None
         self.waiting: dict[int, Waiting] = {}
         self.ended = 0
-        self.titles = titles
+        self.rank_labels = rank_labels
         self._unfinished: list[weakref.WeakMethod[Callable[[Collection[str]], str]]] = []
-        self._tracks: list[weakref.ref[Track]] = []
+        self._tracks: list[weakref.ref[CollectiveLog]] = []
         self._breaks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._note, self._note_at = "", -1
         self._lock = threading.Lock()
-        self._courier = Courier(connect, key)
+        self._store_client = StoreClient(connect, key)
         far = [number for number, card in enumerate(self._cards) if condition(card) == "unknown"]
         self._near = [number for number in range(len(cards)) if number not in far and number != rank] if far else []
-        self._hearing = Hearing(rank, far, self._courier, seconds=unheard_seconds, shortest=wait_seconds)
+        self._heartbeats = Heartbeats(rank, far, self._store_client, seconds=unheard_seconds, shortest=wait_seconds)
         self._interval = wait_seconds / _LOOKS
         self._seen, self._since, self._looked = -1, time.monotonic(), time.monotonic()
         self._asked = self._interval
         self._beat, self._next_report, self._warned = 0, 0.0, False
         self._stopped_since: dict[int, float] = {}
         self._foreign: tuple[FrameType | None, float] = (None, 0.0)
-        self._torn, self._ended = "", False
+        self._partially_applied, self._ended = "", False
         self._told = False
         self._suspected: tuple[int, str, dict[int, int]] = (-1, "", {})
         self.watch = Watch()
         self.watch.add(self)
-        self._at_exit = partial(_tell_exit, rank, self._courier, os.getpid())
+        self._at_exit = partial(_tell_exit, rank, self._store_client, os.getpid())
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
 
@@ -245,7 +254,7 @@ class Guard:
         on_failure: Callable[[], None] | None = None,
         *,
         compared: bool = True,
-    ) -> Track:
+    ) -> CollectiveLog:
         """Number the collectives of some ranks.
 
         Args:
@@ -254,7 +263,7 @@ class Guard:
             on_failure: See `add_break`.
             compared: Different ones of the same number are a failure. Not where one may be given up (`withdraw`).
         """
-        track = Track(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared)
+        track = CollectiveLog(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared)
         self._tracks.append(weakref.ref(track))
         if on_failure is not None:
             self.add_break(on_failure)
@@ -276,7 +285,7 @@ class Guard:
         self._unfinished.append(weakref.WeakMethod(says))
 
     @property
-    def tracks(self) -> list[Track]:
+    def tracks(self) -> list[CollectiveLog]:
         """What is numbered, as far as somebody uses it."""
         return [track for reference in self._tracks if (track := reference()) is not None]
 
@@ -306,11 +315,11 @@ class Guard:
             ended: It is known not to.
         """
         self._note, self._note_at, self._ended = text, self._events(), ended
-        self._courier.tell(self._report(site_of(None), None, 0.0))
+        self._store_client.tell(self._report(call_site_of(None), None, 0.0))
         self.watch.poke()
 
     def note_error(self, error: BaseException, *, ended: bool = False) -> None:
-        """As `note`, of an exception on its way out of training; one that the guard has raised is known."""
+        """As `note`, of an exception on its way out of training; one that the watchdog has raised is known."""
         if self.failure is None and not isinstance(error, DesyncError):
             self.note(_said(error), ended=ended)
 
@@ -322,7 +331,7 @@ class Guard:
         """
         with self._lock:
             if self.failure is None:
-                self.failure = self._courier.post(failure)
+                self.failure = self._store_client.post(failure)
                 for reference in self._breaks:
                     if (end := reference()) is not None:
                         with contextlib.suppress(Exception):
@@ -330,10 +339,10 @@ class Guard:
         self.watch.poke()
         return self.failure
 
-    def explained(self, error: BaseException | None, watched: Watched) -> DesyncError:
+    def explained(self, error: BaseException | None, watched: CollectiveRecord) -> DesyncError:
         """What to raise where a collective has failed."""
         if self.failure is None:
-            found = self._courier.first(_REASON_SECONDS)
+            found = self._store_client.first(_REASON_SECONDS)
             found = self.fail(found or self._cause(error, watched))
         else:
             found = self.failure
@@ -344,7 +353,7 @@ class Guard:
         """No more looks."""
         atexit.unregister(self._at_exit)
         self.watch.stop()
-        self._courier.close()
+        self._store_client.close()
         self._breaks.clear()
 
     def lost(self, rank: int) -> str:
@@ -354,24 +363,26 @@ class Guard:
             return failure.text
         return _ENDED if condition(self._cards[rank]) == "gone" else ""
 
-    def _cause(self, error: BaseException | None, watched: Watched) -> Failure:
-        own = self._report(site_of(watched.thread), watched.wait(), 0.0)
+    def _cause(self, error: BaseException | None, watched: CollectiveRecord) -> Failure:
+        own = self._report(call_site_of(watched.thread), watched.wait(), 0.0)
         end, gone = time.monotonic() + _REASON_SECONDS, list[int]()
-        self._courier.exchange(None, fetch=self._peers(watched.track.ranks)[:_MANY])
+        self._store_client.exchange(None, fetch=self._peers(watched.track.ranks)[:_MANY])
         while not gone and time.monotonic() < end:
             time.sleep(0.05)
             gone = [rank for rank in self._peers(watched.track.ranks) if condition(self._cards[rank]) == "gone"]
         if gone:
             return self._gone(gone, own)
         others = self._peers(watched.track.ranks)
-        text = f"a connection to {listed(others, self.titles)} broke: {positions([own], self.titles)} ({error})"
+        text = (
+            f"a connection to {listed(others, self.rank_labels)} broke: {positions([own], self.rank_labels)} ({error})"
+        )
         return Failure("gone", others[0], text, {})
 
     def _gone(self, ranks: list[int], own: Report) -> Failure:
-        notes = [report.note for report in self._courier.reports(0.0)[0] if report.rank in ranks and report.note]
+        notes = [report.note for report in self._store_client.reports(0.0)[0] if report.rank in ranks and report.note]
         why = notes[0] if notes else _ENDED
-        text = f"{listed(ranks, self.titles)} {'is' if len(ranks) == 1 else 'are'} gone: {why}; "
-        return Failure("gone", ranks[0], text + positions([own], self.titles), {})
+        text = f"{listed(ranks, self.rank_labels)} {'is' if len(ranks) == 1 else 'are'} gone: {why}; "
+        return Failure("gone", ranks[0], text + positions([own], self.rank_labels), {})
 
     # ---- what the watch does ----
 
@@ -379,9 +390,9 @@ class Guard:
         """See `watch.Looker`."""
         now = time.monotonic()
         late, self._looked = now - self._looked - self._asked, now
-        self._asked = min(self._look(now, late), self._hearing.interval)
+        self._asked = min(self._look(now, late), self._heartbeats.interval)
         if self.failure is None:
-            self._hearing.tell(now)
+            self._heartbeats.tell(now)
         return self._asked
 
     def _look(self, now: float, late: float) -> float:
@@ -392,11 +403,11 @@ class Guard:
         if events != self._seen or late > max(2.0, 4 * self._interval):  # or this process was stopped itself
             if self._note and events != self._note_at:
                 self._note = ""
-                self._courier.exchange(self._report(Site("", "", None), None, 0.0))
+                self._store_client.exchange(self._report(CallSite("", "", None), None, 0.0))
             self._seen, self._since, self._next_report, self._warned = events, now, self._wait, False
             self._stopped_since.clear()
-            self._hearing.forget()
-            self._foreign, self._torn = (None, 0.0), ""
+            self._heartbeats.forget()
+            self._foreign, self._partially_applied = (None, 0.0), ""
             return self._interval
         if (idle := now - self._since) >= self._wait or self._note:
             waits = self._alert(now, idle)
@@ -409,32 +420,37 @@ class Guard:
         Returns:
             Whether this rank waits for others, or they may for it.
         """
-        if (known := self._courier.known) is not None:
+        if (known := self._store_client.known) is not None:
             self.fail(known)
             return True
         now_in = stacks()
         wait, thread = self._wait_now(now, now_in)
-        site = site_of(thread, now_in)
-        torn, self._torn = self._torn, "" if self._note else self._left_unfinished(phases(now_in))
-        if self._torn and self._torn == torn:  # twice: what is asked is not of one moment
-            self._note, self._note_at = torn, self._events()
+        site = call_site_of(thread, now_in)
+        partially_applied, self._partially_applied = (
+            self._partially_applied,
+            "" if self._note else self._left_unfinished(phases(now_in)),
+        )
+        if (
+            self._partially_applied and self._partially_applied == partially_applied
+        ):  # twice: what is asked is not of one moment
+            self._note, self._note_at = partially_applied, self._events()
         report = self._report(site, wait, idle)
         if wait is None and not self._note:
             if idle >= self._next_report:  # who is busy elsewhere says so now and then, should somebody wait
                 self._next_report = 2 * idle
                 if "gone" not in map(condition, self._cards):  # else the store may be gone, too
-                    self._courier.exchange(report)
-            return bool(self._foreign[0] or self._torn)
+                    self._store_client.exchange(report)
+            return bool(self._foreign[0] or self._partially_applied)
         read = [] if wait is None else self._to_read(wait, report.beat)
-        self._courier.exchange(report, fetch=read, listen=self._hearing.listen(read))
+        self._store_client.exchange(report, fetch=read, listen=self._heartbeats.listen(read))
         if wait is not None:
             found = self._evidence(report, wait, now) or self._confirmed(report)
             if found is not None:
                 self.fail(found)
             elif idle > _TELL_AFTER * self._wait and not self._warned:
                 self._warned = True
-                others, _ = self._courier.reports(0.0)
-                where = positions([report, *(each for each in others if each.rank in wait.ranks)], self.titles)
+                others, _ = self._store_client.reports(0.0)
+                where = positions([report, *(each for each in others if each.rank in wait.ranks)], self.rank_labels)
                 _logger.warning("no progress for %.0f s, and no rank is known to have failed: %s", idle, where)
         return True
 
@@ -449,20 +465,20 @@ class Guard:
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) >= self._silence:
                 text = (
-                    f"{self.titles(rank)} is stopped: its process has not run for {self._silence:g} s (SIGSTOP); "
-                    f"{positions([own], self.titles)}"
+                    f"{self.rank_labels(rank)} is stopped: its process has not run for {self._silence:g} s (SIGSTOP); "
+                    f"{positions([own], self.rank_labels)}"
                 )
                 return Failure("stopped", rank, text, {})
         if gone:
             return self._gone(gone, own)
-        others, fresh = self._courier.reports(4 * self._interval + 1.0)
+        others, fresh = self._store_client.reports(4 * self._interval + 1.0)
         now_there = [report for report in others if report.rank in fresh]
-        return self._hearing.silent(self._peers(wait.ranks), own, now_there, self.titles)
+        return self._heartbeats.silent(self._peers(wait.ranks), own, now_there, self.rank_labels)
 
     def _confirmed(self, own: Report) -> Failure | None:
         """What the reports say, if they say it twice; that ranks wait for each other, if they do in later reports."""
-        others, fresh = self._courier.reports(4 * self._interval + 1.0)
-        found = find_failure(own, others, fresh=fresh, silence=self._silence, titles=self.titles)
+        others, fresh = self._store_client.reports(4 * self._interval + 1.0)
+        found = find_failure(own, others, fresh=fresh, silence=self._silence, rank_labels=self.rank_labels)
         if found is None:
             self._suspected = -1, "", {}
             return None
@@ -474,7 +490,7 @@ class Guard:
             return found
         # One that is long out of what it waited in may be unable to say so: a single call may keep the GIL.
         later = {report.rank for report in others if report.rank in fresh and report.beat > beats.get(report.rank, -1)}
-        found = find_failure(own, others, fresh=later, silence=self._silence, titles=self.titles)
+        found = find_failure(own, others, fresh=later, silence=self._silence, rank_labels=self.rank_labels)
         return found if found is not None and found.kind == kind else None
 
     def _to_read(self, wait: Wait, beat: int) -> list[int]:
@@ -495,7 +511,7 @@ class Guard:
         for track in self.tracks:
             if (watched := track.oldest_under_way()) is not None:
                 return watched.wait(), None
-        foreign = site_of(None, found).foreign
+        foreign = call_site_of(None, found).foreign
         if foreign is None:
             self._foreign = None, 0.0  # a frame keeps what its callers hold
         if foreign is None or self._foreign_seconds(foreign, now) < self._wait:
@@ -517,11 +533,11 @@ class Guard:
         assert self.failure is not None
         if self._told or (self.failure.rank == self.rank and self.failure.kind == "raised"):
             return
-        foreign = None if self.waiting else site_of(None).foreign
+        foreign = None if self.waiting else call_site_of(None).foreign
         if foreign is not None and self._foreign_seconds(foreign, now) > _FOREIGN_SECONDS:
             stack = as_text(stacks().get(threading.main_thread().ident or 0, []))
             sys.stderr.write(
-                f"{stack}DesyncError: {self.failure.text}\n{self.titles(self.rank)} waits in torch.distributed."
+                f"{stack}DesyncError: {self.failure.text}\n{self.rank_labels(self.rank)} waits in torch.distributed."
                 f"{foreign.name}, which cannot end: the process ends with exit code {EXIT_CODE}\n"
             )
             sys.stderr.flush()
@@ -530,7 +546,7 @@ class Guard:
             flush.join(_FLUSH_SECONDS)  # nobody may read it any more
             os._exit(EXIT_CODE)
 
-    def _report(self, site: Site, wait: Wait | None, idle: float) -> Report:
+    def _report(self, site: CallSite, wait: Wait | None, idle: float) -> Report:
         self._beat += 1
         return Report(
             self.rank,
@@ -554,13 +570,13 @@ class Guard:
 
 
 def _said(error: BaseException) -> str:
-    site = site_of_error(error)
+    site = call_site_of_error(error)
     return f"raised {type(error).__name__}: {error}" + (f" ({site})" if str(site) else "")
 
 
-def _tell_exit(rank: int, courier: Courier, pid: int) -> None:
+def _tell_exit(rank: int, store_client: StoreClient, pid: int) -> None:
     """At exit: an exception that has ended the process is the last thing that the others hear of it."""
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is not None and not isinstance(error, DesyncError) and os.getpid() == pid:  # not in a fork of it
         with contextlib.suppress(Exception):
-            courier.post(Failure("raised", rank, f"rank {rank} {_said(error)}, and has ended", {}))
+            store_client.post(Failure("raised", rank, f"rank {rank} {_said(error)}, and has ended", {}))

@@ -112,8 +112,8 @@ def test_three_ranks_that_end_one_by_one(ranks: Launcher, stage: int) -> None:
         (2, {"gradient_reduction": "per_step"}),
         (2, {"mesh": {"replicate": 2}}),
         (3, {"gradient_reduction": "per_step", "prefetch": 2}),
-        (3, {"release_after_forward": False}),
-        (3, {"release_after_backward": False}),
+        (3, {"reshard_after_forward": False}),
+        (3, {"reshard_after_backward": False}),
     ],
 )
 def test_other_settings(ranks: Launcher, stage: int, zero: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ class HostPieceWriter(PieceWriter):
         super().__init__(rank=rank, world_size=world_size, token=token, board=board)
         self.directory = Path(os.path.abspath(directory))
         self.temporary = beside(self.directory, token, "tmp")
-        self._aside = beside(self.directory, token, "old")
+        self._shadow = beside(self.directory, token, "old")
         self._first = rank == leader
         self.leads = self._first and rank != 0
 
@@ -208,7 +208,7 @@ class HostPieceWriter(PieceWriter):
     def _rename(self) -> None:
         if not self._first:
             return
-        replace_directory(self.temporary, self.directory, self._aside)
+        replace_directory(self.temporary, self.directory, self._shadow)
         for suffix in ("old", "tmp"):
             for stale in all_beside(self.directory, suffix):
                 remove(stale)
@@ -258,10 +258,10 @@ def check_one_save(engine: TrainState, reader: StateReader) -> None:
     """
     own = reader.manifest.save if reader.has_manifest else ""
     beside = _complete_beside(reader) if isinstance(reader, PieceReader) else {}
-    of_pieces: list[bool] = engine.mesh.team.control.gather_objects(isinstance(reader, PieceReader))
+    of_pieces: list[bool] = engine.mesh.world_group.control.all_gather_objects(isinstance(reader, PieceReader))
     if not any(of_pieces):
         return
-    everyone: list[tuple[str, str, dict[str, str]]] = engine.mesh.team.control.gather_objects(
+    everyone: list[tuple[str, str, dict[str, str]]] = engine.mesh.world_group.control.all_gather_objects(
         (own, str(reader.directory), beside)
     )
     saves = [save for save, _, _ in everyone]
@@ -297,14 +297,16 @@ def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) 
         for one in reader.slices_of(item.name, item.kind, item.start, item.stop):
             if one.rank in missing:
                 lacks[item.name, item.kind, one] = (one.stop - one.start) * size
-    everyone: list[tuple[dict[_Slice, int], set[int]]] = engine.mesh.team.control.gather_objects((lacks, missing))
+    everyone: list[tuple[dict[_Slice, int], set[int]]] = engine.mesh.world_group.control.all_gather_objects(
+        (lacks, missing)
+    )
     needed: dict[_Slice, int] = {}
     for slices, _ in everyone:
         needed |= slices
     givers = {writer: _first_without(writer, [absent for _, absent in everyone]) for writer in _writers(reader)}
     try:
         for batch in _batches(needed):
-            mine = [entry for entry in batch if givers[entry[2].rank] == engine.mesh.team.rank]
+            mine = [entry for entry in batch if givers[entry[2].rank] == engine.mesh.world_group.rank]
             for entry, values in _exchange(engine, lambda mine=mine: [(e, _read(reader, e)) for e in mine]):  # type: ignore[misc]
                 if entry in lacks:
                     reader.supply(entry[0], entry[1], entry[2], values)
@@ -316,9 +318,9 @@ def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) 
 def _supply_small(engine: TrainState, reader: PieceReader) -> None:
     """Random states and the like: each rank's own is on its own host."""
     missing = set(reader.lacking_small())
-    everyone: list[set[str]] = engine.mesh.team.control.gather_objects(missing)
+    everyone: list[set[str]] = engine.mesh.world_group.control.all_gather_objects(missing)
     needed = sorted(set().union(*everyone))
-    mine = [path for path in needed if _first_without(path, everyone) == engine.mesh.team.rank]
+    mine = [path for path in needed if _first_without(path, everyone) == engine.mesh.world_group.rank]
     if needed:
         for name, content in _exchange(engine, lambda: [(path, reader.extra(path)) for path in mine]):
             if name in missing:
@@ -339,7 +341,11 @@ def _complete_beside(reader: PieceReader) -> dict[str, str]:
 
 def _may_differ(engine: TrainState, reader: StateReader) -> bool:
     """Whether other ranks may see other pieces than this one; all ranks say the same, see `check_one_save`."""
-    return isinstance(reader, PieceReader) and isinstance(reader.directory, Path) and engine.mesh.team.world_size > 1
+    return (
+        isinstance(reader, PieceReader)
+        and isinstance(reader.directory, Path)
+        and engine.mesh.world_group.world_size > 1
+    )
 
 
 def _writers(reader: PieceReader) -> list[int]:
@@ -380,7 +386,7 @@ def _exchange(engine: TrainState, read: Callable[[], list[tuple[Any, Any]]]) -> 
         mine = read()
     except (OSError, ValueError) as caught:
         error = str(caught)
-    everyone = engine.mesh.team.control.gather_objects((mine, error))
+    everyone = engine.mesh.world_group.control.all_gather_objects((mine, error))
     if errors := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
         raise RuntimeError(f"pieces that other ranks need cannot be read, on rank(s): {errors}")
     for found, _ in everyone:

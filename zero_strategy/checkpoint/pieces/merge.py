@@ -152,7 +152,7 @@ def _pieces(
 
 
 def _batches(items: Sequence[Wanted], layout: FileLayout) -> Iterator[list[Wanted]]:
-    """Neighbours that are read together."""
+    """PipelinePeers that are read together."""
     batch: list[Wanted] = []
     size = 0
     for item in items:

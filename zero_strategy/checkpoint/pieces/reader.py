@@ -142,7 +142,7 @@ class PieceReader(StateReader):
                 else:
                     results.put(number, one.start, values)
         results.finish_empty()
-        groups = list(_neighbours(sorted(parts, key=lambda part: (part.rank, part.offset))))
+        groups = list(_pipeline_peers(sorted(parts, key=lambda part: (part.rank, part.offset))))
         for at in range(0, len(groups), _AT_ONCE):
             self._carry_out(groups[at : at + _AT_ONCE], wanted, results)
 
@@ -328,7 +328,7 @@ class _Results:
         self._out[number] = torch.empty(0)
 
 
-def _neighbours(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+def _pipeline_peers(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Parts of one file that are read in one request, given in order."""
     for _, of_rank in groupby(parts, key=lambda part: part.rank):
         group: list[_Part] = []

@@ -121,10 +121,10 @@ class ScriptCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group, CommunicationCounters())
 
-    def exchange_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
+    def all_gather_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
         """Every rank's `value` (same shape everywhere, on the CPU), in rank order."""
         if self.size == 1 or dist.get_backend(self.group) != "nccl":
-            return super().exchange_small(value, of)
+            return super().all_gather_small(value, of)
         device = torch.device("cuda", torch.cuda.current_device())
         values = [torch.empty_like(value, device=device) for _ in range(self.size)]
         dist.all_gather(values, value.to(device), group=self.group)

@@ -15,7 +15,7 @@ from torch import Tensor
 from zero_strategy.checkpoint.contents import catalog_of
 from zero_strategy.checkpoint.disk import beside, remove, sync
 from zero_strategy.comm.barrier import together
-from zero_strategy.compat.deepspeed.scripts.data import SchedulerGuard
+from zero_strategy.compat.deepspeed.scripts.data import SchedulerOwner
 from zero_strategy.compat.deepspeed.scripts.settings import ScriptSettings
 from zero_strategy.engine import ZeroEngine
 
@@ -32,7 +32,7 @@ class ScriptCheckpoints:
     lr_scheduler: Any
     micro_steps: int
     global_steps: int
-    _scheduled: SchedulerGuard
+    _scheduled: SchedulerOwner
 
     @abstractmethod
     def gradient_accumulation_steps(self) -> int:
@@ -117,8 +117,8 @@ class ScriptCheckpoints:
             for name, value in state.items()
             if name not in frozen
         }
-        team, place = self.zero.mesh.team, Path(save_dir, save_filename)
-        together(team.control, lambda: _write_torch_file(kept, place) if team.rank == 0 else None)
+        world_group, place = self.zero.mesh.world_group, Path(save_dir, save_filename)
+        together(world_group.control, lambda: _write_torch_file(kept, place) if world_group.rank == 0 else None)
         return True
 
     save_fp16_model = save_16bit_model

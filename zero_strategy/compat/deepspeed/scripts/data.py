@@ -99,7 +99,7 @@ class RepeatingLoader(Generic[T]):
             return batch
         raise ValueError(f"{type(self.loader).__name__} has no batches to repeat")
 
-class OptimizerGuard:
+class OptimizerOwner:
     """Refuses steps of an optimizer outside of `stepping()`, before anything has happened.
 
     A step by the script would take gradients that are neither clipped nor unscaled, and the engine's own would take
@@ -130,7 +130,7 @@ class OptimizerGuard:
             )
 
 
-class SchedulerGuard:
+class SchedulerOwner:
     """Notices that a scheduler has moved since the engine stepped it; one that does not count its steps is not seen."""
 
     def __init__(self) -> None:

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zero_strategy.compat.deepspeed.scripts.checkpoints import ScriptCheckpoints
 from zero_strategy.compat.deepspeed.scripts.data import (
-    OptimizerGuard,
+    OptimizerOwner,
     PlainBackward,
-    SchedulerGuard,
+    SchedulerOwner,
     distributed_loader,
 )
 from zero_strategy.compat.deepspeed.scripts.settings import ScriptSettings
@@ -46,7 +46,7 @@ class ScriptEngine(ScriptCheckpoints):
         settings: What the config says.
         plain: Of backwards that the script starts itself; its `divisor` is that of `zero`.
         optimizer: The optimizer, or None for an engine that only evaluates.
-        guard: Of the optimizer; lets only this engine step it.
+        watchdog: Of the optimizer; lets only this engine step it.
         lr_scheduler: Anything with `step()`; stepped after each step of the optimizer that was taken.
         device: Where the module is.
         local_rank: Of this process on its host.
@@ -73,7 +73,7 @@ class ScriptEngine(ScriptCheckpoints):
         *,
         plain: PlainBackward,
         optimizer: Optimizer | None = None,
-        guard: OptimizerGuard | None = None,
+        watchdog: OptimizerOwner | None = None,
         lr_scheduler: Any = None,
         device: torch.device | None = None,
         local_rank: int = 0,
@@ -90,7 +90,7 @@ class ScriptEngine(ScriptCheckpoints):
         self._held_back = False
         self._norm: float | None = None
         self._applied = False
-        self._guard, self._scheduled, self._plain = guard, SchedulerGuard(), plain
+        self._watchdog, self._scheduled, self._plain = watchdog, SchedulerOwner(), plain
         self._tell_monitor()
 
     # ---- the module ----
@@ -254,7 +254,7 @@ class ScriptEngine(ScriptCheckpoints):
             self._norm = float(self.zero.clip_grad_norm_(self.settings.clipping, optimizer=optimizer))
         else:
             self._norm = self.zero.grad_norm(optimizer=optimizer).value
-        with nullcontext() if self._guard is None else self._guard.stepping():
+        with nullcontext() if self._watchdog is None else self._watchdog.stepping():
             optimizer.step()
         finite = not self.zero.sharded(optimizer).skipped
         self.zero_grad()
@@ -289,8 +289,8 @@ class ScriptEngine(ScriptCheckpoints):
 
     def empty_partition_cache(self) -> None:
         """Release the whole parameters that are held for a next use (stage 3); all ranks call it."""
-        if self.zero.model.gatherer is not None:
-            self.zero.model.gatherer.release_idle()
+        if self.zero.model.unsharder is not None:
+            self.zero.model.unsharder.release_idle()
 
     def offload_states(
         self,

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.comm.process_group import discover, init_distributed, require_group, world_size
-from zero_strategy.compat.deepspeed.scripts.data import OptimizerGuard, PlainBackward, check_scheduler_of
+from zero_strategy.compat.deepspeed.scripts.data import OptimizerOwner, PlainBackward, check_scheduler_of
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.compat.deepspeed.scripts.named import make_optimizer, make_scheduler
 from zero_strategy.compat.deepspeed.scripts.pipeline import ScriptPipelineEngine
@@ -154,13 +154,13 @@ def initialize(
     monitor = install_diagnostics(zero).monitor
     parameters = None if model_parameters is None else list(model_parameters)
     used = _optimizer(settings, model, optimizer, parameters)
-    guard = None if used is None else OptimizerGuard(used)
+    watchdog = None if used is None else OptimizerOwner(used)
     if used is not None:
         zero.attach(used)
         zero.untrained = _left_out(used, parameters)
     options: dict[str, Any] = {
         "optimizer": used,
-        "guard": guard,
+        "watchdog": watchdog,
         "lr_scheduler": _scheduler(settings, used, lr_scheduler),
         "device": device,
         "local_rank": local_rank,

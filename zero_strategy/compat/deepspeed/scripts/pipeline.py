@@ -179,7 +179,7 @@ class ScriptPipelineEngine(ScriptEngine):
             if len({leaf.shape for leaf in leaves}) > 1:
                 raise ValueError("outputs of micro-batches differ in shape; take them with reduce_output=None")
             own = torch.stack([leaf.float() for leaf in leaves]).mean(0)
-            return torch.stack(self.zero.mesh.control.exchange_small(own.cpu())).mean(0).to(own.device)
+            return torch.stack(self.zero.mesh.control.all_gather_small(own.cpu())).mean(0).to(own.device)
 
         return tree_map(mean, *outputs)
 
@@ -188,7 +188,7 @@ class ScriptPipelineEngine(ScriptEngine):
         losses = torch.stack([loss.cpu().float() for loss in self._losses]) if last else torch.zeros(count)
         if share:
             placement = self.module.placement
-            losses = self.zero.pipe.exchange_small(losses)[placement.rank_of(placement.stages - 1)]
+            losses = self.zero.pipe.all_gather_small(losses)[placement.rank_of(placement.stages - 1)]
         return list(losses.to(self.device)) if last or share else None
 
     def _note_loss(self, micro_batch: int, outputs: Any, loss: Tensor | None) -> None:

@@ -57,10 +57,10 @@ class Model(nn.Module):
 class Training:
     """A model under an engine, in a loop of one's own."""
 
-    def __init__(self, stage: int, guard: dict[str, Any]) -> None:
+    def __init__(self, stage: int, watchdog: dict[str, Any]) -> None:
         self.model = seeded(Model)
         units = {"min_numel": 0, "patterns": ["layers.[0-9]", "middle", "wide.*"]}
-        self.engine = ZeroEngine(self.model, load_config(stage=stage, units=units, guard=guard))
+        self.engine = ZeroEngine(self.model, load_config(stage=stage, units=units, watchdog=watchdog))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.attach(self.optimizer)
         self.rank = dist.get_rank()
@@ -80,9 +80,9 @@ def linger(seconds: float = PATIENCE) -> None:
         seconds -= 0.05
 
 
-def play(fault: Callable[[Training], None], stage: int, guard: dict[str, Any] | None = None) -> Told:
+def play(fault: Callable[[Training], None], stage: int, watchdog: dict[str, Any] | None = None) -> Told:
     """Two healthy steps, then `fault` on rank 1, while the others train on."""
-    training = Training(stage, QUICK if guard is None else guard)
+    training = Training(stage, QUICK if watchdog is None else watchdog)
     store: Any = dist.distributed_c10d._get_default_store()
     training.step()
     training.step()
@@ -118,13 +118,13 @@ def play_to_the_end(fault: Callable[[Training], None], stage: int) -> None:
 
 
 def play_all(
-    faults: list[Callable[[Training], None]], stages: list[int], guard: dict[str, Any] | None = None
+    faults: list[Callable[[Training], None]], stages: list[int], watchdog: dict[str, Any] | None = None
 ) -> dict[tuple[str, int], Told]:
     """Several, one after the other; the default process group is as before after each."""
     found = {}
     for fault in faults:
         for stage in stages:
-            found[fault.__name__, stage] = play(fault, stage, guard)
+            found[fault.__name__, stage] = play(fault, stage, watchdog)
             dist.barrier()
     return found
 

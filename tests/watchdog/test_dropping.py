@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from tests.engine.nets import Net, loss_of, net
 from tests.faulty import Torn, no_number
-from tests.guard.faults import PATIENCE
 from tests.launcher import Launcher
 from tests.pipeline.test_engine import Case, batches, config_of, module_of
+from tests.watchdog.faults import PATIENCE
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.watchdog.peers import own_card
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.watchdog import Watchdog
 
 BUSY = {"mode": "default", "wait_seconds": 0.02, "silence_seconds": 60.0}
 """The threads look all the time."""
@@ -33,9 +33,9 @@ UNITS = {"min_numel": 0, "patterns": ["blocks.[0-9]"]}
 class _Connections:
     """Breaks something on failure; in a cycle, as communicators are."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, watchdog: Watchdog) -> None:
         self.itself = self
-        self.track = guard.track("all", [0, 1], self.end)
+        self.track = watchdog.track("all", [0, 1], self.end)
 
     def end(self) -> None:
         raise AssertionError
@@ -65,16 +65,16 @@ def test_what_the_threads_of_a_guard_hold(tmp_path: Path) -> None:
 
     before = set(threading.enumerate())
     training = Training()
-    guard = Guard(0, [own_card()] * 2, connect, "dropped", wait_seconds=0.02, silence_seconds=9.0)
-    guard.add_unfinished(training.left_unfinished)
-    connections, known = _Connections(guard), weakref.ref(guard)
+    watchdog = Watchdog(0, [own_card()] * 2, connect, "dropped", wait_seconds=0.02, silence_seconds=9.0)
+    watchdog.add_unfinished(training.left_unfinished)
+    connections, known = _Connections(watchdog), weakref.ref(watchdog)
     assert began.wait(PATIENCE)
-    guard._courier.exchange(None)
+    watchdog._store_client.exchange(None)
     assert called.wait(PATIENCE)
     kept = weakref.ref(connections)
     gc.disable()
     try:
-        del connections, guard
+        del connections, watchdog
         gc.collect()
         assert kept() is None
         assert known() is not None  # the thread is in it
@@ -90,10 +90,10 @@ def groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def train(fault: str, stage: int, guard: Any) -> weakref.ref[Any]:
+def train(fault: str, stage: int, watchdog: Any) -> weakref.ref[Any]:
     """A step, and something that leaves a graph without its backward."""
     model: Any = net()
-    engine = ZeroEngine(model, load_config(stage=stage, guard=guard, units=UNITS))
+    engine = ZeroEngine(model, load_config(stage=stage, watchdog=watchdog, units=UNITS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine.attach(optimizer)
     loss_of(model(torch.ones(2, 6))).backward()
@@ -102,8 +102,8 @@ def train(fault: str, stage: int, guard: Any) -> weakref.ref[Any]:
         model.loss = loss_of(model(torch.ones(2, 6)))  # held by the module, which its graph leads to
     elif fault:
         leave(model, no_number if fault == "forward" else Torn.apply)
-    if engine.mesh.guard is not None:
-        engine.mesh.guard.note("has done its part")  # a report: there is a thread that talks to the store
+    if engine.mesh.watchdog is not None:
+        engine.mesh.watchdog.note("has done its part")  # a report: there is a thread that talks to the store
     return weakref.ref(engine)
 
 
@@ -117,7 +117,7 @@ def leave(model: Net, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def train_pipeline(case: Case, module: Any) -> weakref.ref[Any]:
-    engine = PipelineEngine(module, {**config_of(case), "guard": BUSY})
+    engine = PipelineEngine(module, {**config_of(case), "watchdog": BUSY})
     engine.attach(torch.optim.SGD(module.parameters(), lr=0.01))
     engine.forward_backward(batches(0, case.micro_batches, 0))
     return weakref.ref(engine)
@@ -146,11 +146,11 @@ def drop(make: Callable[[], weakref.ref[Any]]) -> list[str]:
 def drop_all() -> dict[str, list[str]]:
     """What is left of engines of all kinds, by kind."""
     found = {}
-    for guard in (BUSY, "off"):
+    for watchdog in (BUSY, "off"):
         for stage in (0, 3):
             for fault in ("", "kept", "forward", "backward"):
-                name = f"{'off' if guard == 'off' else 'busy'} {stage} {fault}"
-                found[name] = drop(lambda: train(fault, stage, guard))  # noqa: B023
+                name = f"{'off' if watchdog == 'off' else 'busy'} {stage} {fault}"
+                found[name] = drop(lambda: train(fault, stage, watchdog))  # noqa: B023
                 dist.barrier()
     case = Case(2, 1, 1, tied=False)
     made = [module_of(case)]  # its groups are its own

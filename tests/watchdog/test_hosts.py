@@ -15,31 +15,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.guard.faults import PATIENCE
 from tests.launcher import Launcher, RankError
+from tests.watchdog.faults import PATIENCE
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.store import own_store
-from zero_strategy.watchdog.diagnosis import Report, title_of
-from zero_strategy.watchdog.peers import Courier, Hearing, own_card
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.diagnosis import Report, rank_label
+from zero_strategy.watchdog.peers import Heartbeats, StoreClient, own_card
+from zero_strategy.watchdog.watchdog import Watchdog
 
 UNHEARD = 2.0
 
 
 def train_apart() -> None:
     """Each rank believes that it is alone on its host. Rank 1 is late first, then its process is stopped."""
-    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, rendezvous_seconds=10.0, name="apart")
-    cards = [card._replace(host=f"host {rank}") for rank, card in enumerate(mesh.control.gather_objects(own_card()))]
+    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, barrier_seconds=10.0, name="apart")
+    cards = [
+        card._replace(host=f"host {rank}") for rank, card in enumerate(mesh.control.all_gather_objects(own_card()))
+    ]
     rank, store = dist.get_rank(), own_store(2)
-    guard = Guard(
+    watchdog = Watchdog(
         rank, cards, partial(own_store, 2), "apart", wait_seconds=0.3, silence_seconds=0.6, unheard_seconds=UNHEARD
     )
-    mesh.gather.guarded(guard, "gather")
+    mesh.gather.guarded(watchdog, "gather")
     if rank == 1:
         store.set("pid", str(os.getpid()))
         time.sleep(1.5 * UNHEARD)
     mesh.gather.all_gather(torch.ones(8), of="layers.0").wait()
-    assert guard.failure is None
+    assert watchdog.failure is None
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     with contextlib.ExitStack() as stack:
@@ -55,16 +57,16 @@ def test_a_rank_that_is_stopped_alone_on_its_host(ranks: Launcher) -> None:
     last = told.text.splitlines()[-1]
     assert "rank 1 has not been heard for 2 s: a process or a host is stopped, the network between is broken" in last
     assert "; rank 0 waits in all_gather of `layers.1`" in last
-    assert "rank 1 has not been heard for" in told.log and "given up after 2 s (guard.unheard_seconds)" in told.log
+    assert "rank 1 has not been heard for" in told.log and "given up after 2 s (watchdog.unheard_seconds)" in told.log
 
 
 def test_silences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def courier() -> Courier:
-        return Courier(lambda: dist.FileStore(str(tmp_path / "store"), 1), "hosts")
+    def store_client() -> StoreClient:
+        return StoreClient(lambda: dist.FileStore(str(tmp_path / "store"), 1), "hosts")
 
-    there, here = courier(), courier()
-    speaker = Hearing(1, [0, 2], there, seconds=0.6, shortest=0.01)
-    listener = Hearing(0, [1, 2], here, seconds=0.6, shortest=0.01)
+    there, here = store_client(), store_client()
+    speaker = Heartbeats(1, [0, 2], there, seconds=0.6, shortest=0.01)
+    listener = Heartbeats(0, [1, 2], here, seconds=0.6, shortest=0.01)
     own, found = Report(0), list[Any]()
 
     def wait(seconds: float, speaks: bool, others: list[Report]) -> None:
@@ -73,7 +75,7 @@ def test_silences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             if speaks:
                 speaker.tell(time.monotonic())
             here.exchange(None, listen=listener.listen([1]))
-            found.append(listener.silent([1], own, others, title_of))
+            found.append(listener.silent([1], own, others, rank_label))
             time.sleep(0.02)
 
     assert speaker.interval == pytest.approx(0.1) and listener.listen([0, 1, 2, 3]) == [1, 2]
@@ -97,12 +99,15 @@ def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
         time.sleep(0.5)
         return dist.FileStore(str(tmp_path / "store"), 1)
 
-    courier = Courier(connect, "slow")
-    hearing = Hearing(0, [1], courier, seconds=0.2, shortest=0.01)
+    store_client = StoreClient(connect, "slow")
+    hearing = Heartbeats(0, [1], store_client, seconds=0.2, shortest=0.01)
     hearing.tell(time.monotonic())
     time.sleep(0.3)
-    found = hearing.silent([1], Report(0), [], title_of)
+    found = hearing.silent([1], Report(0), [], rank_label)
     assert found is not None and "the store through which ranks hear of each other has not answered" in found.text
-    courier.close()
-    assert Hearing(0, [1], courier, seconds=float("inf"), shortest=1.0).silent([1], Report(0), [], title_of) is None
-    assert Hearing(0, [0], courier, seconds=1.0, shortest=1.0).listen([0, 1]) == []  # all are on this host
+    store_client.close()
+    assert (
+        Heartbeats(0, [1], store_client, seconds=float("inf"), shortest=1.0).silent([1], Report(0), [], rank_label)
+        is None
+    )
+    assert Heartbeats(0, [0], store_client, seconds=1.0, shortest=1.0).listen([0, 1]) == []  # all are on this host

@@ -1,4 +1,4 @@
-"""A strict guard names a mistake at once; a guard that is off does nothing."""
+"""A strict watchdog names a mistake at once; a watchdog that is off does nothing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.guard.faults import PATIENCE, Told
 from tests.launcher import Launcher
+from tests.watchdog.faults import PATIENCE, Told
 from zero_strategy.comm.mesh import Mesh
-from zero_strategy.config import GuardConfig, load_config
+from zero_strategy.config import WatchdogConfig, load_config
 
 
 def _strict(seconds: float) -> Told:
     """Collectives of one group, of which rank 1 begins another one, of as many bytes."""
-    guard = GuardConfig(mode="strict", wait_seconds=seconds, silence_seconds=seconds)
-    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, rendezvous_seconds=10.0, name="strict", guard=guard)
+    watchdog = WatchdogConfig(mode="strict", wait_seconds=seconds, silence_seconds=seconds)
+    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, barrier_seconds=10.0, name="strict", watchdog=watchdog)
     flat, started = torch.ones(8), time.monotonic()
     mesh.gather.all_gather(flat, of="layers.0").wait()
-    mesh.control.exchange_small(flat, "the norm")
+    mesh.control.all_gather_small(flat, "the norm")
     try:
         mesh.gather.all_gather(flat, of=f"layers.{1 + dist.get_rank()}").wait()
     except Exception as error:
@@ -37,9 +37,14 @@ def test_a_strict_guard_compares_before(ranks: Launcher) -> None:
 
 def _off() -> list[Any]:
     mesh = Mesh.build(
-        replicate=1, shard=2, timeout=60.0, rendezvous_seconds=10.0, name="off", guard=load_config(guard="off").guard
+        replicate=1,
+        shard=2,
+        timeout=60.0,
+        barrier_seconds=10.0,
+        name="off",
+        watchdog=load_config(watchdog="off").watchdog,
     )
-    return [mesh.guard, mesh.gather.track, mesh.rendezvous.track]
+    return [mesh.watchdog, mesh.gather.track, mesh.barrier.track]
 
 
 def test_a_guard_that_is_off(ranks: Launcher) -> None:

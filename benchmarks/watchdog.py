@@ -1,6 +1,6 @@
-"""What the guard costs while nothing is wrong: training steps with `guard: default` (or strict) against off.
+"""What the watchdog costs while nothing is wrong: training steps with `watchdog: default` (or strict) against off.
 
-    python -m benchmarks.guard --ranks 2 --model transformer-small --stage 3 --rounds 10
+    python -m benchmarks.watchdog --ranks 2 --model transformer-small --stage 3 --rounds 10
 
 Seconds of the slowest rank for a whole step, on over off, two engines of one run in turns as A B B A; and what a
 collective costs by itself: microseconds of its bookkeeping, with nothing to send.
@@ -56,14 +56,14 @@ class Contender(Training):
 
     def begun(self) -> int:
         """Collectives so far."""
-        guard = self.engine.mesh.guard
-        return 0 if guard is None else sum(track.count for track in guard.tracks)
+        watchdog = self.engine.mesh.watchdog
+        return 0 if watchdog is None else sum(track.count for track in watchdog.tracks)
 
     def bookkeeping(self, count: int = 20_000) -> float:
-        """Seconds that a guard takes of each collective."""
-        guard = self.engine.mesh.guard
-        assert guard is not None
-        track = guard.track("benchmark", [dist.get_rank()])
+        """Seconds that a watchdog takes of each collective."""
+        watchdog = self.engine.mesh.watchdog
+        assert watchdog is not None
+        track = watchdog.track("benchmark", [dist.get_rank()])
         names = [name for name, _ in self.model.named_parameters()]
         start = time.perf_counter()
         for _ in range(count):
@@ -80,7 +80,7 @@ def in_turns(both: dict[str, Contender], rounds: int) -> list[list[list[float]]]
 def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Both contenders on this rank."""
     torch.set_num_threads(1)
-    both = {"A": Contender(options, guard=options["guard"]), "B": Contender(options, guard="off")}
+    both = {"A": Contender(options, watchdog=options["watchdog"]), "B": Contender(options, watchdog="off")}
     before = both["A"].begun()
     samples = in_turns(both, options["rounds"])
     collectives = (both["A"].begun() - before) / (2 * _STEPS * options["rounds"])
@@ -97,7 +97,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.guard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.watchdog", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=SIZES, default="transformer-small")

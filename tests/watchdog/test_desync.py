@@ -20,8 +20,8 @@ from zero_strategy.config import load_config
 from zero_strategy.watchdog.diagnosis import Begun, Failure, FailureBoard, Report, Wait, find_failure, positions
 from zero_strategy.watchdog.flight_recorder import subject
 from zero_strategy.watchdog.peers import ProcessCard, condition, own_card
-from zero_strategy.watchdog.stacks import site_of, site_of_error
-from zero_strategy.watchdog.watchdog import Guard
+from zero_strategy.watchdog.stacks import call_site_of, call_site_of_error
+from zero_strategy.watchdog.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (0, 1, 2, 3)
@@ -153,81 +153,81 @@ def test_processes_that_cannot_be_looked_at() -> None:
 def test_what_the_end_of_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own, with the exception that ended it; not that of a fork, which has all of its memory."""
     store, unseen = dist.FileStore(str(tmp_path / "store"), 2), own_card()._replace(started=1)
-    guard = Guard(0, [own_card(), unseen], lambda: store, "end", wait_seconds=9.0, silence_seconds=9.0)
+    watchdog = Watchdog(0, [own_card(), unseen], lambda: store, "end", wait_seconds=9.0, silence_seconds=9.0)
     monkeypatch.setattr(sys, "last_value", LookupError("no such sample"), raising=False)
-    assert guard._evidence(Report(0), Wait("x", (0, 1)), 0.0) is None  # it could not be seen from the beginning
+    assert watchdog._evidence(Report(0), Wait("x", (0, 1)), 0.0) is None  # it could not be seen from the beginning
     child = os.fork()
     if child == 0:
-        guard._at_exit()
+        watchdog._at_exit()
         os._exit(0)
     os.waitpid(child, 0)
     assert FailureBoard(store, "zero_strategy/guard/end").first() is None
-    guard._at_exit()
+    watchdog._at_exit()
     found = FailureBoard(store, "zero_strategy/guard/end").first()
     assert found is not None and found.text == "rank 0 raised LookupError: no such sample, and has ended"
-    guard.close()
+    watchdog.close()
 
 
-def guard_of(world: int, tmp_path: Path) -> Guard:
+def guard_of(world: int, tmp_path: Path) -> Watchdog:
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    return Guard(0, [own_card()] * world, lambda: store, "one", wait_seconds=9.0, silence_seconds=9.0)
+    return Watchdog(0, [own_card()] * world, lambda: store, "one", wait_seconds=9.0, silence_seconds=9.0)
 
 
 def test_ranks_wait_for_each_other_only_if_they_say_so_again(tmp_path: Path) -> None:
     """A rank that keeps the GIL after a barrier cannot say that it has left it."""
-    guard, barrier = guard_of(2, tmp_path), Wait("torch.distributed.barrier", (0, 1), group=(0, 1))
+    watchdog, barrier = guard_of(2, tmp_path), Wait("torch.distributed.barrier", (0, 1), group=(0, 1))
     own = Report(0, wait=Wait("torch.distributed.all_reduce", (0, 1), group=(0, 1)))
     for beat in (1, 2):
-        guard._courier._learn(Report(1, beat, wait=barrier))
-    assert [guard._confirmed(own) for _ in range(3)] == [None, None, None]
-    guard._courier._learn(Report(1, 3, wait=barrier))
-    found = guard._confirmed(own)
+        watchdog._store_client._learn(Report(1, beat, wait=barrier))
+    assert [watchdog._confirmed(own) for _ in range(3)] == [None, None, None]
+    watchdog._store_client._learn(Report(1, 3, wait=barrier))
+    found = watchdog._confirmed(own)
     assert found is not None and found.kind == "locked"
-    guard.close()
+    watchdog.close()
 
 
 def test_meetings_that_were_given_up_are_not_compared(tmp_path: Path) -> None:
-    guard = guard_of(2, tmp_path)
-    tracks = [guard.track(str(compared), [0, 1], compared=compared) for compared in (True, False)]
+    watchdog = guard_of(2, tmp_path)
+    tracks = [watchdog.track(str(compared), [0, 1], compared=compared) for compared in (True, False)]
     for track in tracks:
         track.begin("state_dict()")
-    report = guard._report(site_of(None), None, 0.0)
+    report = watchdog._report(call_site_of(None), None, 0.0)
     assert report.recent == {"True 0-1": {1: ("state_dict()", "", 0, "")}} and len(report.counts) == 2
-    guard.close()
+    watchdog.close()
 
 
 def test_few_ranks_read_the_reports_of_all_at_a_time(tmp_path: Path) -> None:
-    guard = guard_of(1000, tmp_path)
+    watchdog = guard_of(1000, tmp_path)
     for ranks in (range(1000), (0, 7)):
-        reads = [guard._to_read(Wait("x", tuple(ranks)), beat) for beat in range(6 * 63)]
+        reads = [watchdog._to_read(Wait("x", tuple(ranks)), beat) for beat in range(6 * 63)]
         assert sum(len(read) == 999 for read in reads) == 6
         assert {len(read) for read in reads} == {999, 0 if len(ranks) > 2 else 1}
-    assert guard._to_read(Wait("x", (0, 1)), 6 * 63) == list(range(1, 1000))
-    guard.close()
+    assert watchdog._to_read(Wait("x", (0, 1)), 6 * 63) == list(range(1, 1000))
+    watchdog.close()
     small = guard_of(4, tmp_path)
     assert all(small._to_read(Wait("x", ALL), beat) == [1, 2, 3] for beat in range(20))
     small.close()
 
 
 def test_sites() -> None:
-    assert site_of(None).place.startswith("test_desync.py:") and site_of(None).foreign is None
+    assert call_site_of(None).place.startswith("test_desync.py:") and call_site_of(None).foreign is None
     try:
         raise KeyError("x")
     except KeyError as error:
-        assert str(site_of_error(error)).startswith("test_desync.py:")
+        assert str(call_site_of_error(error)).startswith("test_desync.py:")
 
 
 def test_config(tmp_path: Path) -> None:
     file = tmp_path / "zero.yaml"
     for text, mode in (
-        ("guard: off", "off"),
-        ("guard: on", "default"),
-        ("guard: strict", "strict"),
-        ("guard: {mode: off}", "off"),
+        ("watchdog: off", "off"),
+        ("watchdog: on", "default"),
+        ("watchdog: strict", "strict"),
+        ("watchdog: {mode: off}", "off"),
     ):
         file.write_text(text)
-        assert load_config(file).guard.mode == mode
-    assert load_config(guard="off").origin_of("guard.mode") == "user: keyword"
+        assert load_config(file).watchdog.mode == mode
+    assert load_config(watchdog="off").origin_of("watchdog.mode") == "user: keyword"
     for wrong, kind in (("maybe", ValueError), (3, TypeError), (1.0, TypeError), ({"mode": 1}, TypeError)):
-        with pytest.raises(kind, match="guard"):
-            load_config(guard=wrong)
+        with pytest.raises(kind, match="watchdog"):
+            load_config(watchdog=wrong)

@@ -19,9 +19,9 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.pipeline.engine import PipelineEngine
 
 
-def train(stage: int, guard: str) -> str:
+def train(stage: int, watchdog: str) -> str:
     model = net()
-    with ZeroEngine(model, load_config(stage=stage, guard=guard)) as engine:
+    with ZeroEngine(model, load_config(stage=stage, watchdog=watchdog)) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         engine.attach(optimizer)
         loss_of(model(torch.ones(2, 6))).backward()
@@ -67,8 +67,8 @@ def leaks(pipelines: bool) -> list[tuple[int, list[str]]]:
             found.append(held())
             train_pipeline(module, case)
         else:
-            for guard in ("default", "strict", "off"):
-                message = train(3 * (number % 2), guard)
+            for watchdog in ("default", "strict", "off"):
+                message = train(3 * (number % 2), watchdog)
                 assert "after the engine was closed" in message, message
         found.append(held())
     return found

@@ -10,7 +10,7 @@ from zero_strategy.watchdog.stacks import as_text, frame_at, stacks
 
 BUSY = """
 import threading, time
-from zero_strategy.watchdog.stacks import phases, site_of
+from zero_strategy.watchdog.stacks import phases, call_site_of
 from zero_strategy.watchdog.stacks import frame_at, stacks
 
 def numbers(depth):
@@ -26,7 +26,7 @@ main, seen, over = threading.main_thread().ident, [0], threading.Event()
 def watch():
     while not over.is_set():
         assert stacks()[main][-1].function == "<module>"
-        phases(stacks()), site_of(None)
+        phases(stacks()), call_site_of(None)
         for depth in range(8):
             frame = frame_at(main, depth)
             assert frame is None or isinstance(frame.f_locals, dict)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.guard.faults import Training
 from tests.launcher import Launcher
+from tests.watchdog.faults import Training
 
 PATIENT = {"mode": "default", "wait_seconds": 0.15, "silence_seconds": 0.3}
 LATE = 1.0

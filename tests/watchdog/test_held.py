@@ -1,4 +1,4 @@
-"""A guard keeps no tensor of a collective that was waited for."""
+"""A watchdog keeps no tensor of a collective that was waited for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.guard.test_dropping import eventually
 from tests.launcher import Launcher
+from tests.watchdog.test_dropping import eventually
 from zero_strategy.comm.collectives import _native_all_gather, _native_reduce_scatter
 from zero_strategy.comm.mesh import Mesh
-from zero_strategy.config import GuardConfig
+from zero_strategy.config import WatchdogConfig
 
 NUMEL = 1 << 16
 """Enough to go through shared memory."""
@@ -32,7 +32,7 @@ def _on_a_device(mesh: Mesh, kind: str, flat: Tensor) -> Any:
 
 def _held() -> list[str]:
     """What is still held, by kind of collective."""
-    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, rendezvous_seconds=10.0, name="held", guard=GuardConfig())
+    mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, barrier_seconds=10.0, name="held", watchdog=WatchdogConfig())
     found = []
     for kind in ("all_gather", "reduce_scatter"):
         for native in (False, True):

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.guard.faults import Training
 from tests.launcher import fork_server
+from tests.watchdog.faults import Training
 
 QUICK = {"mode": "default", "wait_seconds": 0.1, "silence_seconds": 0.2}
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.faulty import die
-from tests.guard import faults
-from tests.guard.faults import PATIENCE, QUICK, Told, play_all, play_to_the_end
 from tests.launcher import Failure, Launcher, RankError
+from tests.watchdog import faults
+from tests.watchdog.faults import PATIENCE, QUICK, Told, play_all, play_to_the_end
 from zero_strategy.watchdog.watchdog import EXIT_CODE
 
 STAGES = [0, 1, 2, 3]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.faulty import die, no_number
-from tests.guard.faults import PATIENCE, QUICK, linger
 from tests.launcher import Launcher, RankError
 from tests.pipeline.test_engine import VOCABULARY, WIDTH, Block, Case, batches, config_of, loss_of, module_of
+from tests.watchdog.faults import PATIENCE, QUICK, linger
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
@@ -66,7 +66,7 @@ def _leave_out(module: nn.Module, skips: bool) -> None:
 
 def _skip(zero: int) -> dict[str, Tensor]:
     module = _module(2)
-    config = {"stage": zero, "pipeline": {"stages": 2, "micro_batches": MICRO_BATCHES}, "guard": QUICK}
+    config = {"stage": zero, "pipeline": {"stages": 2, "micro_batches": MICRO_BATCHES}, "watchdog": QUICK}
     engine = PipelineEngine(module, {**config, "units": {"patterns": ["*.inner"], "min_numel": 0}})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.attach(optimizer)
@@ -107,7 +107,7 @@ def test_a_rank_that_skips_a_module_below_stage_three(ranks: Launcher) -> None:
 def _run(case: Case, dies: bool) -> None:
     """The rank of stage 1 in the first copy fails in its second step."""
     module = module_of(case)
-    engine = PipelineEngine(module, {**config_of(case), "guard": QUICK})
+    engine = PipelineEngine(module, {**config_of(case), "watchdog": QUICK})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     engine.attach(optimizer)
     grid = module.mpu()
