@@ -83,7 +83,7 @@ class Ours(Contender):
     def own_tensors(self) -> Iterator[Tensor]:
         """All that this rank saves."""
         for bucket in self.engine.model.buckets:
-            yield bucket.shard
+            yield bucket.shard.values
         for sharded in self.engine.optimizers:
             for parameter in sharded.parameters():
                 values = sharded.state_of(parameter).values()

@@ -213,7 +213,7 @@ def digest(engine: ZeroEngine) -> str:
     """Of this rank's weights and optimizer state."""
     sum_of_all = xxhash.xxh3_128()
     for bucket in engine.model.buckets:
-        sum_of_all.update(_bytes(bucket.read_shard(0, bucket.layout.slice_numel)))
+        sum_of_all.update(_bytes(bucket.shard.read(0, bucket.layout.slice_numel)))
     for sharded in engine.optimizers:
         for parameter in sharded.parameters():
             for key, value in sorted(sharded.state_of(parameter).items()):

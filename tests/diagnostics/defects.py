@@ -271,9 +271,9 @@ class StaleMaster(ShardedRun):
 
     def update(self) -> None:
         bucket = gradients_of(self, "blocks.1.up.weight")[0].bucket
-        before = bucket.master.clone()
+        before = bucket.master.values.clone()
         super().update()
-        bucket.master.copy_(before)
+        bucket.master.values.copy_(before)
 
 
 @defect("parameter", "", config={"stage": 1}, ranks=(1,))
@@ -314,7 +314,7 @@ class FrozenIsTrained(ShardedRun):
     def update(self) -> None:
         super().update()
         bucket = gradients_of(self, "position")[0].bucket
-        bucket.shard.mul_(1.001)
+        bucket.shard.values.mul_(1.001)
 
 
 @defect("optimizer state", "exp_avg of blocks.1.up.weight")

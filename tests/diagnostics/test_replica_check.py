@@ -44,7 +44,7 @@ def looked_at(changed_on: int) -> dict[str, Any]:
                 assert place is not None
                 piece = place[0].piece_of.get(place[1])
                 if piece is not None:
-                    place[0].write_shard(piece.offset, place[0].read_shard(piece.offset, piece.offset + 1) + 1e-3)
+                    place[0].shard.write(piece.offset, place[0].shard.read(piece.offset, piece.offset + 1) + 1e-3)
         found[key] = *before, check([model]), check([model], cross_check=True), str(replica_report([model]))
     return found
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.launcher import Launcher
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.comm.pending import Scattered
 from zero_strategy.comm.shared_memory import LEAST_BYTES, SLOT_BYTES
+from zero_strategy.comm.transport import Scattered
 
 
 def scattered(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Scattered, Tensor]:

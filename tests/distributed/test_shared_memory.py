@@ -36,7 +36,7 @@ def results(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
         exchange.all_reduce(everywhere)
         found.append(everywhere)
     wanted = size * dtype.itemsize >= LEAST_BYTES and os.environ.get(VARIABLE) != "0"
-    assert (exchange._shared is not None and exchange._shared.available) == wanted
+    assert (exchange._host._shared is not None and exchange._host._shared.available) == wanted
     return found
 
 
@@ -76,8 +76,8 @@ def fallen_back(how: str) -> tuple[bool, bool, int]:
     finally:
         os.environ.pop(VARIABLE, None)
         shared_memory._host = known
-    assert exchange._shared is not None
-    return right, exchange._shared.available, len(os.listdir("/proc/self/fd")) - before
+    assert exchange._host._shared is not None
+    return right, exchange._host._shared.available, len(os.listdir("/proc/self/fd")) - before
 
 
 @pytest.mark.parametrize("how", ["switched off", "another host", "nothing"])
@@ -96,8 +96,8 @@ def no_memory() -> tuple[bool, int]:
         for _ in range(3):
             exchange = Communicator(dist.group.WORLD, CommunicationCounters())
             exchange.all_gather(torch.zeros(2 * LEAST_BYTES)).wait()
-            assert exchange._shared is not None
-            available = available or exchange._shared.available
+            assert exchange._host._shared is not None
+            available = available or exchange._host._shared.available
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return available, len(os.listdir("/proc/self/fd")) - before

@@ -167,7 +167,7 @@ def low_precision(stage: int, dtype: torch.dtype, fused: bool) -> dict[str, Tens
         place = engine.model.place(parameter)
         assert place is not None
         bucket = place[0]
-        assert torch.equal(bucket.master.to(dtype), bucket.owned_values)
+        assert torch.equal(bucket.master.values.to(dtype), bucket.weights.values)
     return engine.full_state_dict()
 
 
@@ -236,7 +236,7 @@ def master_of_a_lone_optimizer() -> tuple[bool, float]:
         assert place is not None
         bucket, index = place
         cut = bucket.piece_of[index]
-        mine = bucket.master[cut.offset : cut.offset + cut.numel]
+        mine = bucket.master.read(cut.offset, cut.offset + cut.numel)
         equal &= torch.equal(mine, masters[id(parameter)].reshape(-1))
     return equal, ops.l2norm(list(masters.values()))[0].item()
 

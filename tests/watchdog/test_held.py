@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.launcher import Launcher
 from tests.watchdog.test_dropping import eventually
-from zero_strategy.comm.collectives import _native_all_gather, _native_reduce_scatter
+from zero_strategy.comm.device_transport import DeviceCollectives
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import WatchdogConfig
 
@@ -20,14 +18,11 @@ NUMEL = 1 << 16
 """Enough to go through shared memory."""
 
 
-def _on_a_device(mesh: Mesh, kind: str, flat: Tensor) -> Any:
+def _on_a_device(mesh: Mesh, kind: Literal["all_gather", "reduce_scatter"], flat: Tensor) -> Any:
     """As collectives of GPUs: torch's own work, which holds its tensors."""
-    own = flat.chunk(2)[dist.get_rank()]
-    watched = mesh.gather._begin(kind, "layers.0", flat)
-    if kind == "all_gather":
-        return mesh.gather._native(kind, own, watched, partial(_native_all_gather, flat, own.clone()))
-    assert kind == "reduce_scatter"
-    return mesh.gather._native(kind, own, watched, partial(_native_reduce_scatter, own, flat.clone()))
+    device = DeviceCollectives(mesh.gather.group)
+    job = device.all_gather(flat) if kind == "all_gather" else device.reduce_scatter(flat, None, 1.0)
+    return mesh.gather._start(kind, "layers.0", flat, device, job)
 
 
 def _held() -> list[str]:

@@ -356,11 +356,11 @@ def _weights_pieces(
     stored = stored_dtype(bucket.dtype, dtype)
     finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
     lead = bucket.slice.start - bucket.owned.start if finer else 0
-    at, vector = lead + piece.offset - piece.start, bucket.master_vector if finer else bucket.shard_vector
+    at, storage = lead + piece.offset - piece.start, bucket.master if finer else bucket.shard
+    values: Callable[[int, int], Tensor] = storage.read
+    vector = storage.vector
     if vector is not None:
         values = values_of(vector, at + piece.start, at + piece.stop)
-    else:
-        values = bucket.read_master if finer else bucket.read_shard
 
     def read(start: int, stop: int) -> Tensor:
         return values(at + start, at + stop).to(stored)
@@ -380,8 +380,8 @@ def _state_pieces(
                 continue
             values: Callable[[int, int], Tensor]
             if kind == "master":
-                at, held = lead + piece.offset - piece.start, bucket.master_vector
-                late, values = held is not None, bucket.read_master
+                at, held = lead + piece.offset - piece.start, bucket.master.vector
+                late, values = held is not None, bucket.master.read
             else:
                 value = states[name][1][kind] if name in states else torch.empty(0, dtype=dtypes[name])
                 held, at = (value.vector, value.start) if isinstance(value, OffloadedPart) else (None, 0)

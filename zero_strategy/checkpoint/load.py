@@ -171,7 +171,7 @@ def _wanted_weights(
         for name, part, segment in zip(bucket.names, bucket.parts, bucket.layout.segments, strict=True):
             if name in sources:
                 size = reader.spec(sources[name]).dtype.itemsize
-                write = _from(bucket.write_master, segment.offset)
+                write = _from(bucket.master.write, segment.offset)
                 yield from wanted_in_whole(part, sources[name], (0, segment.numel), itemsize=size, write=write)
     for piece in bucket.slice_pieces:
         name = bucket.names[piece.index]
@@ -182,10 +182,10 @@ def _wanted_weights(
         stored = reader.spec(sources[name]).dtype
         if bucket.has_master and bucket.placement.shard_optimizer:
             put = _from(partial(_master_and_weights, bucket), piece.offset)
-        elif bucket.shard_vector is None and stored == bucket.dtype:
-            target = bucket.shard[piece.offset : piece.offset + piece.numel]
+        elif bucket.shard.tensor is not None and stored == bucket.dtype:
+            target = bucket.shard.tensor[piece.offset : piece.offset + piece.numel]
         else:
-            put = _from(bucket.write_shard, piece.offset)
+            put = _from(bucket.shard.write, piece.offset)
         part, bounds = bucket.parts[piece.index], (piece.start, piece.stop)
         yield from wanted_in_whole(part, sources[name], bounds, itemsize=stored.itemsize, out=target, write=put)
 
@@ -198,8 +198,8 @@ def _copier(target: Tensor, shape: tuple[int, ...] | None = None) -> Callable[[T
 
 
 def _master_and_weights(bucket: ParameterBucket, start: int, values: Tensor) -> None:
-    bucket.write_shard(start, values)
-    bucket.write_master(start, values)
+    bucket.shard.write(start, values)
+    bucket.master.write(start, values)
 
 
 def _from(write: Callable[[int, Tensor], object], first: int) -> Callable[[int, Tensor], object]:
@@ -282,7 +282,7 @@ def _load_state(
             itemsize=specs[name].dtype.itemsize,
         )
         if kind == "master":
-            wanted.extend(want(write=_from(bucket.write_master, cut.offset)))
+            wanted.extend(want(write=_from(bucket.master.write, cut.offset)))
         elif (offloaded := sharded.offloaded_place(parameter, kind)) is not None:
             wanted.extend(want(write=_from(offloaded.vector.write, offloaded.start)))
             values[kind] = offloaded

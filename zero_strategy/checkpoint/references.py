@@ -58,7 +58,7 @@ def own_digests(engine: TrainState, names: Collection[str]) -> dict[str, int]:
         for piece in bucket.slice_pieces:
             name, part = bucket.names[piece.index], bucket.parts[piece.index]
             if name in names and part.counts:
-                values = bucket.read_shard(piece.offset, piece.offset + piece.numel)
+                values = bucket.shard.read(piece.offset, piece.offset + piece.numel)
                 spans = part.spans(piece.start, piece.stop)
                 parts = (digest(values[s.local - piece.start :][: s.stop - s.start], s.start) for s in spans)
                 found[name] = sum(parts) & _MASK

@@ -2,8 +2,8 @@
 
 from zero_strategy.comm.barrier import BarrierError, StoreBarrier
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.instrumentation import PendingWork
 from zero_strategy.comm.mesh import Mesh
-from zero_strategy.comm.pending import PendingWork
 from zero_strategy.comm.process_group import world_size
 
 __all__ = [

@@ -31,11 +31,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero_strategy.comm.transport import Message, TensorMessage, decode_card, encode_card
 from zero_strategy.watchdog.flight_recorder import TransportError
 from zero_strategy.watchdog.peers import host as _host
 
@@ -160,33 +161,10 @@ SLOT_BYTES = 1 << 20
 """Two of each rank are resident in every rank of the group; larger ones are no faster."""
 LEAST_BYTES = 64 << 10
 """Of a message to one peer; smaller ones, which are few in a step, go by gloo."""
-_HEADER, _CARD = 4096, 256
+_HEADER = 4096
 
 Exchange = Callable[[list[Tensor], list[Tensor]], None]
 """Sends outgoing[r] to each other rank r while incoming[r] arrives from it."""
-
-
-class Message(Protocol):
-    """What goes to a peer, wherever it lies."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-
-    def write(self, start: int, stop: int, target: Tensor) -> None:
-        """Copy bytes [start, stop) to a tensor of as many uint8; multiples of 64, but for the message's end."""
-
-
-class TensorMessage:
-    """A contiguous tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._bytes = tensor.view(-1).view(torch.uint8)
-        self.nbytes = self._bytes.numel()
-
-    def write(self, start: int, stop: int, target: Tensor) -> None:
-        """See `Message`."""
-        target.copy_(self._bytes[start:stop])
 
 
 class Round(NamedTuple):
@@ -226,7 +204,7 @@ class SharedMemoryExchange:
         if own is not None:
             with suppress(OSError):
                 self._pipes = MeetingPipes(rank, timeout)
-        cards = [torch.zeros(_CARD, dtype=torch.uint8) for _ in range(size)]
+        cards = [encode_card("") for _ in range(size)]
         if own is not None and self._pipes is not None:
             descriptor, self._memory[rank], token = own
             cards[rank] = encode_card(f"{_host()} {os.getpid()} {self._pipes.number} {descriptor} {token}")
@@ -366,17 +344,3 @@ def _open(card: str) -> mmap.mmap | None:
     finally:
         os.close(descriptor)
     return memory if memory[: len(token)] == token.encode() else None
-
-
-def encode_card(text: str) -> Tensor:
-    """A short text as bytes of a fixed length."""
-    encoded = text.encode()
-    assert len(encoded) <= _CARD
-    card = torch.zeros(_CARD, dtype=torch.uint8)
-    card[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    return card
-
-
-def decode_card(card: Tensor) -> str:
-    """The inverse."""
-    return bytes(card.tolist()).rstrip(b"\0").decode()

@@ -90,9 +90,9 @@ class ParameterNorms:
     def _owned(self, bucket: ParameterBucket) -> torch.Tensor:
         """This rank's slice of a bucket, at every stage; of the master weights where they are divided alike."""
         if bucket.placement.shard_optimizer and bucket.has_master:
-            return bucket.read_master(0, bucket.layout.slice_numel)
+            return bucket.master.read(0, bucket.layout.slice_numel)
         if bucket.placement.shard_parameters:
-            return bucket.read_shard(0, bucket.layout.slice_numel)
+            return bucket.shard.read(0, bucket.layout.slice_numel)
         return bucket.flat[bucket.slice]
 
     def _together(self, mine: Mapping[str, float], norm_type: float, prefix: str) -> dict[str, float]:

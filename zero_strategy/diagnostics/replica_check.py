@@ -151,7 +151,7 @@ def _digests(module: nn.Module) -> Iterator[tuple[str, str]]:
 def _slice_of(bucket: ParameterBucket, index: int) -> Tensor | None:
     for piece in bucket.slice_pieces:
         if piece.index == index and piece.numel:
-            return bucket.read_shard(piece.offset, piece.offset + piece.numel)
+            return bucket.shard.read(piece.offset, piece.offset + piece.numel)
     return None
 
 

@@ -3,8 +3,6 @@
 On the CPU new memory is paid for page by page when it is first written to: a tenth of a step of a small model. Nothing
 is kept between backwards, and never more than what the last bucket gave back.
 
-reading them again costs as much as the step.
-
 As long as each parameter has had one gradient and the transport takes parts from where they lie, they stay what
 autograd made (`handed`): nothing is copied. A second one, or another dtype, calls for the whole buffer.
 """
@@ -12,15 +10,13 @@ autograd made (`handed`): nothing is copied. A second one, or another dtype, cal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from zero_strategy import ops
-from zero_strategy.comm.pending import Scattered
+from zero_strategy.comm.transport import Scattered
 from zero_strategy.fsdp.dtensor import local_gradient
-from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 
 
@@ -53,35 +49,6 @@ class BufferReuse:
         """Nobody uses a buffer any more."""
         if self._open:
             self._free.append(buffer)
-
-class PowerSums:
-    """Sums over the parts of parameters in one bucket, taken while they pass by chunk by chunk."""
-
-    def __init__(self, norm_type: float) -> None:
-        self.norm_type = norm_type
-        self._pieces: Sequence[Piece] = ()
-        self._found: dict[int, tuple[float, int]] = {}
-
-    def begin(self, pieces: Sequence[Piece]) -> Callable[[int, Tensor], None]:
-        """What takes the chunks of a new pass."""
-        self._pieces, self._found = pieces, {piece.index: (0.0, 0) for piece in pieces}
-        return self._take
-
-    def _take(self, start: int, values: Tensor) -> None:
-        stop = start + values.numel()
-        here = [piece for piece in self._pieces if piece.offset < stop and piece.offset + piece.numel > start]
-        cut = [values[max(piece.offset - start, 0) : piece.offset + piece.numel - start] for piece in here]
-        if not here:
-            return
-        sums, bad = ops.grad_stats(cut, self.norm_type)
-        for piece, value, count in zip(here, sums.tolist(), bad.tolist(), strict=True):
-            before, known = self._found[piece.index]
-            total = max(before, value) if math.isinf(self.norm_type) else before + value
-            self._found[piece.index] = total, known + int(count)
-
-    def of(self, index: int) -> tuple[float, float, int] | None:
-        """p, the sum, and how many values are not finite; None if nothing is known."""
-        return None if index not in self._found else (self.norm_type, *self._found[index])
 
 class DeferredScale:
     """One factor per parameter; two are joined only where their product rounds as one after the other does.

@@ -6,7 +6,7 @@ local sums, the reduction, and what `p.grad` shows.
 Gradients of `own` live only while a backward runs, unless they have to wait: where sums of several micro-batches are
 reduced together (`per_step` reduction and `no_sync`), or this rank owns all elements, the whole buffer stays
 (`keeps_whole`) and `reduced` is its owned part. Under `per_micro_batch` reduction `reduced` may be in a tier
-(`offload.gradients`): an `OffloadedVector`, to which each reduction is added chunk by chunk.
+(`offload.gradients`), where each reduction is added to it chunk by chunk.
 
 Order of summation (documented, so that a single process can repeat it):
     per_step         g = (sum over ranks r, in order, of (sum over micro-batches a, in order, of g[r, a])) / ranks
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from zero_strategy.fsdp.dtensor import local_values
-from zero_strategy.fsdp.grad_accumulation import DeferredScale, LocalSums, PowerSums
+from zero_strategy.fsdp.grad_accumulation import DeferredScale, LocalSums
 from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
-from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.reduced_sums import ReducedSums
 from zero_strategy.fsdp.reduction_plan import Reduction
+from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
 from zero_strategy.offload.chunk_store import ChunkStore
-from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, VectorSpec, add_scaled
-from zero_strategy.ops.library import FLOATS
+from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.runtime.torch_private import foreach_mul_
 
 
@@ -52,6 +52,7 @@ class GradientBucket:
         late: Gradients that came after the bucket had left in this backward, by index.
         version: Grows with every change of reduced gradients, those apart that `scale` puts off.
         own: Gradients of this rank that are not reduced yet.
+        reduced: The sum of reductions, of what this rank owns.
         shown: What `p.grad` of the parameters shows.
     """
 
@@ -64,7 +65,6 @@ class GradientBucket:
         store: ChunkStore | None = None,
     ) -> None:
         assert store is None or not per_step, "whole sums stay on the device"
-        self._store, self._vector = store, None if store is None else store.vectors.get(gradients_name(bucket.names[0]))
         self.bucket, self.dtype, self.reduce_dtype = bucket, dtype, reduce_dtype
         owns_all = bucket.owned == slice(0, bucket.layout.numel)
         self.keeps_whole = per_step and owns_all
@@ -72,13 +72,10 @@ class GradientBucket:
         self.live: set[int] = set()
         self.late: dict[int, Tensor] = {}
         self.own = LocalSums(bucket, dtype)
-        self.reduced: Tensor | None = None
-        self._earlier: Tensor | None = None
+        self.reduced = ReducedSums(bucket, dtype, store)
         self._reduction: Reduction | None = None
         self._straight = False  # it writes into the reduced gradients
-        self._empty = True  # whatever is in `reduced` is no sum
-        self._shows_gradient = owns_all and dtype == bucket.dtype and store is None
-        self._powers: PowerSums | None = None  # of what is in a tier, where a norm was asked for
+        self._shows_gradient = owns_all and dtype == bucket.dtype and self.reduced.in_memory
         self._factors = DeferredScale(self._multiply)  # for reduced gradients
         self.shown = GradientViews(self, bucket)
 
@@ -91,9 +88,7 @@ class GradientBucket:
         self.version += 1
         self.finish()
         self.keeps_whole = True
-        (reduced, self.reduced) = (self.reduced, None)
-        if not self._empty:
-            self._earlier = reduced
+        self.reduced.set_aside(copy=False)
 
     def begin(self) -> None:
         """Prepare for gradients of a new backward: notice `zero_grad`, keep earlier reduced sums apart."""
@@ -113,19 +108,14 @@ class GradientBucket:
 
     def _set_shadow(self) -> None:
         """Save the reduced sum from the buffer that is about to collect new local gradients."""
-        if self.keeps_whole and self.reduced is not None:
-            if not self._empty and self._earlier is None:
-                self._earlier = self.reduced.clone()
-                self._show_all()
-            self.reduced = None
+        if self.keeps_whole and self.reduced.set_aside(copy=True):
+            self._show_all()
 
     def _restore(self) -> None:
         """Undo `_set_aside` where nothing was collected since."""
-        if self._earlier is not None and not self.own.live and self._reduction is None:
+        if self.reduced.earlier is not None and not self.own.live and self._reduction is None:
             self.version += 1
-            self.reduced = self.own.zeros()[self.bucket.owned]
-            self.reduced.copy_(self._earlier)
-            self._earlier = None
+            self.reduced.restore(self.own.zeros()[self.bucket.owned])
             self._show_all()
 
     def accumulate(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
@@ -133,7 +123,7 @@ class GradientBucket:
         self.version += 1
         gradient = self.own.plain(index, gradient)
         # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
-        if self._reduction is not None or (self.keeps_whole and self.reduced is not None):
+        if self._reduction is not None or (self.keeps_whole and self.reduced.sum is not None):
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
         else:
@@ -159,7 +149,7 @@ class GradientBucket:
         reduce, names = self.bucket.mesh.reduce, self.bucket.names
         self._straight = self._takes_the_mean()
         factor = self._mean_factor if self._straight or not self._divides_later else 1.0
-        into = self._new_sum() if self._straight else None
+        into = self.reduced.room().values if self._straight else None
         divides = not self._divides_later
         if into is not None and (scattered := self.own.scattered()) is not None:
             work = reduce.reduce_scatter_scattered(scattered, into, names, factor)
@@ -174,15 +164,8 @@ class GradientBucket:
 
     def _takes_the_mean(self) -> bool:
         """Whether the reduction's result is all of the reduced gradients, so that it can be written there at once."""
-        alone = self._empty and self._store is None and self.bucket.mesh.replicate.size == 1
+        alone = self.reduced.empty and self.reduced.in_memory and self.bucket.mesh.replicate.size == 1
         return alone and self._divides_later and self.reduce_dtype == self.dtype
-
-    def _new_sum(self) -> Tensor:
-        """The reduced gradients, with whatever is in their memory."""
-        if self.reduced is None:
-            numel = self.bucket.owned.stop - self.bucket.owned.start
-            self.reduced = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
-        return self.reduced
 
     @torch.no_grad()
     def finish_sum(self) -> None:
@@ -215,9 +198,9 @@ class GradientBucket:
             mine = done.total if self.bucket.placement.shard_optimizer else done.sent
             if keep and not self._straight:
                 assert mine is not None
-                self._add(mine)
+                self.reduced.add(mine, 1.0 / self.bucket.mesh.world_size if self._divides_later else 1.0)
             self.own.give_back()
-        self._empty = False
+        self.reduced.empty = False
 
     def _keep_whole(self, sent: Tensor | None) -> None:
         """The owned part of the buffer is the sum, with that of earlier ones."""
@@ -225,37 +208,12 @@ class GradientBucket:
         assert whole is not None and sent is not None
         if sent is not whole:
             whole[owned].copy_(sent[owned])
-        self.reduced = whole[owned]
-        if self._earlier is not None:
-            self.reduced.add_(self._earlier)
-            self._earlier = None
+        if self.reduced.join(whole[owned]):
             self._show_all()
-
-    def _add(self, values: Tensor) -> None:
-        """Add the owned elements of a reduction to the sum of earlier ones; they may be changed."""
-        factor = 1.0 / self.bucket.mesh.world_size if self._divides_later else 1.0
-        if self._store is not None:
-            look = None if self._powers is None else self._powers.begin(self.bucket.pieces)
-            self._in_tier(self._store).add_all(values, first=self._empty, look=look, factor=factor)
-            return
-        add_scaled(self._new_sum(), values, factor, first=self._empty)
 
     def expect_norm(self, norm_type: float) -> None:
         """From the next reduction on know the norm of what is in a tier without reading it again."""
-        if self._store is not None and (self._powers is None or self._powers.norm_type != norm_type):
-            self._powers = PowerSums(norm_type) if self.dtype in FLOATS else None
-
-    def _forget_powers(self) -> None:
-        if self._powers is not None:
-            self._powers = PowerSums(self._powers.norm_type)
-
-    def _in_tier(self, store: ChunkStore) -> OffloadedVector:
-        """The vector of reduced gradients, made when the bucket was frozen until now."""
-        if self._vector is None:
-            numel = self.bucket.owned.stop - self.bucket.owned.start
-            spec = VectorSpec(numel, self.dtype, device=self.bucket.device)
-            self._vector = store.take(gradients_name(self.bucket.names[0]), spec)
-        return self._vector
+        self.reduced.expect_norm(norm_type)
 
     @torch.no_grad()
     def clear(self) -> None:
@@ -274,13 +232,9 @@ class GradientBucket:
     def _forget_sums(self) -> None:
         """No reduced sum is of use any more."""
         self.version += 1
-        self._earlier, self._empty = None, True
-        self._forget_powers()
-        if self._vector is not None:
-            self._vector.blank()
-        elif not self.keeps_whole and (self.bucket.placement.shard_parameters or self._shows_gradient):
-            # Its memory is the forward's until gradients are reduced again; what somebody has kept of a p.grad is his.
-            self.reduced = None
+        # Its memory is the forward's until gradients are reduced again; what somebody has kept of a p.grad is his.
+        unused = self.bucket.placement.shard_parameters or self._shows_gradient
+        self.reduced.forget(keep=self.keeps_whole or not unused)
 
     # ---- what p.grad shows ----
 
@@ -295,8 +249,8 @@ class GradientBucket:
                 self.show(index)
 
     def _handle(self, index: int) -> Tensor:
-        if self._shows_gradient and self._earlier is None:
-            whole = self.own.whole if self.keeps_whole else self.reduced
+        if self._shows_gradient and self.reduced.earlier is None:
+            whole = self.own.whole if self.keeps_whole else self.reduced.tensor
             if whole is not None:
                 return self.shown.itself(index, whole)
         return self.shown.stand_in(index)
@@ -331,7 +285,7 @@ class GradientBucket:
     def _drop(self, index: int) -> None:
         self._forget(index)
         if not self.live:
-            self._earlier, self._empty = None, True
+            self.reduced.mark_empty()
         self._change(index, Tensor.zero_)
 
     def _forget(self, index: int) -> None:
@@ -359,33 +313,24 @@ class GradientBucket:
         """The same for what this rank's model has of it, of which only the rank's own part counts."""
         self.version += 1
         self._drop(index)
-        owned = self.bucket.owned
-        if self.keeps_whole and self.own.live:  # the buffer is in use: this joins the sums of earlier backwards
-            if self._earlier is None:
-                self._earlier = torch.zeros_like(self.own.zeros()[owned])
-            target: Tensor | OffloadedVector | None = self._earlier
-        else:
-            if self.reduced is None and self.keeps_whole:
-                self.reduced = self.own.zeros()[owned].zero_()
-                self._restore()
-            elif self.reduced is None and self._store is None:
-                numel = owned.stop - owned.start
-                self.reduced = torch.zeros(numel, dtype=self.dtype, device=self.bucket.device)
-            elif self._empty and self.reduced is not None:
-                self.reduced.zero_()  # later sums are added to all of it
-            target = self.reduced if self._store is None else self._in_tier(self._store)
-            self._empty = False
-        piece = self.bucket.piece_of.get(index)
+        place, piece = self._replaced(), self.bucket.piece_of.get(index)
         if piece is not None:
-            values = mine.reshape(-1)[piece.start : piece.stop]
-            if isinstance(target, OffloadedVector):
-                self._forget_powers()
-                target.write(piece.offset, values)
-            else:
-                assert target is not None
-                target[piece.offset : piece.offset + piece.numel].copy_(values)
+            self.reduced.write(place, piece, mine.reshape(-1)[piece.start : piece.stop])
         self.live.add(index)
         self.show(index)
+
+    def _replaced(self) -> ShardStorage:
+        """Where a gradient from the user takes the place of a reduced one."""
+        owned = self.bucket.owned
+        if self.keeps_whole and self.own.live:  # the buffer is in use: this joins the sums of earlier backwards
+            return self.reduced.apart(self.own.zeros()[owned])
+        if self.reduced.sum is None and self.keeps_whole:
+            self.reduced.sum = InMemory(self.own.zeros()[owned].zero_())
+            self._restore()
+        else:
+            self.reduced.clean()
+        self.reduced.empty = False
+        return self.reduced.room()
 
     def local_sum(self, index: int) -> Tensor | None:
         """What `no_sync` keeps back of a gradient on this rank, None if nothing."""
@@ -394,18 +339,8 @@ class GradientBucket:
     def reduced_part(self, index: int) -> Tensor | None:
         """This rank's part of a reduced gradient, flat; None if it owns none of it. Not to be written to."""
         self._factors.carry_out()
-        if self._vector is not None:
-            piece = self.bucket.piece_of.get(index)
-            if piece is None:
-                return None
-            return self._vector.read(piece.offset, piece.offset + piece.numel).to(self.bucket.device)
-        parts = self._reduced_parts(index)
+        parts = [part.to(self.bucket.device) for part in self.reduced.parts(index)]
         return sum(parts[1:], parts[0]) if parts else None
-
-    def _reduced_parts(self, index: int) -> list[Tensor]:
-        piece = self.bucket.piece_of.get(index)
-        buffers = [buffer for buffer in (self.reduced, self._earlier) if buffer is not None]
-        return [] if piece is None else [buffer[piece.offset : piece.offset + piece.numel] for buffer in buffers]
 
     @torch.no_grad()
     def change(self, index: int, how: Callable[[Tensor], object]) -> None:
@@ -420,14 +355,7 @@ class GradientBucket:
 
     def _change(self, index: int, how: Callable[[Tensor], object]) -> None:
         self.version += 1
-        piece = self.bucket.piece_of.get(index)
-        if self._vector is not None and piece is not None:
-            if not self._empty:
-                self._forget_powers()
-                self._vector.change(piece.offset, piece.offset + piece.numel, how)
-            return
-        for values in self._reduced_parts(index):
-            how(values)
+        self.reduced.change(index, how)
 
     @torch.no_grad()
     def scale(self, indices: Sequence[int], factor: float) -> None:
@@ -437,7 +365,7 @@ class GradientBucket:
                 self._factors.add(index, factor)
             return
         self.version += bool(indices)
-        parts = [values for index in indices for values in self._reduced_parts(index)]
+        parts = [values for index in indices for values in self.reduced.parts(index)]
         if parts and self.dtype == torch.float32:
             foreach_mul_(parts, factor)
         else:  # on the CPU it rounds the factor to the gradients' dtype, which `mul_` does not
@@ -462,28 +390,14 @@ class GradientBucket:
         indices = self.owned_indices()
         if not indices:
             return {}
-        factor = self._factors.of
-        if self._vector is None and self.reduced is not None:
-            parts = self.bucket.split_owned(self.reduced)
-            return {index: (parts[index], factor(index)) for index in indices}
-        return {
-            index: (values, factor(index))
-            for index in indices
-            if (values := self._owned(self.bucket.piece_of[index])) is not None
-        }
+        factor, parts = self._factors.of, self.reduced.split()
+        return {index: (parts[index], factor(index)) for index in indices} if parts else {}
 
     def owned_indices(self) -> list[int]:
         """The parameters with a reduced gradient of which this rank owns a part."""
         assert not self.own.live and self._reduction is None
         self._restore()
         return [piece.index for piece in self.bucket.pieces if piece.index in self.live] if self.live else []
-
-    def _owned(self, piece: Piece) -> Tensor | OffloadedPart | None:
-        if self._vector is not None:
-            part = self._vector.part(piece.offset, (piece.numel,))
-            part.powers = None if self._powers is None else self._powers.of(piece.index)
-            return part
-        return None if self.reduced is None else self.reduced[piece.offset : piece.offset + piece.numel]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger."""
@@ -492,10 +406,12 @@ class GradientBucket:
         sent = None if self._reduction is None else self._reduction.sent
         if sent is not None and sent is not self.own.whole:
             yield "gradient buckets", sent
-        if self.reduced is not None and not self.keeps_whole:
-            yield "gradients", self.reduced
-        if self._earlier is not None:
-            yield "gradient buckets", self._earlier
+        if self.reduced.sum is not None and not self.keeps_whole:
+            for values in self.reduced.sum.held():
+                yield "gradients", values
+        if self.reduced.earlier is not None:
+            for values in self.reduced.earlier.held():
+                yield "gradient buckets", values
         for late in self.late.values():
             yield "gradient buckets", late
         for poison in self.shown.held():
@@ -504,8 +420,7 @@ class GradientBucket:
     def relocate(self, move: Callable[[Tensor], Tensor], *, sums: bool, buffers: bool) -> None:
         """Let reduced gradients (`sums`) and local ones lie where `move` puts them; each may be a part of the other."""
         if sums or (buffers and self.keeps_whole):
-            self.reduced = None if self.reduced is None else move(self.reduced)
-            self._earlier = None if self._earlier is None else move(self._earlier)
+            self.reduced.relocate(move)
             self.shown.relocate(move)
         if buffers or (sums and self.keeps_whole):
             self.own.relocate(move)
@@ -513,18 +428,11 @@ class GradientBucket:
 
     def offloaded(self) -> Iterator[OffloadedVector]:
         """What is in a tier."""
-        if self._vector is not None:
-            yield self._vector
+        if self.reduced.sum is not None:
+            yield from self.reduced.sum.offloaded()
 
     def persistent_bytes(self) -> int:
         """Bytes of gradients that stay between backwards, in whatever tier."""
-        if self._vector is not None:
-            return self._vector.numel * self._vector.dtype.itemsize
         if self.keeps_whole:
             return 0 if self.own.whole is None else self.own.whole.nbytes
-        return 0 if self.reduced is None else self.reduced.numel() * self.reduced.element_size()
-
-
-def gradients_name(first: str) -> str:
-    """The vector of a bucket's reduced gradients, by the name of its first parameter."""
-    return f"{first}/gradients"
+        return 0 if self.reduced.sum is None else self.reduced.sum.nbytes

@@ -85,6 +85,8 @@ def placement_for(config: ZeroConfig, tier: str | None = None) -> Placement:
 
 ALIGN_BYTES = 128
 """Every parameter and every slice starts on this boundary: a cache line pair, and two AVX-512 vectors."""
+PieceCuts = tuple[list[int], list[tuple[int, int]]]
+"""Lengths that a range is cut into, those of gaps too; and (index of a parameter, number of its length)."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def build_layout(
     return BucketLayout(tuple(segments), round_up(offset, align * world_size * replicas), align, world_size)
 
 
-def cuts(pieces: Sequence[Piece], numel: int) -> tuple[list[int], list[tuple[int, int]]]:
+def cuts(pieces: Sequence[Piece], numel: int) -> PieceCuts:
     """How `torch.split` cuts a rank's owned elements into its pieces.
 
     Args:

@@ -21,13 +21,14 @@ from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
-from zero_strategy.fsdp.grad_bucket import GradientBucket, gradients_name
+from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.guards import ModuleGuards
 from zero_strategy.fsdp.init import constructions_of
 from zero_strategy.fsdp.layout import LOW_PRECISION, build_layout, gradient_dtypes, group_parameters, placement_for
 from zero_strategy.fsdp.moved_states import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
+from zero_strategy.fsdp.reduced_sums import gradients_name
 from zero_strategy.fsdp.reduction_plan import Watcher
 from zero_strategy.fsdp.released import check_unsharded, owner_of, register
 from zero_strategy.fsdp.units import UnitSpec, aliases, find_units

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.comm.instrumentation import PendingWork
 from zero_strategy.comm.mesh import Mesh
-from zero_strategy.comm.pending import PendingWork
 from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
 from zero_strategy.fsdp.released import EditWatch, release_class, unshard_class
+from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
-from zero_strategy.offload.chunks import OffloadedVector, VectorSpec
+from zero_strategy.offload.chunks import OffloadedVector
 from zero_strategy.runtime.torch_private import version_of
 
 
@@ -52,13 +52,11 @@ class ParameterBucket:
         pieces: The parts of parameters inside `owned`.
         slice_pieces: The parts of parameters inside `slice`; offsets count from its start.
         piece_of, slice_piece_of: The same by parameter index.
+        cuts: How the owned elements are split into `pieces`, see `layout.cuts`.
         flat: The whole bucket, (layout.numel,); its storage is empty while released.
-        shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded; empty where it is
-            in a tier.
-        shard_vector: The slice in a tier, or None.
-        master: What the optimizer updates, (owned elements,): fp32, or the owned elements themselves; empty where it is
-            in a tier.
-        master_vector: The master copy in a tier, or None.
+        shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded.
+        weights: The owned elements in the parameters' dtype: `shard`, or all of `flat`.
+        master: What the optimizer updates, (owned elements,): an fp32 copy, or `weights` itself.
         kept: Sharded parameters that are whole, and up to date, stay so until they are let go, whoever uses them.
         kept_again: They will be kept when they have been brought up to date.
         tracks_edits: What is written to them while they are whole may have to be followed.
@@ -83,10 +81,11 @@ class ParameterBucket:
         self.device = self.parameters[0].device
         self.trainable = self.parameters[0].requires_grad
         self._keep_master = master_weights and dtype in LOW_PRECISION
-        self._store, self._shard_store = store, shard_store
-        self.shard_vector: OffloadedVector | None = None
-        self.shard: Tensor
-        self.master_vector: OffloadedVector | None = None
+        self._shard_site = StorageSite(shard_store, weights_name(self.names[0]))
+        self._master_site = StorageSite(store, master_name(self.names[0]))
+        self.shard: ShardStorage
+        self.weights: ShardStorage
+        self.master: ShardStorage
         self.parts = [part_of(parameter, mesh.tensor.rank) for parameter in self.parameters]
         self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
         shapes = [(name, part.local_shape) for name, part in zip(self.names, self.parts, strict=True)]
@@ -96,7 +95,7 @@ class ParameterBucket:
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
         self.slice_pieces: tuple[Piece, ...] = self.layout.pieces(self.slice.start, self.slice.stop)
         self.piece_of = {piece.index: piece for piece in self.pieces}
-        self._cuts = cuts(self.pieces, self.owned.stop - self.owned.start)
+        self.cuts = cuts(self.pieces, self.owned.stop - self.owned.start)
         self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
         self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
         self._poison_views = [
@@ -117,57 +116,26 @@ class ParameterBucket:
         return self.mesh.world_size // self.mesh.shard_size
 
     @property
-    def owned_values(self) -> Tensor:
-        """The owned elements in the parameters' dtype, (owned elements,); not where they are in a tier."""
-        assert self.shard_vector is None, "in a tier: read_owned, write_owned"
-        return self.flat if not self.placement.shard_optimizer else self.shard
+    def _slice_apart(self) -> bool:
+        """Whether the slice has a place of its own, and `flat` memory only while it is gathered."""
+        return self.placement.shard_parameters and not self.placement.in_place
 
-    def read_owned(self, start: int, stop: int) -> Tensor:
-        """Owned elements [start, stop) in the parameters' dtype: a view, or a copy where they are in a tier."""
-        if self.shard_vector is not None:
-            return self.shard_vector.read(start, stop)
-        return self.owned_values[start:stop]
-
-    def write_owned(self, start: int, values: Tensor) -> None:
-        """Replace owned elements from `start` on."""
-        if self.shard_vector is not None:
-            self.shard_vector.write(start, values)
+    def _place_slice(self, *, blank: bool) -> None:
+        """Let the slice have its place: in `flat`, or one of its own; with `blank` it is zeros where it is sharded."""
+        own = self.flat[self.slice]
+        if not self._slice_apart:
+            if blank and self.placement.shard_parameters:
+                own.zero_()
+            self._link_parts()
         else:
-            self.owned_values[start : start + values.numel()].copy_(values.reshape(-1))
+            site, numel = self._shard_site, own.numel()
+            made = site.zeros(numel, self.dtype, self.device, None) if blank else site.copy_of(own, self.dtype, None)
+            self.shard = self.weights = made
 
-    def read_shard(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of this rank's slice: a view, or a copy where they are in a tier."""
-        return self.shard[start:stop] if self.shard_vector is None else self.shard_vector.read(start, stop)
-
-    def write_shard(self, start: int, values: Tensor) -> None:
-        """Replace elements of this rank's slice from `start` on."""
-        if self.shard_vector is not None:
-            self.shard_vector.write(start, values)
-        else:
-            self.shard[start : start + values.numel()].copy_(values.reshape(-1))
-
-    def _keep_shard(self, values: Tensor | None) -> None:
-        """Let the slice have memory, or a place in a tier, of its own, unless it stays where it is; None: zeros."""
-        if self.placement.in_place:
-            self.shard = self.flat[self.slice]
-            if values is None:
-                self.shard.zero_()
-            return
-        numel = self.layout.slice_numel
-        if self._shard_store is None:
-            own = self.flat[self.slice]
-            self.shard = torch.zeros_like(own) if values is None else values.clone()
-            return
-        spec = VectorSpec(numel, self.dtype)
-        self.shard_vector = self._shard_store.take(weights_name(self.names[0]), spec)
-        self.shard = torch.empty(0, dtype=self.dtype)
-        if values is not None:
-            for start, stop in self.shard_vector.chunks:
-                self.shard_vector.write(start, values[start:stop])
-
-    def _unmastered(self) -> Tensor:
-        """What stands for master weights where there is no copy of them."""
-        return torch.empty(0, dtype=self.dtype) if self.shard_vector is not None else self.owned_values
+    def _link_parts(self) -> None:
+        """Let the slice and the owned elements be parts of `flat`."""
+        self.shard = InMemory(self.flat[self.slice])
+        self.weights = self.shard if self.placement.shard_optimizer else InMemory(self.flat)
 
     @property
     def keeps_master(self) -> bool:
@@ -177,9 +145,7 @@ class ParameterBucket:
     @property
     def has_master(self) -> bool:
         """Whether the master weights are a copy of their own."""
-        if self.master_vector is not None or self.shard_vector is not None:
-            return self.master_vector is not None
-        return self.master is not self.owned_values and self.master.data_ptr() != self.owned_values.data_ptr()
+        return self.master is not self.weights and self.master.numel > 0
 
     @torch.no_grad()
     def _fill(self, blank: bool) -> None:
@@ -190,11 +156,9 @@ class ParameterBucket:
         if blank:
             make = torch.empty if self.placement.shard_parameters else torch.zeros
             self.flat = make(self.layout.numel, dtype=self.dtype, device=self.device)
-            self.shard = self.flat[self.slice]
-            if self.placement.shard_parameters:
-                self._keep_shard(None)
+            self._place_slice(blank=True)
             self._take_over()
-            self.master = self._unmastered()
+            self.master = self.weights
             if self.trainable:
                 self.make_master()
             return
@@ -205,11 +169,9 @@ class ParameterBucket:
         self.mesh.gather.broadcast(source, 0, self.names)
         self.mesh.replicate.broadcast(source, 0, self.names)
         self.flat = source.to(self.dtype)
-        self.shard = self.flat[self.slice]
-        if self.placement.shard_parameters:
-            self._keep_shard(self.shard)
+        self._place_slice(blank=False)
         self._take_over()
-        self.master = self._unmastered()
+        self.master = self.weights
         if self.trainable:
             self.make_master(source[self.owned])
 
@@ -254,45 +216,14 @@ class ParameterBucket:
             return
         if self.kept:  # and was frozen until now
             self.follow_edits()
-        source = self.read_owned(0, self.owned.stop - self.owned.start) if values is None else values
-        if self._store is None:
-            self.master = source.to(torch.float32, copy=True)
-            return
-        spec = VectorSpec(source.numel(), torch.float32, device=self.device)
-        self.master_vector = self._store.take(master_name(self.names[0]), spec)
-        self.master = torch.empty(0)
-        for start, stop in self.master_vector.chunks:
-            self.master_vector.write(start, source[start:stop])
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Dtype of the master weights."""
-        return self.master.dtype  # an empty one of float32 where they are in a tier
-
-    def read_master(self, start: int, stop: int) -> Tensor:
-        """Owned elements [start, stop) of the master weights: a view, or a copy where they are in a tier."""
-        if self.master_vector is not None:
-            return self.master_vector.read(start, stop)
-        return self.master[start:stop] if self.shard_vector is None else self.read_owned(start, stop)
-
-    def write_master(self, start: int, values: Tensor) -> None:
-        """Replace owned elements of the master weights from `start` on."""
-        if self.master_vector is not None:
-            self.master_vector.write(start, values)
-        elif self.shard_vector is not None:
-            self.write_owned(start, values)
-        else:
-            self.master[start : start + values.numel()].copy_(values.reshape(-1))
-
-    def _master_parts(self) -> list[tuple[int, int]]:
-        """Ranges of the master weights that are worked on at once."""
-        return [(0, self.master.numel())] if self.master_vector is None else self.master_vector.chunks
+        source = self.weights.read(0, self.weights.numel) if values is None else values
+        self.master = self._master_site.copy_of(source, torch.float32, self.device)
 
     def _follow(self, start: int, stop: int) -> None:
         """Let a master weight whose parameter has changed take its value; others stay as fine as they are."""
-        values = self.read_owned(start, stop)
-        master = self.read_master(start, stop).to(values.device)  # in a tier it is the host's
-        self.write_master(start, torch.where(values == master.to(self.dtype), master, values.float()))
+        values = self.weights.read(start, stop)
+        master = self.master.read(start, stop).to(values.device)  # in a tier it is the host's
+        self.master.write(start, torch.where(values == master.to(self.dtype), master, values.float()))
 
     # ---- gather and release (sharded parameters) ----
 
@@ -317,11 +248,7 @@ class ParameterBucket:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
         if self.placement.in_place:
             return None
-        own = self.flat[self.slice]
-        if self.shard_vector is not None:
-            return partial(self.shard_vector.read_all, own)
-        own.copy_(self.shard)
-        return None
+        return self.shard.bring_into(self.flat[self.slice])
 
     def finish_unshard(self) -> None:
         """Wait until the whole bucket is in and point the parameters at it."""
@@ -399,8 +326,8 @@ class ParameterBucket:
     def publish(self, *, copied: bool = False) -> PendingWork:
         """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
         if self.has_master and not copied:
-            for start, stop in self._master_parts():
-                self.write_owned(start, self.read_master(start, stop))
+            for start, stop in self.master.chunks:
+                self.weights.write(start, self.master.read(start, stop))
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
             return self.mesh.gather.all_gather(self.flat, of=self.names)
         return PendingWork([])
@@ -414,9 +341,9 @@ class ParameterBucket:
             self.mesh.gather.broadcast(self.flat, column, self.names)
             self.mesh.replicate.broadcast(self.flat, row, self.names)
         if self.placement.shard_parameters:
-            self.write_shard(0, self.flat[self.slice])
+            self.shard.write(0, self.flat[self.slice])
         if self.has_master:
-            for start, stop in self._master_parts():
+            for start, stop in self.master.chunks:
                 self._follow(start, stop)
         self.note_versions()
         for watch in self.watches:
@@ -428,7 +355,7 @@ class ParameterBucket:
         piece = self.piece_of.get(index)
         mine = local_values(self.parts[index], self.parameters[index], value.detach())
         if piece is not None:
-            self.write_master(piece.offset, mine.reshape(-1)[piece.start : piece.stop])
+            self.master.write(piece.offset, mine.reshape(-1)[piece.start : piece.stop])
 
     @torch.no_grad()
     def follow_edits(self) -> None:
@@ -443,8 +370,8 @@ class ParameterBucket:
             if now == before or piece is None:
                 continue
             start, stop = piece.offset, piece.offset + piece.numel
-            if self.placement.shard_parameters and not self.placement.in_place:
-                self.write_owned(start, self.flat[self.slice][start:stop])
+            if self._slice_apart:
+                self.weights.write(start, self.flat[self.slice][start:stop])
             if self.has_master:
                 self._follow(start, stop)
         self._versions = versions
@@ -463,12 +390,6 @@ class ParameterBucket:
         pairs = zip(self.parameters, self.tensors, strict=True)
         return [(version_of(parameter), version_of(tensor)) for parameter, tensor in pairs]
 
-    def split_owned(self, owned: Tensor) -> dict[int, Tensor]:
-        """Views of all pieces in a flat tensor of owned elements, by parameter index, in one call of torch."""
-        sizes, places = self._cuts
-        parts = owned.split_with_sizes(sizes)
-        return {index: parts[place] for index, place in places}
-
     def segment_view(self, index: int) -> Tensor:
         """Parameter `index` as a shaped view of the flat buffer."""
         segment = self.layout.segments[index]
@@ -485,55 +406,54 @@ class ParameterBucket:
 
     def offloaded(self) -> Iterator[tuple[str, OffloadedVector]]:
         """What is in a tier, with its category in the ledger."""
-        if self.shard_vector is not None:
-            yield "parameters", self.shard_vector
-        if self.master_vector is not None:
-            yield "master weights", self.master_vector
+        for vector in self.shard.offloaded():
+            yield "parameters", vector
+        if self.has_master:
+            for vector in self.master.offloaded():
+                yield "master weights", vector
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger; `flat` may be without memory.
 
         What is in a tier is in `offloaded`.
         """
-        if self.placement.shard_parameters and not self.placement.in_place:
-            if self.shard_vector is None:
-                yield "parameters", self.shard
+        if self._slice_apart:
+            for shard in self.shard.held():
+                yield "parameters", shard
             yield "gather buffers", self.flat
         else:
             yield "parameters", self.flat
-        if self.has_master and self.master_vector is None:
-            yield "master weights", self.master
+        if self.has_master:
+            for master in self.master.held():
+                yield "master weights", master
         yield "handles", self._poison
 
     def relocate(self, move: Callable[[Tensor], Tensor], *, masters: bool, parameters: bool) -> None:
         """Let what is kept in memory lie where `move` puts it: the master copy, the parameters and their slice."""
         has_master = self.has_master
-        if masters and has_master and self.master_vector is None:
-            self.master = move(self.master)
+        if masters and has_master:
+            self.master = self.master.moved(move)
         if not parameters:
             return
-        if not self.placement.shard_parameters or self.placement.in_place:
+        if self._slice_apart:
+            self.shard = self.weights = self.shard.moved(move)
+        else:
             self.flat = move(self.flat)
-            self.shard = self.flat[self.slice]
+            self._link_parts()
             self._views = [self.segment_view(index) for index in range(len(self.parameters))]
             if self.gathered:
                 self._point_at_flat()
-        elif self.shard_vector is None:
-            self.shard = move(self.shard)
         if not has_master:
-            self.master = self._unmastered()
+            self.master = self.weights
 
     def persistent_bytes(self) -> int:
         """Bytes of parameters that stay for the whole step in whatever tier, master copy left out."""
-        sliced = self.placement.shard_parameters and not self.placement.in_place
-        numel = self.layout.slice_numel if sliced else self.layout.numel
+        numel = self.layout.slice_numel if self._slice_apart else self.layout.numel
         return numel * self.dtype.itemsize
 
     def master_bytes(self) -> int:
         """Bytes of the fp32 master copy on this rank, in whatever tier."""
-        if self.master_vector is not None:
-            return self.master_vector.numel * self.master_vector.dtype.itemsize
-        return self.master.numel() * self.master.element_size() if self.has_master else 0
+        return self.master.nbytes if self.has_master else 0
 
     def _point_at_flat(self) -> None:
         for parameter in self.parameters:

@@ -11,24 +11,45 @@ stays MULTI_GPU or MULTI_CPU, so all that it does beside sharding (loaders, gath
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zero_strategy.config import LATER_KEYS, Fact, check_owned, load_config
+from zero_strategy.checkpoint.deferred import is_deferred
+from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_owned, load_config, resolve
+from zero_strategy.diagnostics.norms import NormSettings
+from zero_strategy.diagnostics.recorder import install_diagnostics
+from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate_launch import (
+    check_adoptable,
+    check_format,
     check_processes,
     check_single_owner,
     check_uneven_batches,
     configured,
     needs_cpu,
 )
-from zero_strategy.integrations.accelerate_saving import SavingAccelerator
+from zero_strategy.integrations.accelerate_models import (
+    PreparedModels,
+    ZeroOptimizer,
+    compile_in_place,
+    facts_of_prepared,
+)
+from zero_strategy.integrations.accelerate_pipelines import check_dispatch, pipeline_engine, waiting_runners
+from zero_strategy.integrations.accelerate_saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler, loss_scale_rule
+from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.tensor_mesh import refuse_tensor
 from zero_strategy.integrations.verifying import verify_settings
+from zero_strategy.ops.library import norm_order
+from zero_strategy.pipeline.module import PipelineModule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["ZeroAccelerator"]
 
 
-class ZeroAccelerator(SavingAccelerator):
+class ZeroAccelerator(Accelerator):
     """Accelerate's `Accelerator` with ZeRO sharding.
 
     Example:
@@ -56,11 +77,18 @@ class ZeroAccelerator(SavingAccelerator):
 
     Attributes:
         zero_config: The settings.
+        scaler: With mixed_precision="fp16", of all models together; else None.
+        loss_weight: That losses are multiplied by before `backward` gets them, by somebody who accumulates by himself.
 
     Raises:
         ValueError: If the launch or an argument asks for DeepSpeed, FSDP, Megatron or a parallelism config as well, or
             each of several processes would train alone; names what to change.
     """
+
+    zero_config: ZeroConfig
+    scaler: AgreedGradScaler | None
+    loss_weight: float = 1.0
+    _share: tuple[int, int] | None = None
 
     def __init__(self, *arguments: Any, zero_config: Any = None, **keywords: Any) -> None:
         check_single_owner(keywords, os.environ)
@@ -83,13 +111,378 @@ class ZeroAccelerator(SavingAccelerator):
         Raises:
             ValueError: As making one; or if it has prepared something.
         """
-        check_single_owner(_other_sharding(accelerator), os.environ)
-        if accelerator._models or accelerator._optimizers:
-            raise ValueError("this Accelerator has prepared models or optimizers already, which cannot be undone")
+        check_adoptable(accelerator, os.environ)
         adopted = cls.__new__(cls)
         adopted.__dict__.update(accelerator.__dict__)
         adopted._set_up(zero_config, facts)
         return adopted
+
+    def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
+        check_processes(self.num_processes, os.environ)
+        self.zero_config = load_config(configured(zero_config))
+        refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
+        check_uneven_batches(self.zero_config, type(self).__name__)
+        check_format(self.zero_config)
+        self._prepared, self._told_factor = PreparedModels(), False
+        steps, precision = self.gradient_accumulation_steps, self.mixed_precision
+        self._facts = dict(facts) if facts else {
+            "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
+            "training_precision": Fact(precision, f"ZeroAccelerator(mixed_precision={precision!r})"),
+        }
+        check_owned(self.zero_config, self._facts, later=LATER_KEYS)
+        if precision == "fp16":
+            self.native_amp = True  # on the CPU, too, where Accelerate's would compute in fp32 without a word
+            rule = loss_scale_rule(self.zero_config, self.scaler_handler)
+            self.scaler = AgreedGradScaler(
+                rule, self._prepared.engine_of_optimizer, self.device.type, self._prepared.together
+            )
+
+    # ---- processes ----
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes; while the loader of a pipeline is prepared, of those that get different data."""
+        return int(super().num_processes) if self._share is None else self._share[0]
+
+    @property
+    def process_index(self) -> int:
+        """This process's number; while the loader of a pipeline is prepared, which of those shares it gets."""
+        return int(super().process_index) if self._share is None else self._share[1]
+
+    # ---- prepare ----
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; models come first, in whatever order they are given, for optimizers update their shards."""
+        models = [index for index, item in enumerate(objects) if isinstance(item, nn.Module)]
+        order = models + [index for index in range(len(objects)) if index not in models]
+        placement = None if device_placement is None else [device_placement[index] for index in order]
+        prepared = super().prepare(*(objects[index] for index in order), device_placement=placement)
+        pipeline = self._pipeline
+        copies = self.num_processes if pipeline is None else pipeline.mpu().data_parallel_size
+        steps = self.gradient_accumulation_steps
+        facts = facts_of_prepared(self._facts, self._dataloaders, self._optimizers, copies, steps)
+        check_owned(self.zero_config, facts, later=LATER_KEYS)
+        if len(objects) == 1:
+            return prepared
+        by_place = dict(zip(order, prepared, strict=True))
+        return tuple(by_place[index] for index in range(len(objects)))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model in place; also one that is only evaluated, for it may not fit otherwise."""
+        if id(model) in self._prepared.engines:
+            listed = any(known is model for known in self._models)
+            self._prepared.add_again(model, listed=listed, training=not evaluation_mode)
+            if not listed:
+                super().prepare_model(model, device_placement, evaluation_mode=True)
+            return model
+        plugin = self.state.dynamo_plugin
+        backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
+        try:
+            whole = self.zero_config.stage < 3 and not is_deferred(model)  # else it may not fit
+            placed = device_placement if whole else False
+            prepared = super().prepare_model(model, placed, evaluation_mode=True)  # without DistributedDataParallel
+        finally:
+            plugin.backend = backend
+        assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
+        if isinstance(model, PipelineModule):
+            engine: ZeroEngine = pipeline_engine(model, self.zero_config, self.num_processes, self.device, self)
+        else:
+            engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
+        install_diagnostics(engine)
+        engine.scaler = None if self.scaler is None else self.scaler.rule
+        waiting = self._prepared.add(model, engine, training=not evaluation_mode)
+        if backend != DynamoBackend.NO:
+            compile_in_place(model, plugin.to_kwargs(), regions=bool(plugin.use_regional_compilation))
+        for optimizer in waiting:
+            self._attach(optimizer)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> ZeroOptimizer:
+        """Let an optimizer update shards; its model may be prepared later."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            known: ZeroOptimizer = super().prepare_optimizer(optimizer)
+            return known
+        self._attach(optimizer)
+        prepared = ZeroOptimizer(optimizer, self._prepared, self.scaler, self._before_step, self._after_step)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        self._prepared.attach(optimizer, [prepared.optimizer for prepared in self._optimizers])
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As Accelerate's: a step of it is one per process, which is told once."""
+        every = self.step_scheduler_with_optimizer and not self.split_batches
+        if every and self.num_processes > 1 and not self._told_factor and self.is_local_main_process:
+            self._told_factor = True
+            warnings.warn(
+                f"Accelerate steps a prepared {type(scheduler).__name__} {self.num_processes} times per optimizer "
+                "step, once per process: its lengths must count the batches of a DataLoader that is not prepared. For "
+                "one step per optimizer step: DataLoaderConfiguration(split_batches=True), or "
+                "step_scheduler_with_optimizer=False and scheduler.step() after real optimizer steps only",
+                stacklevel=2,
+            )
+        return super().prepare_scheduler(scheduler)
+
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **keywords: Any) -> Any:
+        """As Accelerate's; the ranks of one pipeline get the same batches, its copies different ones.
+
+        Raises:
+            ValueError: If one process would read for all ranks of a pipeline.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:
+            return super().prepare_data_loader(data_loader, *arguments, **keywords)
+        check_dispatch(self.dispatch_batches)
+        grid = pipeline.mpu()
+        dispatch, self.dataloader_config.dispatch_batches = self.dispatch_batches, False
+        self._share = grid.data_parallel_size, grid.data_parallel_id
+        try:
+            return super().prepare_data_loader(data_loader, *arguments, **keywords)
+        finally:
+            self._share, self.dataloader_config.dispatch_batches = None, dispatch
+
+    @property
+    def _pipeline(self) -> PipelineModule | None:
+        return next((model for model in self._models if isinstance(model, PipelineModule)), None)
+
+    @property
+    def engines(self) -> Mapping[int, ZeroEngine]:
+        """The engines of prepared models, by the models' ids."""
+        return self._prepared.engines
+
+    def engine(self, model: nn.Module) -> ZeroEngine:
+        """The engine of a prepared model.
+
+        Raises:
+            ValueError: If it was not prepared.
+        """
+        return self._prepared.engine(model)
+
+    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """The model itself: there is no wrapper."""
+        if id(model) in self.engines:
+            return model
+        plain: nn.Module = super().unwrap_model(model)
+        return plain
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole state dict on the host of rank 0, an empty one elsewhere; all ranks call it."""
+        if id(model) not in self.engines:
+            return dict(super().get_state_dict(model, unwrap))
+        state = self.engines[id(model)].full_state_dict()
+        return state if self.process_index == 0 else {}
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's; engines of the models that are given end, others stay sharded for a next training.
+
+        All ranks call it. A model whose engine has ended keeps what it has: at stage 3, this rank's slices.
+        """
+        for item in objects:
+            self._prepared.end(item)
+        return super().free_memory(*objects)
+
+    # ---- a step ----
+
+    def backward(self, loss: Tensor, **keywords: Any) -> None:
+        """As Accelerate's; a pipeline's gradients, which are there already, come to light.
+
+        Raises:
+            RuntimeError: If the loss uses released parameters outside of their module's forward (stage 3), naming them.
+        """
+        for engine in self.engines.values():
+            engine.check_loss(loss, self.loss_weight)
+        waiting = waiting_runners(self._models)
+        for runner in waiting:
+            runner.begin_backward()
+        super().backward(loss, **keywords)
+        scale = 1.0 if self.scaler is None or not self.scaler.is_enabled() else float(self.scaler.get_scale())
+        for runner in waiting:
+            runner.end_backward(scale)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards inside may keep gradients on this rank."""
+        engine = self.engines.get(id(model))
+        with nullcontext() if engine is None else engine.no_sync():
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Nothing to do: a backward outside of `no_sync` synchronises, wherever its forward was."""
+        yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo the loss scale in the gradients of one optimizer, of several, or of all, where that is yet to be done.
+
+        All ranks call it; nothing to do but in fp16.
+        """
+        if self.scaler is None or not self.scaler.is_enabled():
+            return
+        chosen = self._optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            if not self.scaler.is_unscaled(one):
+                self.scaler.unscale_(one)
+
+    def _unscale_those_of(self, parameters: list[Any]) -> None:
+        """Accelerate's unscales all optimizers, those that are between their own backwards, too."""
+        ids = {id(parameter) for parameter in parameters}
+        for prepared in [] if self.scaler is None else self._optimizers:
+            if any(id(p) in ids for group in prepared.param_groups for p in group["params"]):
+                self.unscale_gradients(prepared)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float | str = 2.0
+    ) -> Tensor:
+        """Scale the gradients of exactly these parameters so that their norm over all ranks is at most `max_norm`.
+
+        In fp16 the loss scale is undone first, in all gradients of the optimizers that hold them.
+
+        Returns:
+            The norm before, without the loss scale, the same on all ranks.
+
+        Raises:
+            ValueError: If they belong to no prepared model, or to several.
+        """
+        norm_type = norm_order(norm_type)
+        chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engine = self._prepared.engine_of_parameters(chosen)
+        self._unscale_those_of(chosen)
+        with self._prepared.clipping("clip_grad_norm_", engine, chosen, max_norm, norm_type):
+            return engine.clip_grad_norm_(max_norm, norm_type, parameters=chosen)
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
+        """Clamp every gradient element of these parameters to [-clip_value, clip_value]."""
+        chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engine = self._prepared.engine_of_parameters(chosen)
+        self._unscale_those_of(chosen)
+        with self._prepared.clipping("clip_grad_value_", engine, chosen, clip_value):
+            engine.clip_grad_value_(clip_value, parameters=chosen)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """A loop over batches of which ranks have different numbers (with `even_batches=False`).
+
+        Ranks that have run out take part with zero gradients until no rank has a batch left: a gradient is the sum over
+        ranks divided by all of them, as in Accelerate with DistributedDataParallel; also on the CPU, where Accelerate's
+        does nothing. Ranks that followed take over the others' schedules.
+
+        Inside, call the prepared objects: models as a whole, the clipping of the accelerator, prepared optimizers and
+        schedulers; other calls that need all ranks (`gather`, `save_state`) would wait for those that are not there.
+
+        Args:
+            joinables: The models that are trained.
+            even_batches: Whether prepared loaders repeat samples at the end instead; None: as the accelerator was made.
+
+        Raises:
+            ValueError: If a model is not prepared, or accumulation would end at different batches on different ranks.
+            RuntimeError: If ranks with a batch left do different things.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        with batches_as_they_are(self._dataloaders, even_batches if self.num_processes > 1 else None):
+            if even or self.num_processes == 1:
+                yield
+                return
+            check_joinable(self, map(self.engine, joinables))
+            self._prepared.followers = Followers(self, self.engines.values())
+            try:
+                with self._prepared.followers.loop():
+                    yield
+            finally:
+                self._prepared.followers = None
+
+    def log_parameter_norms(
+        self, every_n_steps: int = 50, *, gradients: bool = True, updates: bool = False
+    ) -> None:
+        """From now on tell trackers the norms of every parameter's gradient and update, every so many optimizer steps.
+
+        The names are `zero/gradient_norm/PARAMETER` and `zero/update_norm/PARAMETER`. Gradients are those of a step, of
+        all micro-batches and processes, unscaled, before `clip_grad_norm_`. All processes call it. Steps with a closure
+        and those in `join_uneven_inputs` are not measured.
+
+        Args:
+            every_n_steps: Optimizer steps from one that is measured to the next; the first one is.
+            gradients: The norms of gradients: from the pass of clipping, else a pass over them.
+            updates: By how much each parameter moves: a copy of what each process owns, and a pass over it.
+
+        Raises:
+            ValueError: If there is nothing to measure, or the number of steps is less than 1.
+        """
+        self._prepared.measure(NormSettings(every_n_steps, gradients, updates))
+
+    def _before_step(self, prepared: ZeroOptimizer) -> None:
+        self._prepared.before_step(prepared, self.unscale_gradients)
+
+    def _after_step(self, prepared: ZeroOptimizer) -> None:
+        """What was recorded and measured of a step goes to the trackers, if there are any."""
+        engine = prepared.engine
+        found = self._prepared.after_step(engine)
+        if self.zero_config.diagnostics.log and self.trackers:
+            found = {**engine.step_metrics(), **found}
+        if found and self.trackers:
+            self.log(found, step=engine.steps.taken)
+
+    # ---- saving and loading ----
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+    ) -> str:
+        """Save everything that was prepared or registered; all ranks call it.
+
+        The directory is a checkpoint of this package: of one model itself, of several one each in `model_0`,
+        `model_1`... It is written in the background where `checkpoint.asynchronous` says so and no hook waits for it.
+
+        Returns:
+            The directory.
+
+        Raises:
+            ValueError: If no model is prepared, or the directory holds what is not of the checkpoint it would replace.
+        """
+        directory = save_prepared(self, [self.engine(model) for model in self._models], output_dir)
+        self.project_configuration.iteration += 1
+        return str(directory)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Load what `save_state` saved at any number of processes and stage, or what Accelerate's own saved.
+
+        All ranks call it.
+
+        Raises:
+            ValueError: If there is no checkpoint, or it does not fit what is prepared; names what differs.
+        """
+        for engine in self.engines.values():
+            engine.saver.wait()
+        load_prepared(self, [self.engine(model) for model in self._models], input_dir, load_kwargs, options)
+
+    def wait_for_saves(self) -> None:
+        """Return when the checkpoints that are being written are there.
+
+        Raises:
+            OSError, ValueError, RuntimeError: Why one is not.
+        """
+        for engine in self.engines.values():
+            engine.saver.finish()
+
+    def end_training(self) -> None:
+        """Finish saves and trackers; all ranks leave together.
+
+        Where Accelerate ends the process group now, engines end before it. Elsewhere (one process, or one of a
+        notebook's) models can be used as before.
+        """
+        self.wait_for_saves()
+        self.wait_for_everyone()
+        if self.num_processes > 1 and not self.state.fork_launched:
+            for engine in self.engines.values():
+                engine.close()
+        super().end_training()
 
     def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
         """Prove on a model of yours that these settings train it as one plain process does. All processes call it.
@@ -107,36 +500,3 @@ class ZeroAccelerator(SavingAccelerator):
         if self.num_processes == 1:
             keywords.setdefault("ranks", 1)
         return verify_settings(self.zero_config, factory, keywords)
-
-    def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
-        check_processes(self.num_processes, os.environ)
-        self.zero_config = load_config(configured(zero_config))
-        refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
-        check_uneven_batches(self.zero_config, type(self).__name__)
-        if self.zero_config.checkpoint.format != "directory":
-            raise ValueError(
-                f"checkpoint.format={self.zero_config.checkpoint.format!r} is for Lightning's Trainer and Fabric. "
-                "save_state writes directories, and save_model whole weights: remove that setting"
-            )
-        self._engines = {}
-        self._for_training = {}
-        self._unattached = []
-        self._told_factor = False
-        self._followers = None
-        self._norm_settings, self._norm_logs = None, {}
-        steps, precision = self.gradient_accumulation_steps, self.mixed_precision
-        self._facts = dict(facts) if facts else {
-            "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
-            "training_precision": Fact(precision, f"ZeroAccelerator(mixed_precision={precision!r})"),
-        }
-        check_owned(self.zero_config, self._facts, later=LATER_KEYS)
-        if precision == "fp16":
-            self.native_amp = True  # on the CPU, too, where Accelerate's would compute in fp32 without a word
-            rule = loss_scale_rule(self.zero_config, self.scaler_handler)
-            self.scaler = AgreedGradScaler(rule, self._engine_of_optimizer, self.device.type, self._together)
-
-
-def _other_sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """What an Accelerator was made with that shards, by the names of its arguments."""
-    names = ("parallelism_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
-    return {name: getattr(accelerator.state, name, None) for name in names}

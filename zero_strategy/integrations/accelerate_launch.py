@@ -60,6 +60,18 @@ def check_single_owner(keywords: Mapping[str, Any], environment: Mapping[str, st
         )
 
 
+def check_adoptable(accelerator: Any, environment: Mapping[str, str]) -> None:
+    """Raise if an Accelerator that somebody else has made shards already, or has prepared something.
+
+    Raises:
+        ValueError: Naming what it was made with; or that it has prepared something.
+    """
+    names = ("parallelism_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+    check_single_owner({name: getattr(accelerator.state, name, None) for name in names}, environment)
+    if accelerator._models or accelerator._optimizers:
+        raise ValueError("this Accelerator has prepared models or optimizers already, which cannot be undone")
+
+
 def needs_cpu(environment: Mapping[str, str]) -> bool:
     """Whether a launcher started several processes where there is no device, which Accelerate must be told."""
     return "LOCAL_RANK" in environment and not torch.accelerator.is_available()
@@ -102,6 +114,19 @@ def check_uneven_batches(config: ZeroConfig, owner: str) -> None:
             f"uneven_batches is {config.uneven_batches!r} [{config.origin_of('uneven_batches')}], and under {owner} "
             "loaders repeat samples (even_batches=True), unless the loop is inside of `with "
             "accelerator.join_uneven_inputs([model], even_batches=False):`; use that, and leave the setting out"
+        )
+
+
+def check_format(config: ZeroConfig) -> None:
+    """Raise for a form of checkpoints that Accelerate does not have.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    if config.checkpoint.format != "directory":
+        raise ValueError(
+            f"checkpoint.format={config.checkpoint.format!r} is for Lightning's Trainer and Fabric. "
+            "save_state writes directories, and save_model whole weights: remove that setting"
         )
 
 

@@ -1,176 +1,192 @@
-"""The part of `ZeroAccelerator` that saves and loads: checkpoints of this package with Accelerate's states in them."""
+"""`save_state` and `load_state` of a `ZeroAccelerator`: one directory for all that was prepared or registered.
+
+The directory is a checkpoint of this package. Schedulers, samplers, loaders and registered objects are written by
+Accelerate's own functions, into a directory of this rank alone, from which they go into the checkpoint as small files;
+so the checkpoint is there as a whole or not at all. For loading they are put back into such a directory.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from accelerate.checkpointing import (
+    load_accelerator_state,
+    load_custom_state,
+    save_accelerator_state,
+    save_custom_state,
+)
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations import accelerate_states
-from zero_strategy.integrations.accelerate_step import SteppingAccelerator
 
+if TYPE_CHECKING:
+    from zero_strategy.checkpoint import StateReader
+
+_FOLDER = "accelerate"
+"""In the checkpoint: Accelerate's own files."""
 _KEY = "accelerate"
 """Of the Accelerator's own entry in a checkpoint's user metadata."""
+_RANDOM = "random_states_"
+_PER_RANK = "dl_state_dict"
 
 
-class SavingAccelerator(SteppingAccelerator):
-    """`save_state` and `load_state` with one directory for all that was prepared or registered."""
+# ---- all that was prepared ----
 
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
-    ) -> str:
-        """Save everything that was prepared or registered; all ranks call it.
 
-        The directory is a checkpoint of this package: of one model itself, of several one each in `model_0`,
-        `model_1`... It is written in the background where `checkpoint.asynchronous` says so and no hook waits for it.
+def save_prepared(
+    accelerator: Any, engines: Sequence[ZeroEngine], output_dir: str | os.PathLike[str] | None
+) -> Path:
+    """Save models with their optimizers, and the rest with the first; all ranks call it.
 
-        Returns:
-            The directory.
+    Args:
+        accelerator: The rest is its.
+        engines: Of the models, in their order. Several are saved each in `model_0`, `model_1`...
+        output_dir: Where to; None: the next directory of its project.
 
-        Raises:
-            ValueError: If no model is prepared, or the directory holds what is not of the checkpoint it would replace.
-        """
-        engines = [self.engine(model) for model in self._models]
-        if not engines:
-            raise ValueError("save_state saves prepared models, and none is: call accelerator.prepare(model) first")
-        directory, stale = self._next_directory(output_dir)
-        self._check_replaceable(engines, directory)
-        token = engines[0].mesh.world_group.control.all_gather_objects(uuid.uuid4().hex)[0]
-        shared, own = accelerate_states.capture(self)
-        hooks: list[Callable[..., None]] = list(self._save_model_state_pre_hook.values())
-        saves = []
-        for number, engine in enumerate(engines):
-            saves.append(
-                engine.save(
-                    directory if len(engines) == 1 else directory / f"model_{number}",
-                    user={_KEY: {"step": self.step, "models": len(engines), "save": token}},
-                    extra_files=shared if number == 0 else {},
-                    own_files=own if number == 0 else {},
-                    update_latest=False,  # Accelerate takes whatever lies in its folder for a checkpoint
-                    asynchronous=self.zero_config.checkpoint.asynchronous and not hooks,
-                )
-            )
-        for old in stale if self.is_main_process else ():
-            saves[-1].then(partial(_remove, old))  # not before there is another
-        for hook in hooks:  # they may write into the directory, which was replaced as a whole
-            hook(self._models, [], str(directory))
-        self.project_configuration.iteration += 1
-        return str(directory)
+    Returns:
+        The directory.
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """Load what `save_state` saved at any number of processes and stage, or what Accelerate's own saved.
+    Raises:
+        ValueError: If there is no model, or the directory holds what is not of the checkpoint it would replace.
+    """
+    if not engines:
+        raise ValueError("save_state saves prepared models, and none is: call accelerator.prepare(model) first")
+    directory, stale = _next_directory(accelerator, output_dir)
+    hooks: list[Callable[..., None]] = list(accelerator._save_model_state_pre_hook.values())
+    places = _places(directory, len(engines))
+    _check_replaceable(engines[0], directory, places, bool(hooks))
+    token = engines[0].mesh.world_group.control.all_gather_objects(uuid.uuid4().hex)[0]
+    shared, own = _capture(accelerator)
+    saves = [
+        engine.save(
+            place,
+            user={_KEY: {"step": accelerator.step, "models": len(engines), "save": token}},
+            extra_files=shared if engine is engines[0] else {},
+            own_files=own if engine is engines[0] else {},
+            update_latest=False,  # Accelerate takes whatever lies in its folder for a checkpoint
+            asynchronous=accelerator.zero_config.checkpoint.asynchronous and not hooks,
+        )
+        for engine, place in zip(engines, places, strict=True)
+    ]
+    for old in stale if accelerator.is_main_process else ():
+        saves[-1].then(partial(_remove, old))  # not before there is another
+    for hook in hooks:  # they may write into the directory, which was replaced as a whole
+        hook(accelerator._models, [], str(directory))
+    return directory
 
-        All ranks call it.
 
-        Raises:
-            ValueError: If there is no checkpoint, or it does not fit what is prepared; names what differs.
-        """
-        for engine in self._engines.values():
-            engine.saver.wait()
-        directory = self._saved_directory(input_dir)
-        for hook in self._load_model_state_pre_hook.values():
-            hook(list(self._models), str(directory))
-        engines = [self.engine(model) for model in self._models]
-        saves: list[tuple[Any, Any]] = []
-        for number, engine in enumerate(engines):
-            reader = engine.load(directory if len(engines) == 1 else directory / f"model_{number}", **options)
-            ours = reader.manifest.user.get(_KEY, {}) if reader.has_manifest else {}
-            saves.append((ours.get("save"), ours.get("models", len(engines))))
-            if len(set(saves)) > 1 or saves[0][1] != len(engines):
-                raise ValueError(
-                    f"{directory} holds models of several saves, or {saves[-1][1]} models where {len(engines)} are "
-                    "prepared: a save was interrupted between two models, or others were prepared; take an earlier one"
-                )
-            if number == 0 and ours:
-                accelerate_states.restore(self, reader, load_kwargs)
-                self.step = reader.manifest.user[_KEY]["step"]
-                engine.load_random_state(reader)  # once more: restoring may have drawn
-            elif number == 0:
-                accelerate_states.restore_plain(self, directory, load_kwargs)
+def load_prepared(
+    accelerator: Any,
+    engines: Sequence[ZeroEngine],
+    input_dir: str | os.PathLike[str] | None,
+    load_kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Load what `save_prepared` saved, or what Accelerate's own `save_state` did; all ranks call it.
 
-    def _check_replaceable(self, engines: list[ZeroEngine], directory: Path) -> None:
-        """A save replaces its directory as a whole, with all that somebody else has put there."""
-        places = [directory] if len(engines) == 1 else [directory / f"model_{n}" for n in range(len(engines))]
-        foreign = [str(path) for place in places for path in unlisted(place)]
-        if self._save_model_state_pre_hook:  # which write there
-            foreign = [path for path in foreign if (Path(path) / MANIFEST_NAME).is_file()]
-        found = engines[0].mesh.world_group.control.all_gather_objects(foreign)
-        if any(found):
+    Args:
+        accelerator: As for saving.
+        engines: As for saving.
+        input_dir: Where from; None: the last directory of its project.
+        load_kwargs: See Accelerate's `load_state`.
+        options: Of `ZeroEngine.load`.
+
+    Raises:
+        ValueError: If there is no checkpoint, or it does not fit what is prepared; names what differs.
+    """
+    directory = _saved_directory(accelerator, input_dir)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(list(accelerator._models), str(directory))
+    saves: list[tuple[Any, Any]] = []
+    for engine, place in zip(engines, _places(directory, len(engines)), strict=True):
+        reader = engine.load(place, **options)
+        ours = reader.manifest.user.get(_KEY, {}) if reader.has_manifest else {}
+        saves.append((ours.get("save"), ours.get("models", len(engines))))
+        if len(set(saves)) > 1 or saves[0][1] != len(engines):
             raise ValueError(
-                f"{directory} holds {sorted({path for paths in found for path in paths})[:5]}, which are not of the "
-                "checkpoint there and would be removed with it; save to another directory"
+                f"{directory} holds models of several saves, or {saves[-1][1]} models where {len(engines)} are "
+                "prepared: a save was interrupted between two models, or others were prepared; take an earlier one"
             )
+        if engine is engines[0] and ours:
+            _restore(accelerator, reader, load_kwargs)
+            accelerator.step = reader.manifest.user[_KEY]["step"]
+            engine.load_random_state(reader)  # once more: restoring may have drawn
+        elif engine is engines[0]:
+            _restore_plain(accelerator, directory, load_kwargs)
 
-    def _next_directory(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, list[Path]]:
-        """Where to save, and which checkpoints are too many then."""
-        project = self.project_configuration
-        if not project.automatic_checkpoint_naming:
-            if output_dir is None:
-                raise ValueError(
-                    "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
-                )
-            return Path(output_dir).expanduser(), []
-        self.wait_for_saves()  # one that is on its way counts
-        folder = Path(self.project_dir) / "checkpoints"
-        directory = folder / f"checkpoint_{self.save_iteration}"
-        if directory.exists():
-            raise ValueError(
-                f"{directory} exists already; set accelerator.project_configuration.iteration to where to go on"
-            )
-        self.wait_for_everyone()  # all have looked
-        found = _numbered(folder)
-        many = 0 if project.total_limit is None else max(0, len(found) + 1 - project.total_limit)
-        return directory, found[:many]
 
-    def _saved_directory(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        if input_dir is not None:
-            directory = Path(input_dir).expanduser()
-            if not directory.is_dir():
-                raise ValueError(f"{directory}: there is no such checkpoint directory")
-            return directory
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError("load_state needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
-        folder = Path(self.project_dir) / "checkpoints"
-        found = _numbered(folder)
-        if not found:
-            raise ValueError(f"{folder}: there is no checkpoint")
-        return found[-1]
+# ---- directories ----
 
-    def wait_for_saves(self) -> None:
-        """Return when the checkpoints that are being written are there.
 
-        Raises:
-            OSError, ValueError, RuntimeError: Why one is not.
-        """
-        for engine in self._engines.values():
-            engine.saver.finish()
+def _next_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> tuple[Path, list[Path]]:
+    """The directory to save to, and the checkpoints that are too many then; all ranks call it.
 
-    def end_training(self) -> None:
-        """Finish saves and trackers; all ranks leave together.
+    Raises:
+        ValueError: If none is given or named, or the next one in the order of names exists.
+    """
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError("save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+        return Path(output_dir).expanduser(), []
+    accelerator.wait_for_saves()  # one that is on its way counts
+    folder = Path(accelerator.project_dir) / "checkpoints"
+    directory = folder / f"checkpoint_{accelerator.save_iteration}"
+    if directory.exists():
+        raise ValueError(
+            f"{directory} exists already; set accelerator.project_configuration.iteration to where to go on"
+        )
+    accelerator.wait_for_everyone()  # all have looked
+    found = _numbered(folder)
+    many = 0 if project.total_limit is None else max(0, len(found) + 1 - project.total_limit)
+    return directory, found[:many]
 
-        Where Accelerate ends the process group now, engines end before it. Elsewhere (one process, or one of a
-        notebook's) models can be used as before.
-        """
-        self.wait_for_saves()
-        self.wait_for_everyone()
-        if self.num_processes > 1 and not self.state.fork_launched:
-            for engine in self._engines.values():
-                engine.close()
-        super().end_training()
+
+def _saved_directory(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
+    """The directory to load from; the last one where none is given.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if input_dir is not None:
+        directory = Path(input_dir).expanduser()
+        if not directory.is_dir():
+            raise ValueError(f"{directory}: there is no such checkpoint directory")
+        return directory
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("load_state needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+    folder = Path(accelerator.project_dir) / "checkpoints"
+    found = _numbered(folder)
+    if not found:
+        raise ValueError(f"{folder}: there is no checkpoint")
+    return found[-1]
+
+
+def _places(directory: Path, models: int) -> list[Path]:
+    return [directory] if models == 1 else [directory / f"model_{number}" for number in range(models)]
+
+
+def _check_replaceable(engine: ZeroEngine, directory: Path, places: Sequence[Path], hooks: bool) -> None:
+    """A save replaces its directory as a whole, with all that somebody else has put there."""
+    foreign = [str(path) for place in places for path in unlisted(place)]
+    if hooks:  # which write there
+        foreign = [path for path in foreign if (Path(path) / MANIFEST_NAME).is_file()]
+    found = engine.mesh.world_group.control.all_gather_objects(foreign)
+    if any(found):
+        raise ValueError(
+            f"{directory} holds {sorted({path for paths in found for path in paths})[:5]}, which are not of the "
+            "checkpoint there and would be removed with it; save to another directory"
+        )
 
 
 def _remove(directory: Path) -> None:
@@ -184,3 +200,82 @@ def _remove(directory: Path) -> None:
 def _numbered(folder: Path) -> list[Path]:
     found = [path for path in folder.iterdir() if re.fullmatch(r"checkpoint_\d+", path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+# ---- schedulers, samplers, loaders, registered objects ----
+
+
+def _capture(accelerator: Any) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Small files: those that are the same everywhere, and those of this rank alone."""
+    rank = accelerator.process_index
+    with tempfile.TemporaryDirectory(prefix="accelerate-") as name:
+        save_accelerator_state(
+            name,
+            [],
+            [],
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            rank,
+            accelerator.step,
+            save_on_each_node=True,
+        )
+        for index, custom in enumerate(accelerator._custom_objects):
+            save_custom_state(custom, name, index, save_on_each_node=True)
+        found = {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
+    found = {path: content for path, content in found.items() if not path.startswith(_RANDOM)}  # the engine's own
+    own = {_own_path(rank, path): found.pop(path) for path in list(found) if path.startswith(_PER_RANK)}
+    return {f"{_FOLDER}/{path}": content for path, content in found.items()}, own
+
+
+def _restore(accelerator: Any, reader: StateReader, load_kwargs: Mapping[str, Any] | None) -> None:
+    """Give schedulers, samplers, loaders and registered objects their state back.
+
+    Raises:
+        RuntimeError: If the checkpoint holds another number of registered objects.
+    """
+    with tempfile.TemporaryDirectory(prefix="accelerate-") as name:
+        own = _own_path(accelerator.process_index, "")
+        for path in reader.manifest.files:
+            if path.startswith(own):
+                (Path(name) / path.removeprefix(own)).write_bytes(reader.extra(path))
+            elif path.startswith(f"{_FOLDER}/") and path.count("/") == 1:
+                (Path(name) / path.removeprefix(f"{_FOLDER}/")).write_bytes(reader.extra(path))
+        customs = sorted(Path(name).glob("custom_checkpoint_*.pkl"))
+        if len(customs) != len(accelerator._custom_objects):
+            raise RuntimeError(
+                f"{reader.directory} holds {len(customs)} registered objects, {len(accelerator._custom_objects)} are "
+                "registered: call accelerator.register_for_checkpointing for the same objects in the same order"
+            )
+        load_accelerator_state(
+            name,
+            [],
+            [],
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            accelerator.process_index,
+            load_kwargs=dict(load_kwargs or {}),
+        )
+        for index, custom in enumerate(accelerator._custom_objects):
+            load_custom_state(custom, name, index)
+
+
+def _restore_plain(accelerator: Any, directory: Path, load_kwargs: Mapping[str, Any] | None) -> None:
+    """The same from a directory of Accelerate's own `save_state`, with its step and this rank's random state."""
+    schedulers = accelerator._schedulers if (directory / "scheduler.bin").is_file() else []
+    attributes = load_accelerator_state(
+        directory,
+        [],
+        [],
+        schedulers,
+        accelerator._dataloaders,
+        accelerator.process_index,
+        load_kwargs=dict(load_kwargs or {}),
+    )
+    accelerator.step = attributes.get("step", accelerator.step)
+    for index, custom in enumerate(accelerator._custom_objects):
+        if (directory / f"custom_checkpoint_{index}.pkl").is_file():
+            load_custom_state(custom, str(directory), index)
+
+
+def _own_path(rank: int, path: str) -> str:
+    return f"{_FOLDER}/rank-{rank:05d}/{path}"

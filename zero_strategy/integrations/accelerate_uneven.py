@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +19,13 @@ class Followers:
     Engines, parameters and optimizers are told by their numbers, which are the same on all ranks.
 
     Args:
-        accelerator: The ZeroAccelerator.
+        accelerator: The ZeroAccelerator, for its optimizers, schedulers, loss scale and counter of steps.
+        engines: Of its models.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, engines: Iterable[ZeroEngine]) -> None:
         self._accelerator = accelerator
-        self._engines: list[ZeroEngine] = list(accelerator._engines.values())
+        self._engines = list(engines)
         self.training = UnevenTraining(
             [engine.model for engine in self._engines],
             {
@@ -123,6 +124,25 @@ def batches_as_they_are(loaders: Sequence[Any], even_batches: bool | None) -> It
     finally:
         for sampler, value in zip(samplers, before, strict=True):
             sampler.even_batches = value
+
+
+def check_joinable(accelerator: Any, engines: Iterable[ZeroEngine]) -> None:
+    """Raise if ranks without a batch could not follow the others.
+
+    Raises:
+        ValueError: If a model is a pipeline, or accumulation would end at different batches on different ranks.
+    """
+    if any(engine.is_part for engine in engines):
+        raise ValueError(
+            "join_uneven_inputs(even_batches=False) is not for pipelines, whose ranks all take part in "
+            "every batch: let the loader end evenly (even_batches=True)"
+        )
+    if accelerator.gradient_accumulation_steps > 1 and accelerator.gradient_state.sync_with_dataloader:
+        raise ValueError(
+            f"with gradient_accumulation_steps={accelerator.gradient_accumulation_steps} a rank steps at its last "
+            "batch, and in join_uneven_inputs(even_batches=False) ranks have different ones: take "
+            "GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False), or even_batches=True"
+        )
 
 
 def _hyper_parameters(prepared: Any) -> list[dict[str, Any]]:

@@ -8,27 +8,19 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from zero_strategy.config import (
-    ActivationCheckpointingConfig,
-    CheckpointConfig,
-    DiagnosticsConfig,
     Fact,
-    LossScaleConfig,
-    MeshConfig,
-    OffloadConfig,
-    PipelineConfig,
-    PrecisionConfig,
     ResolvedConfig,
-    UnitsConfig,
-    WatchdogConfig,
     ZeroConfig,
+    ZeroSettings,
     check_owned,
     resolve,
 )
@@ -38,7 +30,7 @@ from zero_strategy.integrations.engines import engine_for, engine_of, move_to
 from zero_strategy.integrations.fabric_checkpoint import FabricCheckpoints, unwrapped
 from zero_strategy.integrations.fabric_precision import FabricPrecision, ScaledFabricPrecision
 from zero_strategy.integrations.precision import PLANS, precision_of
-from zero_strategy.integrations.settings import check_device, check_world_size, read_settings
+from zero_strategy.integrations.settings import check_device, check_world_size, read_settings, shows_settings
 from zero_strategy.integrations.tensor_mesh import TensorMesh
 from zero_strategy.integrations.verifying import verify_settings
 
@@ -84,31 +76,11 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
     plain_precision: ClassVar[type[FabricPrecision]]
     scaled_precision: ClassVar[type[ScaledFabricPrecision]]
 
+    @shows_settings
     def __init__(
         self,
         config: ZeroConfig | dict[str, Any] | str | os.PathLike[str] | None = None,
         *,
-        stage: int | None = None,
-        units: UnitsConfig | dict[str, Any] | None = None,
-        mesh: MeshConfig | dict[str, Any] | None = None,
-        precision: PrecisionConfig | dict[str, Any] | None = None,
-        gradient_reduction: str | None = None,
-        uneven_batches: str | None = None,
-        nonfinite_gradients: str | None = None,
-        prefetch: int | None = None,
-        reshard_after_forward: bool | None = None,
-        reshard_after_backward: bool | None = None,
-        loss_scale: LossScaleConfig | dict[str, Any] | None = None,
-        offload: OffloadConfig | dict[str, Any] | str | None = None,
-        activation_checkpointing: ActivationCheckpointingConfig | dict[str, Any] | bool | str | None = None,
-        pipeline: PipelineConfig | dict[str, Any] | None = None,
-        checkpoint: CheckpointConfig | dict[str, Any] | None = None,
-        watchdog: WatchdogConfig | dict[str, Any] | str | None = None,
-        diagnostics: DiagnosticsConfig | dict[str, Any] | None = None,
-        elementwise_optimizers: list[str] | None = None,
-        fused_optimizers: bool | None = None,
-        timeout_seconds: float | None = None,
-        barrier_seconds: float | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -117,34 +89,12 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: NoReturn,
+        **settings: Unpack[ZeroSettings],
     ) -> None:
         """Takes a config, or its settings as keywords; keywords win. See `ZeroConfig` for each.
 
         Args:
             config: A `ZeroConfig`, a mapping, or the path of a YAML file.
-            stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-            units: What is sharded, gathered and released together.
-            mesh: How the ranks are laid out, for hybrid sharding.
-            precision: Dtypes of master weights and gradients. (That of the computation is Fabric's `precision`.)
-            gradient_reduction: `per_step` or `per_micro_batch`.
-            uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
-            nonfinite_gradients: What a step does whose gradients are not finite: `ignore`, `skip` or `raise`.
-            prefetch: Units that are gathered ahead under stage 3.
-            reshard_after_forward: Free gathered parameters between forward and backward under stage 3.
-            reshard_after_backward: Free them after backward under stage 3 (else after the optimizer's step).
-            loss_scale: Dynamic loss scaling for fp16.
-            offload: Where state is kept that the device has no room for: "cpu", "nvme", or more.
-            activation_checkpointing: Which activations are computed again in backward instead of being kept: "full",
-                "selective", "every_n", "budget", or more.
-            pipeline: How the layers of a model are divided into pipeline stages.
-            checkpoint: How checkpoints are written.
-            watchdog: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
-            diagnostics: What is written down of a run.
-            elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
-            fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
-            timeout_seconds: Seconds until a collective times out.
-            barrier_seconds: Seconds that our own waits on other ranks last at most.
             accelerator: As in Fabric's strategies.
             parallel_devices: As in Fabric's strategies.
             cluster_environment: As in Fabric's strategies.
@@ -153,34 +103,8 @@ class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
             process_group_backend: As in Fabric's strategies.
             timeout: `timeout_seconds` under the name that Fabric's strategies have.
             start_method: How processes are started: `popen`, `spawn`, `fork` or `forkserver`.
-            unknown: Refused, with the name that was probably meant.
         """
-        self.config = read_settings(
-            config,
-            timeout,
-            stage=stage,
-            units=units,
-            mesh=mesh,
-            precision=precision,
-            gradient_reduction=gradient_reduction,
-            uneven_batches=uneven_batches,
-            nonfinite_gradients=nonfinite_gradients,
-            prefetch=prefetch,
-            reshard_after_forward=reshard_after_forward,
-            reshard_after_backward=reshard_after_backward,
-            loss_scale=loss_scale,
-            offload=offload,
-            activation_checkpointing=activation_checkpointing,
-            pipeline=pipeline,
-            checkpoint=checkpoint,
-            watchdog=watchdog,
-            diagnostics=diagnostics,
-            elementwise_optimizers=elementwise_optimizers,
-            fused_optimizers=fused_optimizers,
-            timeout_seconds=timeout_seconds,
-            barrier_seconds=barrier_seconds,
-            **unknown,
-        )
+        self.config = read_settings(config, timeout, settings)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
 
-from zero_strategy.config import ZeroConfig, load_config
+from zero_strategy.config import ZeroConfig, ZeroSettings, load_config
+
+F = TypeVar("F", bound=Callable[..., None])
 
 
-def read_settings(config: Any, timeout: Any, **keywords: Any) -> ZeroConfig:
+def shows_settings(init: F) -> F:
+    """Shows `**settings` of a constructor as what they are: keywords of its signature, with types and descriptions.
+
+    For `help`, editors and LightningCLI; type checkers read `ZeroSettings`.
+    """
+    shown: Any = init
+    signature = inspect.signature(init)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(ZeroSettings)
+    settings = [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in hints.items()]
+    shown.__signature__ = signature.replace(parameters=[*own, *settings])
+    described = (inspect.getdoc(ZeroSettings) or "").partition("Args:\n")[2]
+    if init.__doc__:  # there is none under `python -OO`
+        shown.__doc__ = f"{inspect.cleandoc(init.__doc__)}\n{textwrap.indent(textwrap.dedent(described), '    ')}"
+    return init
+
+
+def read_settings(config: Any, timeout: Any, keywords: Mapping[str, Any]) -> ZeroConfig:
     """The config with keywords on top; None means not given.
 
     Raises:

@@ -102,7 +102,7 @@ class ZeroTrainerMixin:
     @property
     def zero_engine(self) -> ZeroEngine | None:
         """The engine, once the model was prepared by training or evaluation."""
-        engine: ZeroEngine | None = self.accelerator._engines.get(id(self.model))
+        engine: ZeroEngine | None = self.accelerator.engines.get(id(self.model))
         return engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

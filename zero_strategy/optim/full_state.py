@@ -67,8 +67,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     _, bucket, index = _find(param)
     bucket.follow_edits()
     piece = bucket.piece_of.get(index)
-    value = None if piece is None else bucket.read_master(piece.offset, piece.offset + piece.numel)
-    return _whole(bucket, index, value, bucket.master_dtype)
+    value = None if piece is None else bucket.master.read(piece.offset, piece.offset + piece.numel)
+    return _whole(bucket, index, value, bucket.master.dtype)
 
 
 @torch.no_grad()
@@ -172,8 +172,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     bucket.follow_edits()
     piece = bucket.piece_of.get(index)
     if piece is None:
-        return torch.empty(0, dtype=bucket.master_dtype, device=param.device)
-    return bucket.read_master(piece.offset, piece.offset + piece.numel).detach().clone()
+        return torch.empty(0, dtype=bucket.master.dtype, device=param.device)
+    return bucket.master.read(piece.offset, piece.offset + piece.numel).detach().clone()
 
 
 @torch.no_grad()
@@ -190,7 +190,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     model.invalidate_unsharded([bucket])
     piece = bucket.piece_of.get(index)
     if piece is not None:
-        bucket.write_master(piece.offset, value.detach().reshape(-1))
+        bucket.master.write(piece.offset, value.detach().reshape(-1))
     bucket.publish().wait()
     model.forget_unsharded([bucket])
 

@@ -22,6 +22,7 @@ from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.shard_storage import ShardStorage, split_pieces
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
@@ -68,7 +69,7 @@ class ShardedOptimizer:
                 ops.ensure(device)
         self.skip_next = self.skipped = self._fused = False
         self._declines = declines
-        self._pieces: dict[int, tuple[nn.Parameter, Piece, Tensor]] = {}
+        self._pieces: dict[int, tuple[nn.Parameter, Piece, ShardStorage]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
         self.stopped_by = ""
         self._nothing: dict[torch.dtype, Tensor] = {}
@@ -115,17 +116,17 @@ class ShardedOptimizer:
         if found is None:
             return None
         shape = bucket.layout.segments[index].shape
-        if bucket.master_vector is not None or bucket.shard_vector is not None:
-            if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master_dtype:
+        if bucket.master.tensor is None:
+            if known is None or known[0].numel() != found.numel or known[0].dtype != bucket.master.dtype:
                 # Values are elsewhere: an object of the right shape, to which the state belongs.
-                nothing = torch.full((1,), float("nan"), dtype=bucket.master_dtype)
-                stand_in = self._nothing.setdefault(bucket.master_dtype, nothing).expand(found.numel)
+                nothing = torch.full((1,), float("nan"), dtype=bucket.master.dtype)
+                stand_in = self._nothing.setdefault(bucket.master.dtype, nothing).expand(found.numel)
                 if not bucket.placement.shard_optimizer and shape:
                     stand_in = stand_in.view(shape) if found.numel else torch.empty(shape)
                 known = (nn.Parameter(stand_in), found, bucket.master)
             self._pieces[id(parameter)] = (known[0], found, bucket.master)
             return known[0]
-        view = bucket.master[found.offset : found.offset + found.numel]
+        view = bucket.master.tensor[found.offset : found.offset + found.numel]
         if not bucket.placement.shard_optimizer and shape:  # all of this rank's part: show its shape
             view = view.view(shape)
         if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
@@ -408,8 +409,8 @@ class ShardedOptimizer:
             if place is None or known is None:
                 continue
             bucket, (piece, cut, _) = place[0], known
-            if bucket.master_vector is None and bucket.shard_vector is None:
-                piece.data = bucket.master[cut.offset : cut.offset + cut.numel].view(piece.shape)
+            if bucket.master.tensor is not None:
+                piece.data = bucket.master.tensor[cut.offset : cut.offset + cut.numel].view(piece.shape)
             self._pieces[id(parameter)] = (piece, cut, bucket.master)
 
     def detach(self) -> None:
@@ -470,7 +471,7 @@ def _segments(updates: Sequence[Update]) -> list[Segment]:
     for update in updates:
         bucket, piece, gradient = update.bucket, update.piece, update.gradient
         if id(bucket) not in copies:
-            copies[id(bucket)] = bucket.split_owned(bucket.owned_values) if bucket.has_master else {}
+            copies[id(bucket)] = split_pieces(bucket.weights.values, bucket.cuts) if bucket.has_master else {}
         copy, owner = copies[id(bucket)].get(update.cut.index), update.parameter
         assert isinstance(gradient, Tensor)
         found.append(

@@ -281,7 +281,7 @@ class StreamedStep:
                 if isinstance(update.gradient, Tensor):
                     found.append(update.gradient[low - update.cut.offset : high - update.cut.offset])
                 if not chunk.vectors.keys() & {WEIGHTS, MASTER}:
-                    found.append(update.bucket.owned_values[low:high])
+                    found.append(update.bucket.weights.values[low:high])
         return found
 
     def _brought(self, chunk: Work, copies: StepCopies) -> dict[int, _Brought]:
@@ -290,7 +290,7 @@ class StreamedStep:
         arrived, found = iter(copies.take()), {number: _Brought() for number in away}
         if WEIGHTS not in chunk.vectors:
             places = {number: _overlap(chunk.updates[number], chunk) for number in away}
-            targets = [chunk.updates[number].bucket.owned_values[slice(*places[number])] for number in away]
+            targets = [chunk.updates[number].bucket.weights.values[slice(*places[number])] for number in away]
             for number, target, room in zip(away, targets, copies.new_weights(targets), strict=True):
                 found[number].target, found[number].weights = target, room
         for number, each in found.items():
@@ -333,10 +333,10 @@ class StreamedStep:
                 key = (id(bucket), number)
                 if key not in found:
                     held = dict(vectors.get(id(bucket), {}))
-                    if bucket.master_vector is not None:
-                        held[MASTER] = bucket.master_vector
-                    if bucket.shard_vector is not None:
-                        held[WEIGHTS] = bucket.shard_vector
+                    if bucket.has_master and bucket.master.vector is not None:
+                        held[MASTER] = bucket.master.vector
+                    if bucket.weights.vector is not None:
+                        held[WEIGHTS] = bucket.weights.vector
                     if isinstance(update.gradient, OffloadedPart):
                         held[GRADIENT] = update.gradient.vector
                     place, on_device = cuts.chunks[number], number < cuts.heads
@@ -361,7 +361,7 @@ class StreamedStep:
             low, high = _overlap(update, chunk)
             here = slice(low - chunk.start, high - chunk.start)
             home = update.bucket.device if chunk.on_device else _HOST
-            weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.owned_values[low:high]
+            weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.weights.values[low:high]
             if (here_too := brought.get(number)) is not None:
                 weights = weights if here_too.weights is None else here_too.weights
             elif weights.device != home or (self._forced and chunk.on_device and WEIGHTS in held):

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 import torch
 
-_Job = tuple[Callable[[], None], "Future[None]"]
+_Job = tuple[Callable[[], object], "Future[None]"]
 _EXIT_SECONDS = 5.0
 """How long what is under way at exit is waited for: another rank may need it yet."""
 _FAILED_SECONDS = 0.5
@@ -47,8 +47,8 @@ class BackgroundWorker:
         atexit.register(self._at_exit)
         weakref.finalize(self, _drop, self._jobs, self._threads, self._at_exit).atexit = False
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Queue a job, from any thread; its exception is raised by the future's `result()`."""
+    def submit(self, job: Callable[[], object]) -> Future[None]:
+        """Queue a job, from any thread; the future's `result()` raises its exception, and drops what it returns."""
         if not self._threads:
             self._start()
         future: Future[None] = Future()

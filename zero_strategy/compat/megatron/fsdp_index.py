@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_strategy.compat.megatron.groups import ScriptCommunicator, contains_submesh, get_mesh_names, group_of, submesh
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.compat.megatron.groups import contains_submesh, get_mesh_names, group_of, submesh
 
 ProcessGroup = dist.ProcessGroup
 
@@ -218,13 +219,13 @@ def all_gather_dp_groups(
     if len(groups) != len(partitioned_param_groups):
         raise ValueError(f"{len(partitioned_param_groups)} groups of parameters, but {len(groups)} process groups")
     for number, (partitions, group) in enumerate(zip(partitioned_param_groups, groups, strict=True)):
-        ranks = ScriptCommunicator(group)  # type: ignore[arg-type]
+        ranks = Communicator(group, CommunicationCounters())  # type: ignore[arg-type]
         _check(number, partitions, ranks.size)
         room = max(1, allgather_bucket_size // ranks.size // start_alignment_factor) * start_alignment_factor
         _gather(partitions, ranks, room)
 
 
-def _gather(partitions: Sequence[Tensor], ranks: ScriptCommunicator, room: int) -> None:
+def _gather(partitions: Sequence[Tensor], ranks: Communicator, room: int) -> None:
     length = partitions[0].numel()
     bucket = partitions[0].new_empty(min(room, length) * ranks.size)
     for start in range(0, length, room):

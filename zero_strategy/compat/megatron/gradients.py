@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.comm.pending import PendingWork
-from zero_strategy.compat.megatron.groups import ScriptCommunicator
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.instrumentation import PendingWork
 from zero_strategy.compat.megatron.models import (
     bwc_tensor_model_parallel_rank,
     is_expert_parameter,
@@ -190,8 +190,8 @@ def _joined(norms: Sequence[float], norm_type: float) -> float:
     return largest * float(torch.linalg.vector_norm(parts, norm_type))
 
 
-def _communicators(*groups: dist.ProcessGroup | None) -> list[ScriptCommunicator]:
-    return [ScriptCommunicator(group) for group in groups if group is not None]
+def _communicators(*groups: dist.ProcessGroup | None) -> list[Communicator]:
+    return [Communicator(group, CommunicationCounters()) for group in groups if group is not None]
 
 
 def _group(mpu: Any, names: Sequence[str], *, optional: bool = False) -> dist.ProcessGroup | None:
@@ -264,7 +264,7 @@ def drain_embedding_wgrad_compute(
             f"{len(embedding_activation_buffer)} inputs in embedding_activation_buffer, but {len(grad_output_buffer)} "
             "gradients in grad_output_buffer; there must be one of each per micro-batch"
         )
-    gathers = _Gathers(ScriptCommunicator(tp_group if config.sequence_parallel else None), scratch)
+    gathers = _Gathers(Communicator(tp_group if config.sequence_parallel else None, CommunicationCounters()), scratch)
     coming = gathers.begin(embedding_activation_buffer)
     while coming is not None:
         work, whole = coming
@@ -276,7 +276,7 @@ def drain_embedding_wgrad_compute(
 class _Gathers:
     """Whole inputs, one micro-batch after the other, in two buffers that take turns."""
 
-    def __init__(self, ranks: ScriptCommunicator, scratch: GlobalMemoryBuffer | None) -> None:
+    def __init__(self, ranks: Communicator, scratch: GlobalMemoryBuffer | None) -> None:
         self._ranks, self._scratch = ranks, scratch
         self._turn = 0
 

@@ -32,9 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.runtime.torch_private import flattened_meshes
-from zero_strategy.watchdog.flight_recorder import Subject
 
 ProcessGroup = dist.ProcessGroup
 
@@ -110,25 +108,6 @@ def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequen
     wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names)
     names = get_mesh_names(device_mesh)
     return all(name in names for name in wanted)
-
-class ScriptCommunicator(Communicator):
-    """A `Communicator` of it. The engine's own flags and norms have gloo groups; scripts have what they have.
-
-    Args:
-        group: The script's; None: this rank alone.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group, CommunicationCounters())
-
-    def all_gather_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
-        """Every rank's `value` (same shape everywhere, on the CPU), in rank order."""
-        if self.size == 1 or dist.get_backend(self.group) != "nccl":
-            return super().all_gather_small(value, of)
-        device = torch.device("cuda", torch.cuda.current_device())
-        values = [torch.empty_like(value, device=device) for _ in range(self.size)]
-        dist.all_gather(values, value.to(device), group=self.group)
-        return list(torch.stack(values).cpu())
 
 @dataclass(frozen=True)
 class ParallelGroups:
