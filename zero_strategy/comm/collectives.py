@@ -211,11 +211,9 @@ class Communicator:
         if self.size == 1 or tensor.numel() == 0:
             return
         sent = self._count("broadcast", tensor) if self.rank == source else 0
-        with (
-            self._onlookers.begin_here("broadcast", of, tensor) as watched,
-            self.observed.span("broadcast", nbytes=sent),
-        ):
-            self._onlookers.compare(watched)
+        onlookers, span = self._onlookers, self._onlookers.observed.span
+        with onlookers.begin_here("broadcast", of, tensor) as watched, span("broadcast", nbytes=sent):
+            onlookers.compare(watched)
             self._carrier(tensor).broadcast(tensor, source)
 
     def all_gather_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
@@ -250,7 +248,7 @@ class Communicator:
 
     def _carrier(self, tensor: Tensor) -> Collectives:
         """What carries such a tensor: one group may have connections for either kind of device."""
-        return self._host if tensor.device.type == "cpu" else self._device
+        return self._host if tensor.is_cpu else self._device
 
     def _start(
         self,

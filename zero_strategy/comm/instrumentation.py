@@ -86,7 +86,8 @@ class Onlookers:
             return run
 
         def seen() -> Work | None:
-            self.compare(watched)
+            if self.exchange_card is not None:
+                self.compare(watched)
             ended = self.observed.transfer(kind, sent)
             work = run()
             if work is not None and watched is not None:
