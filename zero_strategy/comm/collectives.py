@@ -1,10 +1,8 @@
-"""Collectives on whole buckets, in place, with a fixed order of summation, and counters of what is sent.
+"""Collectives on whole buckets, in place, with a fixed order of summation, and exact counters of what is sent.
 
-exact, so that tests can compare them with formulas.
-
-What carries them is chosen by the group and by the tensors' device (`host_transport`, `device_transport`); a watchdog and
-an observer are wrapped around that (`onlookers`). Here is what does not depend on any of these: what is counted, and
-that a rank alone sends nothing.
+What carries them is chosen by the group and by the tensors' device (`host_transport`, `device_transport`); a watchdog
+and an observer are wrapped around that (`instrumentation`). Here is what does not depend on any of these: what is
+counted, and that a rank alone sends nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from zero_strategy.comm.device_transport import DeviceCollectives
 from zero_strategy.comm.host_transport import HostCollectives
-from zero_strategy.comm.instrumentation import Onlookers, PendingWork
+from zero_strategy.comm.instrumentation import Instrumentation, PendingWork
 from zero_strategy.comm.process_group import end_with
 from zero_strategy.comm.transport import Collectives, Job, Scattered
 from zero_strategy.runtime.observer import Observed
@@ -81,7 +79,7 @@ class Communicator:
         self._host, self._device = HostCollectives(group), DeviceCollectives(group)
         self.rank, self.size = self._host.rank, self._host.size
         self._control: Collectives = self._host if self.on_host else self._device
-        self._onlookers = Onlookers()
+        self._instrumentation = Instrumentation()
         self.closed = False
         # With the transport, not with this object: what is under way holds the transport.
         self._end = end_with(self._host, group) if owns and group is not None else None
@@ -92,7 +90,7 @@ class Communicator:
         if self._end is not None:
             self._end.detach()
         self.group = None
-        self._onlookers.close()
+        self._instrumentation.close()
         self._host.close()
         self._device.close()
 
@@ -104,20 +102,20 @@ class Communicator:
     @property
     def track(self) -> CollectiveLog | None:
         """By which a watchdog watches; None: no watchdog does."""
-        return self._onlookers.track
+        return self._instrumentation.track
 
     @track.setter
     def track(self, track: CollectiveLog | None) -> None:
-        self._onlookers.track = track
+        self._instrumentation.track = track
 
     @property
     def observed(self) -> Observed:
         """Who is told what this does; a mesh has one for all of its communicators."""
-        return self._onlookers.observed
+        return self._instrumentation.observed
 
     @observed.setter
     def observed(self, observed: Observed) -> None:
-        self._onlookers.observed = observed
+        self._instrumentation.observed = observed
 
     def guarded(self, watchdog: Watchdog, name: str, twin: dist.ProcessGroup | None = None) -> None:
         """Let a watchdog watch these collectives.
@@ -135,7 +133,7 @@ class Communicator:
             comparing = HostCollectives(twin or self.group)
             if twin is not None:
                 end_with(comparing, twin)
-            self._onlookers.exchange_card = comparing.exchange_card
+            self._instrumentation.exchange_card = comparing.exchange_card
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends."""
@@ -156,7 +154,7 @@ class Communicator:
             of: What is gathered, for the watchdog's reports.
         """
         if self.size == 1 or flat.numel() == 0:
-            return self._onlookers.pending("fetch", [] if first is None else [self._host.start(first)])
+            return self._instrumentation.pending("fetch", [] if first is None else [self._host.start(first)])
         carrier = self._carrier(flat)
         return self._start("all_gather", of, flat, carrier, carrier.all_gather(flat), first)
 
@@ -211,9 +209,9 @@ class Communicator:
         if self.size == 1 or tensor.numel() == 0:
             return
         sent = self._count("broadcast", tensor) if self.rank == source else 0
-        onlookers, span = self._onlookers, self._onlookers.observed.span
-        with onlookers.begin_here("broadcast", of, tensor) as watched, span("broadcast", nbytes=sent):
-            onlookers.compare(watched)
+        instrumentation, span = self._instrumentation, self._instrumentation.observed.span
+        with instrumentation.begin_here("broadcast", of, tensor) as watched, span("broadcast", nbytes=sent):
+            instrumentation.compare(watched)
             self._carrier(tensor).broadcast(tensor, source)
 
     def all_gather_small(self, value: Tensor, of: Subject = "") -> list[Tensor]:
@@ -221,8 +219,8 @@ class Communicator:
         if self.size == 1:
             return [value]
         span = self.observed.span("control", nbytes=self._count("control", value))
-        with self._onlookers.begin_here("exchange", of, value) as watched, span:
-            self._onlookers.compare(watched)
+        with self._instrumentation.begin_here("exchange", of, value) as watched, span:
+            self._instrumentation.compare(watched)
             return self._control.all_gather_small(value)
 
     def all_to_all(self, outgoing: list[Tensor], of: Subject = "") -> list[Tensor]:
@@ -234,16 +232,16 @@ class Communicator:
             return outgoing
         own = outgoing[self.rank]
         self._count("control", own)
-        with self._onlookers.begin_here("all_to_all", of, own) as watched:
-            self._onlookers.compare(watched)
+        with self._instrumentation.begin_here("all_to_all", of, own) as watched:
+            self._instrumentation.compare(watched)
             return self._host.all_to_all(outgoing)
 
     def all_gather_objects(self, value: Any, of: Subject = "") -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:
             return [value]
-        with self._onlookers.begin_here("all_gather_objects", of) as watched, self.observed.span("control"):
-            self._onlookers.compare(watched)
+        with self._instrumentation.begin_here("all_gather_objects", of) as watched, self.observed.span("control"):
+            self._instrumentation.compare(watched)
             return self._control.all_gather_objects(value)
 
     def _carrier(self, tensor: Tensor) -> Collectives:
@@ -260,14 +258,14 @@ class Communicator:
         first: Callable[[], None] | None = None,
     ) -> PendingWork:
         """Begin a collective in which every other rank gets one slice of as many as there are ranks."""
-        onlookers, itemsize = self._onlookers, flat.dtype.itemsize
+        instrumentation, itemsize = self._instrumentation, flat.dtype.itemsize
         numel = flat.nbytes // itemsize // self.size * (self.size - 1)
         self.counters.add(kind, numel, itemsize)
-        watched = onlookers.begin(kind, of, flat)
+        watched = instrumentation.begin(kind, of, flat)
         fetched = None if first is None else carrier.start(first)
-        started = carrier.start(onlookers.around(job.run, kind, numel * itemsize, watched, flat.device))
+        started = carrier.start(instrumentation.around(job.run, kind, numel * itemsize, watched, flat.device))
         works = [work for work in (fetched, started) if work is not None]
-        return onlookers.pending(kind, works, watched, job.then)
+        return instrumentation.pending(kind, works, watched, job.then)
 
     def _count(self, kind: str, tensor: Tensor) -> int:
         """Count what goes to every other rank as it is; returns the bytes."""

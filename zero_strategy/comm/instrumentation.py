@@ -1,6 +1,6 @@
 """Watchdog and observer around a transport: every collective is recorded and can be watched.
 
-A watchdog knows every collective from its beginning, and every wait for one; a strict watchdog compares it with the other
+A watchdog knows every collective from its beginning, and every wait for one; a strict one compares it with the other
 ranks' before it runs. An observer hears when bytes begin and end to move, and of waits. The transport knows of neither.
 """
 
@@ -21,7 +21,7 @@ from zero_strategy.watchdog.flight_recorder import CollectiveLog, CollectiveReco
 _UNWATCHED = nullcontext()
 
 
-class Onlookers:
+class Instrumentation:
     """A watchdog and an observer of one group's collectives.
 
     Attributes:

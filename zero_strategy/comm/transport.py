@@ -11,7 +11,7 @@ The contract, for every implementation:
 - *Who waits.* A gather and a reduction are jobs, which somebody else has wrapped before they start. `start` never waits
   for other ranks; whoever needs the result waits for what it returns, and calls the job's `then`. All other methods
   return when they are done.
-- *Who counts and watches.* Not the transport: see `onlookers`.
+- *Who counts and watches.* Not the transport: see `instrumentation`.
 - *Errors.* A connection that breaks is a `TransportError`.
 """
 
