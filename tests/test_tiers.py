@@ -73,7 +73,7 @@ FEATURES = {
         "Settings": "config/test_schema.py",
     },
 }
-NOT_FEATURES = {"Install", "Try it", "Documentation", "License"}
+NOT_FEATURES = {"Install", "Try it", "Dive into the code", "Documentation", "License"}
 
 
 @pytest.mark.parametrize("page", FEATURES)
