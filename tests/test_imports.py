@@ -55,6 +55,7 @@ CHECKED = """
 import zero_strategy
 from zero_strategy import FusedAdamW, ZeroAccelerator, ZeroConfig, ZeroEngine, ZeroStrategy, initialize
 from zero_strategy import init_distributed, load_config, load_from_checkpoint
+from zero_strategy.compat.deepspeed import DeepSpeedEngine, initialize as same, zero
 
 ZeroStrategy(stage=3, offload="cpu", prefetch=2)
 ZeroConfig(stage=2)
@@ -62,6 +63,9 @@ reveal_type(ZeroStrategy(stage=1).explain())
 reveal_type(zero_strategy.optim.FusedSGD)
 reveal_type(initialize)
 reveal_type(init_distributed)
+reveal_type(DeepSpeedEngine)
+reveal_type(same)
+reveal_type(zero.Init)
 ZeroStrategy(stag=3)
 ZeroStrategy(stage="3")
 ZeroConfig(stag=3)
@@ -83,7 +87,7 @@ def test_type_checkers_see_what_names_are(tmp_path: Path) -> None:
     errors = {int(line.split(":")[1]) for line in lines if ": error:" in line}
     assert errors == set(range(WRONG, len(CHECKED.splitlines()) + 1)), done.stdout + done.stderr
     revealed = [line.partition("Revealed type is ")[2] for line in lines if "Revealed type" in line]
-    assert len(revealed) == 4 and not [line for line in revealed if line == '"Any"'], revealed
+    assert len(revealed) == 7 and not [line for line in revealed if line == '"Any"'], revealed
     assert revealed[0] == '"str"' or revealed[0] == '"builtins.str"'
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import MappingProxyType, ModuleType
+from importlib.util import find_spec
+from types import CodeType, MappingProxyType, ModuleType
 
 _ROOT = "zero_strategy."
 
@@ -69,12 +70,12 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "pipeline_engine": "pipeline.engine",
         "scripts": "compat.deepspeed.scripts",
         "scripts.arguments": "compat.deepspeed.scripts.entry",
-        "scripts.config_objects": "compat.deepspeed.scripts.config_objects",
+        "scripts.config_objects": "compat.deepspeed.scripts.settings",
         "scripts.data": "compat.deepspeed.scripts.data",
         "scripts.engine": "compat.deepspeed.scripts.engine",
         "scripts.engine_checkpoints": "compat.deepspeed.scripts.checkpoints",
         "scripts.entry": "compat.deepspeed.scripts.entry",
-        "scripts.named": "compat.deepspeed.scripts.named",
+        "scripts.named": "compat.deepspeed.optimizers",
         "scripts.ownership": "compat.deepspeed.scripts.data",
         "scripts.pipeline": "compat.deepspeed.scripts.pipeline",
         "scripts.plain_backward": "compat.deepspeed.scripts.data",
@@ -184,3 +185,9 @@ class _AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """The import system has given it the alias's spec: its own comes back. It has been executed."""
         module.__spec__ = self._spec
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code of the module of today, for `python -m` with a former path."""
+        spec = find_spec(self._name)
+        get_code = getattr(spec and spec.loader, "get_code", None)
+        return None if get_code is None else get_code(self._name)

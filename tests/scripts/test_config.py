@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero_strategy.compat.deepspeed.scripts.config_objects import BatchConfig, Config, FP16Config, TrainingConfig
-from zero_strategy.compat.deepspeed.scripts.named import make_optimizer
-from zero_strategy.compat.deepspeed.scripts.settings import settings_of
+from zero_strategy.compat.deepspeed.optimizers import make_optimizer
+from zero_strategy.compat.deepspeed.scripts.settings import BatchConfig, Config, FP16Config, TrainingConfig, settings_of
 from zero_strategy.config import ZeroConfig, load_config
 from zero_strategy.config.deepspeed.settings import BatchSettings, Named
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from zero_strategy.compat.deepspeed.optimizers import make_optimizer, make_scheduler
 from zero_strategy.compat.deepspeed.schedules import SCHEDULES
-from zero_strategy.compat.deepspeed.scripts.named import make_optimizer, make_scheduler
 from zero_strategy.config.deepspeed.settings import Named
 from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 import zero_strategy.compat.deepspeed as deepspeed
 from tests.launcher import Launcher
-from zero_strategy.compat.deepspeed.names import TABLE, Refused
+from zero_strategy.compat.deepspeed.names import OTHERS, TABLE, Refused
 from zero_strategy.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.fsdp.units import find_units
@@ -43,7 +46,8 @@ def test_every_name_of_the_table(place: str, name: str) -> None:
     else:
         found: dict[str, Any] = {}
         exec(f"from {module} import {name}", found)
-        assert found[name] is getattr(import_module(entry), name)
+        source, _, there = entry.partition(":")
+        assert found[name] is getattr(import_module(source), there or name)
 
 
 def test_places_are_documented() -> None:
@@ -54,10 +58,49 @@ def test_places_are_documented() -> None:
 def test_names_that_nobody_has() -> None:
     for place in TABLE:
         module = import_module(".".join([deepspeed.__name__, place]).rstrip("."))
-        with pytest.raises(AttributeError, match="no_such"):
+        others = OTHERS.get(place)
+        error, said = (ImportError, others.reason) if isinstance(others, Refused) else (AttributeError, "no_such")
+        with pytest.raises(error, match=re.escape(said)):
             _ = module.no_such
+        with pytest.raises(AttributeError, match="__no_such__"):
+            _ = module.__no_such__
         with pytest.raises(ImportError):
             exec(f"from {module.__name__} import no_such")
+
+
+def test_modules_of_the_table() -> None:
+    for place in TABLE:
+        module = import_module(".".join([deepspeed.__name__, place]).rstrip("."))
+        below = {other for other in TABLE if other.startswith(f"{place}.".lstrip(".")) and other}
+        children = {other.removeprefix(f"{place}.".lstrip(".")) for other in below}
+        assert hasattr(module, "__path__") == bool(children), place
+        offered = {name for name, entry in TABLE[place].items() if not isinstance(entry, Refused)}
+        assert offered | {child for child in children if "." not in child} <= set(dir(module)), place
+        assert not {name for name in TABLE[place] if name not in offered} & set(dir(module)), place
+        assert module.__doc__ and set(module.__all__) <= offered, place
+        assert import_module(module.__name__.replace("compat", "integrations", 1)) is module
+
+
+def test_a_name_hides_the_module_of_the_same_name() -> None:
+    module = import_module(f"{deepspeed.__name__}.utils.z3_leaf_module")
+    assert deepspeed.utils.z3_leaf_module is module.z3_leaf_module
+
+
+def test_importing_a_module_imports_none_of_its_names() -> None:
+    code = (
+        "import sys, zero_strategy.compat.deepspeed.runtime.zero.partition_parameters, "
+        "zero_strategy.compat.deepspeed.ops.adam as adam; "
+        "assert not [m for m in sys.modules if m.startswith(('zero_strategy.compat.deepspeed.zero', "
+        "'zero_strategy.compat.deepspeed.optimizers', 'zero_strategy.optim'))]; adam.FusedAdam"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("package", ["compat", "integrations"])
+def test_a_module_with_a_main_is_a_command(package: str) -> None:
+    module = f"zero_strategy.{package}.deepspeed.checkpoint.ds_to_universal"
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--inject_missing_state" in done.stdout, done.stderr
 
 
 # ---- the first script of DeepSpeed's documentation ----

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from zero_strategy.comm.process_group import init_distributed
-from zero_strategy.compat.deepspeed.scripts.config_objects import BatchConfig, Config, FP16Config, TrainingConfig
 from zero_strategy.compat.deepspeed.scripts.data import RepeatingLoader
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.compat.deepspeed.scripts.entry import add_config_arguments, initialize
 from zero_strategy.compat.deepspeed.scripts.pipeline import ScriptPipelineEngine
+from zero_strategy.compat.deepspeed.scripts.settings import BatchConfig, Config, FP16Config, TrainingConfig
 
 __all__ = [
     "BatchConfig",

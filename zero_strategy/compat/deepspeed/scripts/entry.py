@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.comm.process_group import discover, init_distributed, require_group, world_size
+from zero_strategy.compat.deepspeed.optimizers import make_optimizer, make_scheduler
 from zero_strategy.compat.deepspeed.scripts.data import OptimizerOwner, PlainBackward, check_scheduler_of
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
-from zero_strategy.compat.deepspeed.scripts.named import make_optimizer, make_scheduler
 from zero_strategy.compat.deepspeed.scripts.pipeline import ScriptPipelineEngine
 from zero_strategy.compat.deepspeed.scripts.settings import ScriptSettings, settings_of
 from zero_strategy.config import ResolvedConfig, ZeroConfig, load_config, resolve

@@ -1,19 +1,28 @@
-"""`deepspeed.accelerator`: the device of this process, CUDA or the CPU, by one object."""
+"""Surroundings of a process: its device, its place among the ranks, its logger, and ranges of a profiler.
+
+What is small of DeepSpeed's `accelerator`, `comm`, `moe.utils` and `utils.*`; `names.py` says which place has what.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import resource
-from collections.abc import Callable
-from typing import Any
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from zero_strategy.compat.deepspeed.names import named
+from zero_strategy.comm.process_group import discover, world_rank, world_size
 from zero_strategy.diagnostics.memory_use import MemoryUse
 from zero_strategy.runtime.torch_private import call_when_cuda_starts
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Accelerator:
@@ -272,4 +281,155 @@ def get_accelerator() -> Accelerator:
     return _of(said)
 
 
-__getattr__ = named(__name__)
+class OnDevice:
+    """Tensors that are made inside are of a device and, where they are of no certain dtype, of that one.
+
+    A model that is built on the meta device is made real, unit by unit, by `initialize`.
+
+    Args:
+        dtype: Floating-point dtype.
+        device: The device.
+        enabled: Do nothing if False.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, torch.device(device), enabled
+        self._before: torch.dtype | None = None
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self.device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        if self.enabled:
+            assert self._before is not None
+            self.device.__exit__(kind, error, trace)
+            torch.set_default_dtype(self._before)
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """The function, a range of its name around each call where there is a GPU."""
+
+    @functools.wraps(func)
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_available():
+            return func(*args, **kwargs)
+        with torch.cuda.nvtx.range(getattr(func, "__qualname__", type(func).__name__)):
+            return func(*args, **kwargs)
+
+    return ranged  # type: ignore[return-value]
+
+
+# ---- ranks ----
+
+
+def get_local_rank() -> int:
+    """This process on its host, as its launcher said; 0 without one."""
+    place = discover(os.environ)
+    return 0 if place is None else place.local_rank
+
+
+def get_world_group() -> dist.ProcessGroup:
+    """All ranks.
+
+    Raises:
+        RuntimeError: If there is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group yet: call init_distributed() or initialize() before")
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def get_data_parallel_group() -> dist.ProcessGroup:
+    """The ranks among which samples are divided."""
+    return get_world_group()
+
+
+def get_data_parallel_world_size() -> int:
+    """Their number."""
+    return world_size()
+
+
+def get_data_parallel_rank() -> int:
+    """This process among them."""
+    return world_rank()
+
+
+def get_model_parallel_world_size() -> int:
+    """1."""
+    return 1
+
+
+def get_model_parallel_rank() -> int:
+    """0."""
+    return 0
+
+
+_get_world_group = get_world_group
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
+_get_model_parallel_world_size = _get_sequence_parallel_world_size = get_model_parallel_world_size
+_get_model_parallel_rank = _get_sequence_parallel_rank = get_model_parallel_rank
+
+
+# ---- parameters of experts ----
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """(False, 0): no module divides experts among ranks."""
+    return False, 0
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """False, likewise."""
+    return False
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = None
+) -> list[dict[str, Any]]:
+    """The groups as a list: there are no parameters of experts to be put into groups of their own.
+
+    Args:
+        param_groups: One, or several.
+        max_group_size: Of groups of experts; without effect.
+    """
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+# ---- the log ----
+
+
+def _printing(name: str) -> logging.Logger:
+    found = logging.getLogger(name)
+    if not found.handlers:
+        handler = logging.StreamHandler(stream=sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d] %(message)s"))
+        found.addHandler(handler)
+        found.setLevel(logging.INFO)
+        found.propagate = False
+    return found
+
+
+logger = _printing("zero_strategy.compat.deepspeed.scripts.log")
+"""Prints from INFO on."""
+
+
+def log_dist(message: object, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks.
+
+    Args:
+        message: What.
+        ranks: Which; [-1]: all. None or empty: none, unless there is no process group.
+        level: Of `logging`.
+    """
+    chosen = list(ranks or [])
+    if not dist.is_initialized() or -1 in chosen[:1] or world_rank() in chosen:
+        logger.log(level, "[Rank %d] %s", world_rank(), message, stacklevel=2)

@@ -1,4 +1,4 @@
-"""`deepspeed.profiling.flops_profiler.profiler`: what forwards of a module take, by DeepSpeed's names."""
+"""`deepspeed.profiling.flops_profiler`: what forwards of a module take, by DeepSpeed's names."""
 
 from __future__ import annotations
 

@@ -1,25 +1,31 @@
-"""`deepspeed.checkpoint.DeepSpeedCheckpoint`: a Megatron-DeepSpeed checkpoint directory, for any smaller grid of ranks.
+r"""Checkpoints of DeepSpeed as its classes show them, for any smaller grid of ranks, and made universal.
 
 Names, arguments and results are DeepSpeed's. Files are found by parsing their names and read by the restricted
-unpickler; where DeepSpeed asserts, ValueError says what is missing.
+unpickler; where DeepSpeed asserts, ValueError says what is missing. The command
+
+    python -m zero_strategy.compat.deepspeed.checkpoint.ds_to_universal \
+        --input_folder ROOT/TAG --output_folder ROOT/TAG_universal
+
+has DeepSpeed's options. Everything is read and written tensor by tensor in one process, so that there is no temporary
+folder; what is written loads at stages 1, 2 and 3, whichever the input had.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_strategy.compat.deepspeed.checkpoint.reshape_meg_2d import (
+from zero_strategy.compat.deepspeed.grids import (
     meg_2d_parallel_map,
+    merge_state,
     model_3d_desc,
     reshape_meg_2d_parallel,
 )
-from zero_strategy.compat.deepspeed.checkpoint.reshape_utils import merge_state
-from zero_strategy.compat.deepspeed.checkpoint.zero_checkpoint import ZeROCheckpoint
 from zero_strategy.convert.deepspeed import DeepSpeedDirectory
 from zero_strategy.convert.megatron import Rule, merge
 from zero_strategy.convert.merge_ranks import parts
@@ -302,3 +308,223 @@ def _show(tag: str, data: dict[Any, Any]) -> None:
     print(f"Dump mapping: {tag}")
     for key, value in data.items():
         print(f"{key} = {value}")
+
+
+# ---- optimizer files ----
+
+_OPTIMIZER = "optimizer_state_dict"
+_PADDINGS = "group_paddings"
+_COUNTS = "partition_count"
+
+
+class ZeROCheckpoint:
+    """The optimizer files of one checkpoint.
+
+    Args:
+        dir: The directory of one tag.
+
+    Attributes:
+        dir: The same.
+        file_list: Optimizer files, by data rank and then by model-parallel rank.
+        num_files: How many.
+        src_3d: The degrees that saved it.
+        target_3d: The degrees that states are asked for.
+
+    Raises:
+        ValueError: If it is no DeepSpeed checkpoint, or has no optimizer files, or some are missing.
+    """
+
+    def __init__(self, dir: str | os.PathLike[str]) -> None:
+        self.dir = os.fspath(dir)
+        self._files = DeepSpeedDirectory(dir)
+        degrees = self._files.degrees
+        self.file_list = [str(file) for file in self._files.optimizer_files.values()]
+        self.num_files = len(self.file_list)
+        if not self.file_list:
+            raise ValueError(f"{self.dir}: has no ZeRO optimizer files ([bf16_]zero_pp_rank_*_optim_states.pt)")
+        self.src_3d = model_3d_desc(degrees.pp, degrees.tp, degrees.dp)
+        self.reshape(model_3d_desc(degrees.pp, degrees.tp, degrees.dp))
+
+    def reshape(self, target_3d_desc: model_3d_desc) -> None:
+        """Ask for states of another grid from now on.
+
+        Raises:
+            ValueError: If files would have to be divided, saying where.
+        """
+        self._maps: list[meg_2d_parallel_map] = self.src_3d.reshape(target_3d_desc)
+        self.target_3d = target_3d_desc
+
+    def get_src_world_size(self) -> int:
+        """Ranks that saved."""
+        return self.src_3d.world_size()
+
+    def get_src_tp_degree(self) -> int:
+        """Tensor-parallel ranks that saved."""
+        return self.src_3d.tp_degree
+
+    def get_src_pp_degree(self) -> int:
+        """Pipeline stages that saved."""
+        return self.src_3d.pp_degree
+
+    def get_src_dp_degree(self) -> int:
+        """Data-parallel ranks that saved."""
+        return self.src_3d.dp_degree
+
+    def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
+        """Numbers in `file_list` of the files of one rank of the target grid.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        if not 0 <= dp_index < len(self._maps):
+            raise ValueError(f"dp index {dp_index} is not within the dp degree {len(self._maps)}")
+        return self._maps[dp_index].get_data(pp_index, tp_index)
+
+    def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
+        """Those files."""
+        return [self.file_list[number] for number in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)]
+
+    def get_state_for_rank(
+        self,
+        pp_index: int,
+        tp_index: int,
+        dp_index: int,
+        keys_to_ignore: Sequence[str] = (),
+        strip_tensor_paddings: bool = True,
+    ) -> dict[str, Any]:
+        """The optimizer state of one rank of the target grid: its files' flat tensors one after the other.
+
+        Args:
+            pp_index: Pipeline stage.
+            tp_index: Tensor-parallel rank.
+            dp_index: Data-parallel rank.
+            keys_to_ignore: Keys at the top to leave out.
+            strip_tensor_paddings: Cut what pads the flat moments at their ends.
+
+        Raises:
+            ValueError: If there is no such rank, or the states do not have the same structure.
+        """
+        merged: dict[str, Any] | None = None
+        for file in self.get_files_for_rank(pp_index, tp_index, dp_index):
+            state = {key: value for key, value in self._files.load(Path(file)).items() if key not in keys_to_ignore}
+            optimizer = state.get(_OPTIMIZER)
+            if strip_tensor_paddings and isinstance(optimizer, Mapping):
+                _strip(optimizer)
+            merged = state if merged is None else merge_state(merged, state)
+        assert merged is not None
+        optimizer = merged.get(_OPTIMIZER)
+        if isinstance(optimizer, MutableMapping):
+            if isinstance(optimizer.get(_COUNTS), list):
+                optimizer[_COUNTS] = [self.target_3d.dp_degree] * len(optimizer[_COUNTS])
+            if strip_tensor_paddings and optimizer.get(_PADDINGS):
+                optimizer[_PADDINGS] = [0] * len(optimizer[_PADDINGS])
+        return merged
+
+    def print_3d_index_map(self, tag: str | None = None) -> None:
+        """Print which files each rank takes, by number."""
+        print(f"3D index map: {tag or ''}")
+        for number, grid in enumerate(self._maps):
+            grid.print_data(f"dp = {number}")
+
+    def print_3d_file_map(self, tag: str | None = None) -> None:
+        """Print which files each rank takes, by name."""
+        print(f"3D file map: {tag or ''}")
+        for dp, grid in enumerate(self._maps):
+            for pp in range(grid.pp_degree):
+                for tp in range(grid.tp_degree):
+                    print(f"{pp}, {tp}, {dp} => {self.get_files_for_rank(pp, tp, dp)}")
+
+
+def _strip(optimizer: Mapping[str, Any]) -> None:
+    """Cuts the padding of the base optimizer's flat tensors, in place."""
+    base, paddings = optimizer.get("base_optimizer_state"), optimizer.get(_PADDINGS)
+    if not isinstance(base, Mapping) or not paddings:
+        return  # an elastic checkpoint: it has none
+    for group, state in base.get("state", {}).items():
+        for key, value in state.items():
+            if paddings[group] and isinstance(value, torch.Tensor) and value.dim():
+                state[key] = value[: value.numel() - paddings[group]].clone()
+
+
+# ---- universal checkpoints ----
+
+_USAGE = "--input_folder ROOT/TAG --output_folder ROOT/TAG_universal"
+
+
+def universal_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        prog="ds_to_universal", description="Turns a DeepSpeed checkpoint into a universal one.", epilog=_USAGE
+    )
+    parser.add_argument("--input_folder", required=True, help="directory of one tag of a DeepSpeed checkpoint")
+    parser.add_argument("--output_folder", required=True, help="directory of the universal checkpoint")
+    parser.add_argument("--num_extract_workers", type=int, default=4, help="has no effect")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="has no effect")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="has no effect: there is none")
+    parser.add_argument(
+        "--no_strict", dest="strict", action="store_false", help="patterns that match no parameter are no error"
+    )
+    parser.add_argument(
+        "--inject_missing_state",
+        action="store_true",
+        help="without universal_checkpoint_info, join tensor-parallel shards along dimension 0",
+    )
+    return parser.parse_args(arguments)
+
+
+def convert_to_universal(args: argparse.Namespace | None = None) -> None:
+    """Convert, as the command does.
+
+    Args:
+        args: `input_folder`, `output_folder`, and, if they are to have an effect, `strict` and `inject_missing_state`.
+            None takes the command line.
+
+    Raises:
+        ValueError: Naming what is missing or damaged in the input, patterns that match no parameter, or what the format
+            cannot hold.
+        OSError: If the file system fails.
+    """
+    from zero_strategy.convert import deepspeed
+    from zero_strategy.convert import universal_read as deepspeed_universal
+    from zero_strategy.convert.megatron import MergeRules
+
+    args = universal_arguments() if args is None else args
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    model = _first_model(source)
+    info = model.get("universal_checkpoint_info")
+    options: dict[str, Any] = {}
+    if info is None and getattr(args, "inject_missing_state", False) and _tensor_ranks(model) > 1:
+        options["rules"] = MergeRules()
+    state = deepspeed.read(source, **options)
+    if info is not None:
+        from zero_strategy.convert.deepspeed_model import plain
+
+        unused = MergeRules.from_info(info).unused(name for group in state.optimizers for name in _trained_names(group))
+        if unused and getattr(args, "strict", True):
+            raise ValueError(
+                f"{source}: patterns of universal_checkpoint_info match no parameter: {unused}; correct them, or pass "
+                "--no_strict"
+            )
+        state.user["deepspeed"] = {**state.user.get("deepspeed", {}), "universal_checkpoint_info": plain(info)}
+    deepspeed_universal.write(state, target)
+
+
+def _first_model(source: Path) -> Any:
+    from zero_strategy.convert.deepspeed import read_model_files
+    from zero_strategy.convert.deepspeed_files import CheckpointFiles
+
+    if not source.is_dir():
+        raise ValueError(f"{source} is not a directory")
+    files = CheckpointFiles.find(source)
+    if not files.ranks:
+        raise ValueError(f"{source} is not a DeepSpeed checkpoint; name the directory of one tag, not its parent")
+    return read_model_files(files.ranks[min(files.ranks)]).first
+
+
+def _tensor_ranks(model: Any) -> int:
+    found = model.get("checkpoint_parallel_dimensions") or {}
+    return int(found.get("tp_degree") or model.get("mp_world_size") or 1)
+
+
+def _trained_names(optimizer: Any) -> list[str]:
+    return [name for group in optimizer.param_groups for name in group["params"]]

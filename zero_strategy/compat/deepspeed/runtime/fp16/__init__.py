@@ -1,6 +1,0 @@
-"""`deepspeed.runtime.fp16`."""
-
-from __future__ import annotations
-
-
-

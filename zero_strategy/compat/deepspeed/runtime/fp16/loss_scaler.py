@@ -1,7 +1,0 @@
-"""`deepspeed.runtime.fp16.loss_scaler`: not here, see `names.py`."""
-
-from __future__ import annotations
-
-from zero_strategy.compat.deepspeed.names import named
-
-__getattr__ = named(__name__)
