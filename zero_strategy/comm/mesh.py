@@ -143,7 +143,7 @@ class WorldGroup:
 
     @property
     def world_size(self) -> int:
-        """How many they are."""
+        """Number of they are."""
         return self.control.size
 
 

@@ -150,7 +150,7 @@ class Work(Protocol):
         """Let the current stream see its result."""
 
     def is_completed(self) -> bool:
-        """Whether it is over, on the device."""
+        """Return whether it is over, on the device."""
 
 
 Run = Callable[[], "Work | None"]

@@ -49,7 +49,7 @@ class ParameterNorms:
 
     @property
     def taken(self) -> bool:
-        """Whether there is a norm to tell of."""
+        """Return whether there is a norm to tell of."""
         return self._last is not None
 
     def forget(self) -> None:
@@ -158,7 +158,7 @@ class NormLog:
 
     @property
     def due(self) -> bool:
-        """Whether the next step is to be measured."""
+        """Return whether the next step is to be measured."""
         return self.engine.steps.taken % self.settings.every_n_steps == 0
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:

@@ -124,7 +124,7 @@ class StepClock:
 
     @property
     def running(self) -> bool:
-        """Whether a step is being measured."""
+        """Return whether a step is being measured."""
         return bool(self._sections)
 
     def start(self, phase: Part) -> None:

@@ -141,7 +141,7 @@ class JoinedBatches:
 
 
 def length_of(loader: Any) -> int | None:
-    """How many batches a loader gives, if it knows."""
+    """Number of batches a loader gives, if it knows."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -188,7 +188,7 @@ class OwnBatches:
 
     @property
     def ended(self) -> bool:
-        """Whether the rank has run out."""
+        """Return whether the rank has run out."""
         return self.state is not _State.HAS
 
     def advance(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a `ZeroAccelerator` keeps of what it has prepared: an engine for each model, to which optimizers attach."""
+"""Prepared models of a `ZeroAccelerator`: an engine for each model, to which optimizers attach."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Difference:
 
     @property
     def times(self) -> float | None:
-        """How many times what re-ordered summation explains."""
+        """Number of times what re-ordered summation explains."""
         if self.largest is None or self.explained is None:
             return None
         if math.isinf(self.explained):
@@ -291,7 +291,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs too much."""
+        """Return whether nothing differs too much."""
         return not self.differences
 
     @property
