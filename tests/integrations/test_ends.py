@@ -67,7 +67,7 @@ def accelerate(end: str) -> ref[Any]:
         engine = job.accelerator.engine(job.model)
         if end == "free_memory":
             job.accelerator.free_memory(job.model)
-            assert engine.mesh.closed and not job.accelerator._engines
+            assert engine.mesh.closed and not job.accelerator.engines
         elif end == "end_training":
             dist.barrier()
             job.accelerator.end_training()
