@@ -89,7 +89,7 @@ class Parts(HTMLParser):
         self.texts: list[str] = []
         self.headings: list[str] = []
         self._where = ""
-        self.stage_inputs(page)
+        self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)

@@ -84,7 +84,7 @@ from zero_strategy.comm.shared_memory import MeetingPipes
 mine = MeetingPipes(1, 20.0)
 print(mine.number, flush=True)
 assert mine.connect(0, int(sys.argv[1]), int(sys.argv[2]))
-print(mine.meet(0, 7), flush=True)
+print(mine.wait_for_all(0, 7), flush=True)
 sys.stdin.read()
 """
 

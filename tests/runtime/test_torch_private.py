@@ -369,7 +369,7 @@ def test_a_store_of_one_process() -> None:
 
 def test_symmetric_memory_is_there() -> None:
     module = private.symmetric_memory()
-    assert callable(module.empty) and callable(module.barrier)
+    assert callable(module.empty) and callable(module.rendezvous)
 
 
 def test_calls_wait_for_cuda() -> None:

@@ -269,7 +269,7 @@ class GlobalSymmetricMemoryBuffer:
         symmetric = symmetric_memory()
         device = torch.device("cuda", torch.cuda.current_device())
         buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        self.symm_mem_hdl = symmetric.barrier(buffer, group or dist.group.WORLD)
+        self.symm_mem_hdl = symmetric.rendezvous(buffer, group or dist.group.WORLD)
         self.symm_buffer = buffer
 
 
