@@ -1,4 +1,4 @@
-"""Observation of runs: recording and reports, stragglers, replicas, values that are not finite.
+"""Observation of a run from outside: proof that it trains what one process trains, who is slow, what differs, what is not finite.
 
-Nothing in the training path imports it.
+It observes engines from outside, through hooks that it registers; nothing in the training path imports it.
 """
