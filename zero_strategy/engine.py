@@ -278,7 +278,7 @@ class ZeroEngine:
 
     @property
     def is_part(self) -> bool:
-        """Return whether other ranks train other parts of the model."""
+        """Whether other ranks train other parts of the model."""
         return self.mesh.world_group.world_size != self.mesh.world_size
 
     @property
@@ -408,7 +408,7 @@ class ZeroEngine:
         return flags
 
     def _declines(self, sharded: ShardedOptimizer) -> bool:
-        """True if its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
+        """Whether its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
         if self.scaler is not None or not self.nonfinite.skips(sharded, self.steps.taken + self.steps.skipped):
             return False
         self.steps.skip()
@@ -582,7 +582,7 @@ class ZeroEngine:
         return [sharded.gradients for sharded in chosen]
 
     def _shared(self) -> bool:
-        """Return whether a parameter is in two optimizers."""
+        """Whether a parameter is in two optimizers."""
         if len(self.optimizers) < 2:
             return False
         held = [id(parameter) for sharded in self.optimizers for parameter in sharded.parameters()]

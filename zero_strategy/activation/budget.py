@@ -81,7 +81,7 @@ def _name(op: Any) -> str:
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call takes numbers from a random generator."""
+    """Whether a call takes numbers from a random generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     for place, argument in enumerate(schema_of(op).arguments):

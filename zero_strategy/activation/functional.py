@@ -381,7 +381,7 @@ def configure_from(section: Mapping[str, Any]) -> None:
 
 
 def is_configured() -> bool:
-    """Return whether the options were set, by `configure` or by an engine's config."""
+    """Whether the options were set, by `configure` or by an engine's config."""
     return PROCESS.configured
 
 

@@ -236,7 +236,7 @@ class KeptInputs:
 
     @property
     def on_host(self) -> bool:
-        """Return whether records are in host memory."""
+        """Whether records are in host memory."""
         return self._settings.checkpoint_in_cpu
 
     @property
@@ -254,7 +254,7 @@ class KeptInputs:
         self._memory, self._last = self._new_memory(), None
 
     def takes(self, leaf: Any) -> bool:
-        """True if an argument is kept in a record: floating-point tensors, but no parameters and other subclasses."""
+        """Whether an argument is kept in a record: floating-point tensors, but no parameters and other subclasses."""
         return (
             type(leaf) is Tensor
             and leaf.is_floating_point()

@@ -42,7 +42,7 @@ def add_storage(found: Storages, tensor: Tensor, known: frozenset[int]) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided memory of its own, so that its bytes can be counted and copied."""
+    """Whether a tensor is strided memory of its own, so that its bytes can be counted and copied."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 

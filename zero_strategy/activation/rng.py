@@ -125,7 +125,7 @@ class CudaRNGStatesTracker:
         self._seeds.clear()
 
     def is_initialized(self) -> bool:
-        """Return whether there is any state."""
+        """Whether there is any state."""
         return bool(self._states)
 
     def names(self) -> list[str]:

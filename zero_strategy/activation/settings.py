@@ -134,7 +134,7 @@ class CheckpointSettings:
 
     @property
     def stores(self) -> bool:
-        """Return whether inputs are kept anywhere else than where they are."""
+        """Whether inputs are kept anywhere else than where they are."""
         return self.partition_activations or self.contiguous_checkpointing or self.checkpoint_in_cpu
 
 

@@ -141,7 +141,7 @@ class DeferredWeights:
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Return whether a module, or one inside of it, has weights that are not read yet."""
+    """Whether a module, or one inside of it, has weights that are not read yet."""
     return any(_SLOT in vars(owner) for owner in module.modules())
 
 

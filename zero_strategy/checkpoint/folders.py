@@ -279,7 +279,7 @@ def newest_complete(parent: Path) -> Path | None:
 
 
 def looks_saved(directory: Path) -> bool:
-    """Return whether a directory is a checkpoint of ours or has weights in it, complete or not."""
+    """Whether a directory is a checkpoint of ours or has weights in it, complete or not."""
     files = (MANIFEST_NAME, INDEX_NAME, RECEIPTS_NAME, "optimizer")
     return any((directory / name).exists() for name in files) or any(
         any(directory.glob(pattern)) for pattern in ("*.safetensors", f"{FOLDER_PREFIX}*")

@@ -28,12 +28,12 @@ _CHUNK_BYTES = 8 << 20
 
 
 def is_remote(path: object) -> bool:
-    """Return whether a path is a URL, such as "s3://bucket/run"."""
+    """Whether a path is a URL, such as "s3://bucket/run"."""
     return isinstance(path, (str, os.PathLike)) and "://" in os.fspath(path)
 
 
 def is_remote_checkpoint(url: str) -> bool:
-    """True if there is a checkpoint of ours at a URL, or a folder of them; a URL of one object is no such thing."""
+    """Whether there is a checkpoint of ours at a URL, or a folder of them; a URL of one object is no such thing."""
     if url.startswith(("http://", "https://")):
         return False  # files for Lightning to download
     try:
@@ -164,7 +164,7 @@ class RemoteFolder(Storage):
 
 
 def _is_local(fs: object) -> bool:
-    """Return whether it is fsspec's view of this machine's files, and no kind of it."""
+    """Whether it is fsspec's view of this machine's files, and no kind of it."""
     from fsspec.implementations.local import LocalFileSystem
 
     return type(fs) is LocalFileSystem
@@ -295,7 +295,7 @@ class RemotePieceWriter(PieceWriter):
         self._remove_old()
 
     def is_committed(self) -> bool:
-        """Return whether the target is what this save wrote."""
+        """Whether the target is what this save wrote."""
         try:
             manifest = self._remote.manifest()
         except (OSError, ValueError):

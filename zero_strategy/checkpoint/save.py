@@ -162,7 +162,7 @@ class Agreement:
         return tables, references.total([other.digests for other in everyone], frozen)
 
     def _is_as_before(self, own: list[OptimizerTable]) -> bool:
-        """Return whether only values have changed, those of all parameters to the same."""
+        """Whether only values have changed, those of all parameters to the same."""
         return (
             self._all is not None
             and len(own) == len(self._own)
@@ -243,7 +243,7 @@ class Saver:
         return copies[0] + spares[0], copies[1] + spares[1]
 
     def failed(self) -> bool:
-        """Return whether a save in the background has failed and nobody was told."""
+        """Whether a save in the background has failed and nobody was told."""
         return self._pending is not None and self._pending.failed()
 
     def wait(self) -> None:
@@ -275,7 +275,7 @@ class Saver:
             self._pending.join()
 
     def busy(self) -> bool:
-        """Return whether a save goes on on this rank."""
+        """Whether a save goes on on this rank."""
         return self._pending is not None and not self._pending.done()
 
     def save(

@@ -188,7 +188,7 @@ class SavePlaces:
         return RemotePieceWriter(url, **ranks, token=token, board=board)
 
     def removes(self, path: str | os.PathLike[str], rank: int) -> bool:
-        """Return whether this rank is the one that removes a checkpoint that it can see."""
+        """Whether this rank is the one that removes a checkpoint that it can see."""
         sharing = self._known.get(self.place_of(path).parent)
         return rank == (0 if sharing is None else sharing.leader)
 
@@ -371,11 +371,11 @@ class PendingSave:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Return whether it is over on this rank, well or not."""
+        """Whether it is over on this rank, well or not."""
         return self._over.is_set()
 
     def failed(self) -> bool:
-        """Return whether it is over and has failed, and nobody was told yet."""
+        """Whether it is over and has failed, and nobody was told yet."""
         return self.done() and self._error is not None and not self._raised
 
     def join(self) -> None:

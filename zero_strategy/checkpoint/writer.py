@@ -161,7 +161,7 @@ class SaveWriter(ABC):
 
     @abstractmethod
     def is_committed(self) -> bool:
-        """Return whether the target is what this writer's group wrote."""
+        """Whether the target is what this writer's group wrote."""
 
     def clean_up(self) -> None:  # noqa: B027 (most have nothing to do)
         """Removes what a commit has replaced, if it has left that for later."""
@@ -424,7 +424,7 @@ class CheckpointWriter(SaveWriter):
             remove(stale)
 
     def is_committed(self) -> bool:
-        """True if the target is what this writer's group wrote; any rank may ask, while nobody saves to it again."""
+        """Whether the target is what this writer's group wrote; any rank may ask, while nobody saves to it again."""
         try:
             return Manifest.read(self.directory).save == self._token
         except (OSError, ValueError):

@@ -96,7 +96,7 @@ class Communicator:
 
     @property
     def on_host(self) -> bool:
-        """Return whether the ranks can exchange what is in host memory."""
+        """Whether the ranks can exchange what is in host memory."""
         return self._host.available
 
     @property
@@ -182,7 +182,7 @@ class Communicator:
         return self._start("reduce_scatter", of, flat, carrier, carrier.reduce_scatter(flat, into, factor))
 
     def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
-        """True if `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
+        """Whether `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
         return self._host.takes_scattered(numel, dtype)
 
     def reduce_scatter_scattered(

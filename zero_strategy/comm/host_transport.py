@@ -74,7 +74,7 @@ class HostCollectives(Collectives):
         return Job(partial(self._sum_in_rank_order, slices, total, factor))
 
     def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
-        """True if `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
+        """Whether `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
         shared, nbytes = self._shared, numel // self.size * dtype.itemsize
         return shared is not None and shared.available and nbytes >= LEAST_BYTES
 

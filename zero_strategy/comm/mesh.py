@@ -143,7 +143,7 @@ class WorldGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of they are."""
+        """How many they are."""
         return self.control.size
 
 

@@ -47,12 +47,12 @@ def world_rank() -> int:
 
 
 def has_group() -> bool:
-    """Return whether there is a default process group."""
+    """Whether there is a default process group."""
     return dist.is_initialized()
 
 
 def group_takes_gpu() -> bool:
-    """Return whether ranks of the default process group may compute on GPUs; without one, this process may."""
+    """Whether ranks of the default process group may compute on GPUs; without one, this process may."""
     return not dist.is_initialized() or "nccl" in dist.get_backend()
 
 DEFAULT_PORT = 29500
@@ -276,7 +276,7 @@ def _end_dropped(group: ProcessGroup, pid: int) -> None:
 
 
 def _on_gpus(group: ProcessGroup) -> bool:
-    """Return whether anything but gloo connects its GPUs."""
+    """Whether anything but gloo connects its GPUs."""
     try:
         return not isinstance(backend_of(group, "cuda"), dist.ProcessGroupGloo)
     except RuntimeError:  # nothing does
@@ -284,7 +284,7 @@ def _on_gpus(group: ProcessGroup) -> bool:
 
 
 def has_process_group() -> bool:
-    """Return whether the default process group was started."""
+    """Whether the default process group was started."""
     return dist.is_initialized()
 
 

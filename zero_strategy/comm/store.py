@@ -78,7 +78,7 @@ class SaveBoard:
             self._store.add(f"{self._key}/{phase}", 1)
 
     def posted(self, phase: str, rank: int) -> bool:
-        """Return whether a rank is known to have finished a phase."""
+        """Whether a rank is known to have finished a phase."""
         return self._store is not None and bool(self._store.check([f"{self._key}/{phase}/{rank}"]))
 
     def send(self, name: str, content: bytes) -> None:

@@ -150,7 +150,7 @@ class Work(Protocol):
         """Let the current stream see its result."""
 
     def is_completed(self) -> bool:
-        """Return whether it is over, on the device."""
+        """Whether it is over, on the device."""
 
 
 Run = Callable[[], "Work | None"]

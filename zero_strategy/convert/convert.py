@@ -214,7 +214,7 @@ def foreign_format(path: str | os.PathLike[str]) -> Format | None:
 
 
 def _is_ours(found: Path) -> bool:
-    """Return whether it is a checkpoint of ours, or the folder of one; others have a file `latest`, too."""
+    """Whether it is a checkpoint of ours, or the folder of one; others have a file `latest`, too."""
     if (found / MANIFEST_NAME).exists():
         return True
     try:

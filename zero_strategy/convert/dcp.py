@@ -260,7 +260,7 @@ _NUMBERED = re.compile(r"optim(?:izer)?_(\d+)")
 
 
 def detect(path: Path) -> bool:
-    """Return whether it is a directory of torch.distributed.checkpoint."""
+    """Whether it is a directory of torch.distributed.checkpoint."""
     return is_there(path / METADATA)
 
 

@@ -47,12 +47,12 @@ _BASE = "base_optimizer_state"
 
 
 def is_sliced(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer file's state is of this form; the bf16 optimizer writes no `zero_stage`."""
+    """Whether an optimizer file's state is of this form; the bf16 optimizer writes no `zero_stage`."""
     return _SLICES in state and _BASE in state
 
 
 def rank_count(state: Mapping[str, Any], source: Path) -> int:
-    """Number of ranks saved.
+    """How many ranks saved.
 
     Raises:
         ValueError: If the file does not say, or groups are divided among different numbers of ranks (experts).
@@ -161,7 +161,7 @@ _INNER = "optimizer_state_dict"
 
 
 def is_partitioned(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer file's state is of this form."""
+    """Whether an optimizer file's state is of this form."""
     return _FLAT in state
 
 

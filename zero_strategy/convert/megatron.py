@@ -188,7 +188,7 @@ class MergeRules:
         return sorted(pattern for pattern in patterns if not any(re.match(pattern, name) for name in names))
 
     def held_by_first_stage(self, name: str) -> bool:
-        """Return whether later pipeline stages hold mere copies of this parameter."""
+        """Whether later pipeline stages hold mere copies of this parameter."""
         return any(re.match(pattern, name) for pattern in self.pipeline_replicated)
 
     def _widths(self, name: str, pattern: str) -> tuple[tuple[int, ...], ...] | None:

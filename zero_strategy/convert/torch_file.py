@@ -86,7 +86,7 @@ _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def detect(path: Path) -> bool:
-    """Return whether it is a file of torch.save."""
+    """Whether it is a file of torch.save."""
     if not path.is_file():
         return False
     with open(open_regular(path), "rb") as file:

@@ -262,7 +262,7 @@ class Replay:
     # ---- backward ----
 
     def loss(self, call: Call) -> Origin | None:
-        """Return whether what came to the outputs in the backward was not finite. Runs nothing."""
+        """Whether what came to the outputs in the backward was not finite. Runs nothing."""
         state = state_of([gradient for gradient in call.gradients if gradient is not None])
         if not state:
             return None

@@ -49,7 +49,7 @@ class ParameterNorms:
 
     @property
     def taken(self) -> bool:
-        """Return whether there is a norm to tell of."""
+        """Whether there is a norm to tell of."""
         return self._last is not None
 
     def forget(self) -> None:
@@ -158,7 +158,7 @@ class NormLog:
 
     @property
     def due(self) -> bool:
-        """Return whether the next step is to be measured."""
+        """Whether the next step is to be measured."""
         return self.engine.steps.taken % self.settings.every_n_steps == 0
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:

@@ -272,7 +272,7 @@ class StepRecorder:
         return step % self._settings.every_n_steps == 0
 
     def _in_front(self) -> bool:
-        """Return whether this is the thread that trains, or autograd's, for which that one waits."""
+        """Whether this is the thread that trains, or autograd's, for which that one waits."""
         return threading.get_ident() == self._thread or in_backward()
 
     def _begin(self) -> None:

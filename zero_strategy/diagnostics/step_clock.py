@@ -124,7 +124,7 @@ class StepClock:
 
     @property
     def running(self) -> bool:
-        """Return whether a step is being measured."""
+        """Whether a step is being measured."""
         return bool(self._sections)
 
     def start(self, phase: Part) -> None:

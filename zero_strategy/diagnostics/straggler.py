@@ -88,11 +88,11 @@ class ValueWithRank:
         return self.unit
 
     def __lt__(self, other: ValueWithRank) -> bool:
-        """Return whether the value is smaller; one that is not known is neither smaller nor greater."""
+        """Whether the value is smaller; one that is not known is neither smaller nor greater."""
         return self.value is not None and other.value is not None and self.value < other.value
 
     def __gt__(self, other: ValueWithRank) -> bool:
-        """Return whether the value is greater."""
+        """Whether the value is greater."""
         return other < self
 
     def __call__(self) -> tuple[float | None, int | None, str]:
@@ -227,7 +227,7 @@ class ControlPort:
             self._requests += 1
 
     def take(self) -> int:
-        """Number of requests there were since the last call."""
+        """How many requests there were since the last call."""
         with self._lock:
             requests, self._requests = self._requests, 0
         return requests
@@ -264,7 +264,7 @@ def _handler(control: ControlPort, wanted: bytes) -> type[BaseHTTPRequestHandler
             self.rfile = io.BufferedReader(io.BytesIO(whole + end if end else b""))  # nothing is answered with nothing
 
         def parse_request(self) -> bool:
-            """Return whether it is a request of who has the token."""
+            """Whether it is a request of who has the token."""
             if not super().parse_request():
                 return False
             given = self.headers.get("Authorization", "")
@@ -549,12 +549,12 @@ class StragglerDetector:
 
     @property
     def enabled(self) -> bool:
-        """Return whether it collects."""
+        """Whether it collects."""
         return not self._off
 
     @property
     def configured(self) -> bool:
-        """Return whether `configure` was called."""
+        """Whether `configure` was called."""
         return self._configured
 
     @property

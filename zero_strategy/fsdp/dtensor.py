@@ -46,7 +46,7 @@ ProcessGroup = dist.ProcessGroup
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return whether it is a DTensor; without importing their module, which nobody has one without."""
+    """Whether it is a DTensor; without importing their module, which nobody has one without."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -160,7 +160,7 @@ class TensorPart:
 
     @property
     def counts(self) -> bool:
-        """Return whether these elements are this rank's in sums over the ranks, and its to write: copies count once."""
+        """Whether these elements are this rank's in sums over the ranks, and its to write: copies count once."""
         return self.dim is not None or self.rank == 0
 
     @property
@@ -185,7 +185,7 @@ class TensorPart:
 
     @property
     def is_one_range(self) -> bool:
-        """Return whether every rank's part is a single range of the whole."""
+        """Whether every rank's part is a single range of the whole."""
         return self.rows <= 1
 
     def whole_index(self, local: int) -> int:

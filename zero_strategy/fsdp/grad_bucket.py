@@ -163,7 +163,7 @@ class GradientBucket:
             self._reduction = Reduction(self.bucket, work, sent, total, divides=divides)
 
     def _takes_the_mean(self) -> bool:
-        """True if the reduction's result is all of the reduced gradients, so that it can be written there at once."""
+        """Whether the reduction's result is all of the reduced gradients, so that it can be written there at once."""
         alone = self.reduced.empty and self.reduced.in_memory and self.bucket.mesh.replicate.size == 1
         return alone and self._divides_later and self.reduce_dtype == self.dtype
 
@@ -181,7 +181,7 @@ class GradientBucket:
 
     @property
     def _divides_later(self) -> bool:
-        """Return whether the sum becomes a mean on its way into the reduced gradients, without a pass over it."""
+        """Whether the sum becomes a mean on its way into the reduced gradients, without a pass over it."""
         return self.bucket.placement.shard_optimizer and not self.keeps_whole
 
     @torch.no_grad()
@@ -243,7 +243,7 @@ class GradientBucket:
         self.bucket.parameters[index].grad = self._handle(index)
 
     def _show_all(self) -> None:
-        """Return whether `p.grad` is the gradient itself changed: it is not while a part of the sum is set aside."""
+        """Whether `p.grad` is the gradient itself changed: it is not while a part of the sum is set aside."""
         if self._shows_gradient:
             for index in self.live:
                 self.show(index)

@@ -344,15 +344,15 @@ class GradientViews:
         return self._handles[index]
 
     def is_known(self, index: int, shown: Tensor) -> bool:
-        """Return whether `p.grad` is what it was set to."""
+        """Whether `p.grad` is what it was set to."""
         return shown is self._handles.get(index)
 
     def written(self, index: int) -> bool:
-        """Return whether what stands for the gradient was written to."""
+        """Whether what stands for the gradient was written to."""
         return index in self._versions and version_of(self._poisons[index]) != self._versions[index]
 
     def zeroed(self, index: int) -> bool:
-        """Return whether that has left zeros, the one change that a handle stands for."""
+        """Whether that has left zeros, the one change that a handle stands for."""
         poison = self._poisons[index]
         return not poison.numel() or not bool(poison.as_strided((1,), (1,)) != 0)
 

@@ -286,5 +286,5 @@ def gradient_dtypes(dtype: torch.dtype, precision: PrecisionConfig) -> tuple[tor
 
 
 def wants_master(dtype: torch.dtype, precision: PrecisionConfig) -> bool:
-    """Return whether trainable parameters of `dtype` have an fp32 copy for the optimizer."""
+    """Whether trainable parameters of `dtype` have an fp32 copy for the optimizer."""
     return precision.master_weights and dtype in LOW_PRECISION

@@ -76,7 +76,7 @@ class MovedStates:
             )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the host because it was moved there."""
+        """Whether a tensor is on the host because it was moved there."""
         return bool(self._copies) and tensor.untyped_storage().data_ptr() in self._copies
 
     def offload(self, include: Iterable[str] | None = None, *, pin_memory: bool = True) -> None:

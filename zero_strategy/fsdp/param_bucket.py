@@ -117,7 +117,7 @@ class ParameterBucket:
 
     @property
     def _slice_apart(self) -> bool:
-        """Return whether the slice has a place of its own, and `flat` memory only while it is gathered."""
+        """Whether the slice has a place of its own, and `flat` memory only while it is gathered."""
         return self.placement.shard_parameters and not self.placement.in_place
 
     def _place_slice(self, *, blank: bool) -> None:
@@ -139,12 +139,12 @@ class ParameterBucket:
 
     @property
     def keeps_master(self) -> bool:
-        """Return whether there are master weights from the first gradient on."""
+        """Whether there are master weights from the first gradient on."""
         return self._keep_master
 
     @property
     def has_master(self) -> bool:
-        """Return whether the master weights are a copy of their own."""
+        """Whether the master weights are a copy of their own."""
         return self.master is not self.weights and self.master.numel > 0
 
     @torch.no_grad()
@@ -177,7 +177,7 @@ class ParameterBucket:
 
     @property
     def _first(self) -> bool:
-        """Return whether this rank's values are taken."""
+        """Whether this rank's values are taken."""
         return self.mesh.gather.rank == 0 and self.mesh.replicate.rank == 0
 
     def _join(self, source: Tensor) -> None:
@@ -229,7 +229,7 @@ class ParameterBucket:
 
     @property
     def pending(self) -> bool:
-        """Return whether a gather is under way."""
+        """Whether a gather is under way."""
         return self._pending is not None
 
     def start_unshard(self) -> None:
@@ -378,7 +378,7 @@ class ParameterBucket:
 
     @property
     def follows_edits(self) -> bool:
-        """Return whether what all ranks write to whole parameters in place becomes the parameters."""
+        """Whether what all ranks write to whole parameters in place becomes the parameters."""
         return not self.placement.shard_parameters or self.kept or self.placement.in_place
 
     def note_versions(self) -> None:

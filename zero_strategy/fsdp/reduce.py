@@ -338,7 +338,7 @@ class GradientReducer:
         self._in_flight.append(bucket)
 
     def _bounded(self, bucket: GradientBucket) -> bool:
-        """Return whether few may be under way: each takes memory.
+        """Whether few may be under way: each takes memory.
 
         Sums over copies are waited for where a reduction is completed. So with copies all ranks do it at the same
         point, although buckets may keep whole gradients on some of them only.

@@ -82,7 +82,7 @@ class ReductionPlan:
         ]
 
     def trains(self, number: int) -> bool:
-        """Return whether any parameter of bucket `number` requires a gradient in this backward."""
+        """Whether any parameter of bucket `number` requires a gradient in this backward."""
         return bool(self._trainable[number])
 
     def expect_nothing(self) -> None:

@@ -352,7 +352,7 @@ def _is_cpu(value: Any) -> bool:
 
 
 def _in_collective(frame: FrameType | None) -> bool:
-    """Return whether torch.distributed asks: its functions look whether a tensor is complex before they send it."""
+    """Whether torch.distributed asks: its functions look whether a tensor is complex before they send it."""
     for _ in range(3):  # modes are between
         if frame is None:
             return False
@@ -363,7 +363,7 @@ def _in_collective(frame: FrameType | None) -> bool:
 
 
 def _is_compared(frame: FrameType | None) -> bool:
-    """True if torch.distributed compares the dtypes of the tensors in a collective's lists: before it sends them."""
+    """Whether torch.distributed compares the dtypes of the tensors in a collective's lists: before it sends them."""
     for _ in range(3):  # modes are between
         if frame is None:
             return False
@@ -374,7 +374,7 @@ def _is_compared(frame: FrameType | None) -> bool:
 
 
 def _writes(func: Callable[..., Any]) -> bool:
-    """Return whether it changes its tensor: what is written to a released parameter is told at its next gather."""
+    """Whether it changes its tensor: what is written to a released parameter is told at its next gather."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delete__")
 

@@ -1,4 +1,4 @@
-"""The storage of one rank's part of a bucket: in memory, or in a tier below it.
+"""Where one rank's part of a bucket lives: in memory, or in a tier below it.
 
 A bucket holds one `ShardStorage` each for its slice, its master weights and its reduced gradients, and reads and writes
 ranges of them without asking where they are. `OffloadedVector` moves what is in a tier; this is what buckets see of it.
@@ -256,7 +256,7 @@ class StorageSite:
 
     @property
     def in_memory(self) -> bool:
-        """Return whether values take one tensor, which others may read and fill directly."""
+        """Whether values take one tensor, which others may read and fill directly."""
         return self.store is None
 
     def reserved(self) -> ShardStorage | None:

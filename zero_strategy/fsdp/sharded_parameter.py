@@ -177,7 +177,7 @@ def unshard(parameters: list[nn.Parameter], overwritten: nn.Parameter | None = N
 
 
 def _is_parameter_of_parameter() -> bool:
-    """Return whether `nn.Parameter(parameter)` asks, which wants a result of the argument's class."""
+    """Whether `nn.Parameter(parameter)` asks, which wants a result of the argument's class."""
     frame, wanted = inspect.currentframe(), nn.Parameter.__new__.__code__
     for _ in range(6):  # this function, ours, and those of modes between
         frame = None if frame is None else frame.f_back

@@ -141,7 +141,7 @@ class JoinedBatches:
 
 
 def length_of(loader: Any) -> int | None:
-    """Number of batches a loader gives, if it knows."""
+    """How many batches a loader gives, if it knows."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -188,7 +188,7 @@ class OwnBatches:
 
     @property
     def ended(self) -> bool:
-        """Return whether the rank has run out."""
+        """Whether the rank has run out."""
         return self.state is not _State.HAS
 
     def advance(self) -> Any:

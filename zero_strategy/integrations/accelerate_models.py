@@ -1,4 +1,4 @@
-"""Prepared models of a `ZeroAccelerator`: an engine for each model, to which optimizers attach."""
+"""What a `ZeroAccelerator` keeps of what it has prepared: an engine for each model, to which optimizers attach."""
 
 from __future__ import annotations
 

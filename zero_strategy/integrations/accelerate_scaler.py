@@ -69,7 +69,7 @@ class AgreedGradScaler(GradScaler):
         return tree_map_only(Tensor, lambda tensor: tensor * self._in_gradients, outputs)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Return whether the scale was undone in an optimizer's gradients already, since the last backward."""
+        """Whether the scale was undone in an optimizer's gradients already, since the last backward."""
         inner = _inner(optimizer)
         return inner in self._finite and self._unscaled_after[inner] == self._backwards
 
@@ -115,7 +115,7 @@ class AgreedGradScaler(GradScaler):
 
     @property
     def last_step_finite(self) -> bool:
-        """Return whether the last step was taken."""
+        """Whether the last step was taken."""
         return self._stepped[-1] if self._stepped else True
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

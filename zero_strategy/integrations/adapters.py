@@ -19,7 +19,7 @@ from zero_strategy.engine import ZeroEngine
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's, of which only adapters are saved."""
+    """Whether a module is PEFT's, of which only adapters are saved."""
     peft = sys.modules.get("peft")  # nobody has such a module without it
     return peft is not None and isinstance(module, peft.PeftModel)
 

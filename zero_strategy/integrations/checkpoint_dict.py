@@ -63,7 +63,7 @@ _ENGINE = "zero_strategy"
 
 
 def is_directory_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is for `CheckpointReader`: a directory, or one safetensors file."""
+    """Whether `path` is for `CheckpointReader`: a directory, or one safetensors file."""
     if is_remote(path):
         return is_remote_checkpoint(os.fspath(path))
     found = Path(path)

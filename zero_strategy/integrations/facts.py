@@ -1,4 +1,4 @@
-"""Settings that the Trainer owns, as facts for the config's explanation: value and the flag it was set by."""
+"""What the Trainer owns, as facts for the config's explanation: value and the flag it was set by."""
 
 from __future__ import annotations
 

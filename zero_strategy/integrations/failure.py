@@ -1,4 +1,4 @@
-"""Steps that are still safe after an exception on one rank, while the others may wait in a collective."""
+"""What is still safe after an exception on one rank, while the others may wait in a collective."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FailureAgreement:
         self._barrier: StoreBarrier | None = None
 
     def together(self, place: str) -> bool:
-        """Return whether every rank has come here, at the same `place`; False at the latest after ten seconds."""
+        """Whether every rank has come here, at the same `place`; False at the latest after ten seconds."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         if self._together is None:

@@ -1,4 +1,4 @@
-"""The meaning of a framework's `precision=` flag for a sharded module. Shared by Trainer and Fabric.
+"""What a framework's `precision=` flag means for a sharded module. Shared by Trainer and Fabric.
 
 | precision     | parameters | optimizer works on      | steps run                 | loss scale |
 | ------------- | ---------- | ----------------------- | ------------------------- | ---------- |

@@ -284,7 +284,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
             self._drain()
 
     def _ends_a_loader(self) -> bool:
-        """Return whether this rank's loop is known to have had the last batch of a data loader.
+        """Whether this rank's loop is known to have had the last batch of a data loader.
 
         Ranks without a batch must drain there: what follows is a reduction of metrics over all ranks.
         """
@@ -383,7 +383,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         return trainer is not None and trainer.state.status == "interrupted"
 
     def _alone(self) -> bool:
-        """Return whether other ranks may be waiting elsewhere, so that no collective may be begun."""
+        """Whether other ranks may be waiting elsewhere, so that no collective may be begun."""
         if not self._interrupted:
             return False
         assert self._lightning_module is not None

@@ -1,4 +1,4 @@
-"""Saving and loading of the Trainer's strategy.
+"""How the Trainer's strategy saves and loads.
 
 By default a checkpoint is a directory that all ranks write at once (see `zero_strategy.checkpoint`). It is one whole
 file in Lightning's own format, gathered and written by rank 0, where
@@ -189,7 +189,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
         return own_files(rest, self.engine)
 
     def _in_background(self, path: str) -> bool:
-        """Return whether a save may go on while training does: one of a checkpoint callback, in the middle of a fit.
+        """Whether a save may go on while training does: one of a checkpoint callback, in the middle of a fit.
 
         What user code saves itself, elsewhere than into a callback's folder, it may read at once. A link named `last`
         must not lead nowhere for a while.

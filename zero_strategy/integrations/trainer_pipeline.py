@@ -371,7 +371,7 @@ class TrainerPipeline(_Base):
 
 
 def _has_length(loader: Any) -> bool:
-    """Return whether a loader knows how many batches it gives."""
+    """Whether a loader knows how many batches it gives."""
     try:
         len(loader)
     except (TypeError, NotImplementedError):

@@ -121,7 +121,7 @@ class TrainerUneven(_Base):
 
 
 def needs_more(shortest: int, done: int, accumulation: int, steps_left: float, validates: bool) -> bool:
-    """Return whether a run goes on for more batches of an epoch than some rank has.
+    """Whether a run goes on for more batches of an epoch than some rank has.
 
     Args:
         shortest: Batches after which ranks part.

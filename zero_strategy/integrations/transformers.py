@@ -266,14 +266,14 @@ def _check_schedule(config: ZeroConfig) -> None:
 
 
 def _replaceable(directory: str) -> bool:
-    """True if a checkpoint may take the place of a directory: it is empty or not there, or holds one and no more."""
+    """Whether a checkpoint may take the place of a directory: it is empty or not there, or holds one and no more."""
     path = Path(directory)
     known = not path.is_dir() or not any(path.iterdir()) or (path / MANIFEST_NAME).is_file()
     return known and not _foreign(directory)
 
 
 def _is_model(directory: str) -> bool:
-    """Return whether a directory is replaceable, or holds a model and what the Trainer puts beside it, and no more."""
+    """Whether a directory is replaceable, or holds a model and what the Trainer puts beside it, and no more."""
     path = Path(directory)
     return _replaceable(directory) or all(
         entry.is_file() and (_MODEL.fullmatch(entry.name) or _OWN.fullmatch(entry.name)) for entry in path.iterdir()

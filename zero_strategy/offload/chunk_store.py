@@ -44,7 +44,7 @@ class Allowance:
         self.left = nbytes
 
     def take(self, sizes: Iterable[int]) -> int:
-        """Number of of the first chunks of these sizes, in bytes, stay in memory; their bytes are taken."""
+        """How many of the first chunks of these sizes, in bytes, stay in memory; their bytes are taken."""
         count = 0
         for size in sizes:
             pages = _whole_pages(size)

@@ -157,7 +157,7 @@ class OffloadedVector:
         return chunk
 
     def is_resident(self, number: int) -> bool:
-        """Return whether a chunk lies in memory."""
+        """Whether a chunk lies in memory."""
         on_device = self.kept is not None and number < self.cuts.heads
         return on_device or self.tier_of(number).resident(self.record(number)) is not None
 

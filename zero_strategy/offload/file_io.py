@@ -66,7 +66,7 @@ def direct_rules(fd: int) -> DirectRules | None:
 
 
 def can_read(fd: int, rules: DirectRules) -> bool:
-    """Return whether a read by these rules works; the file must not be empty.
+    """Whether a read by these rules works; the file must not be empty.
 
     Raises:
         OSError: If it fails for another reason.
@@ -150,12 +150,12 @@ class Request:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Return whether it is over, well or not."""
+        """Whether it is over, well or not."""
         return self._look(0)
 
     @property
     def failed(self) -> bool:
-        """Return whether it is over and has failed."""
+        """Whether it is over and has failed."""
         return self.done() and self._outcome != Outcome()
 
     def wait(self) -> None:

@@ -111,7 +111,7 @@ class Owner:
     start: int
 
     def gone(self) -> bool:
-        """True if the process has ended for certain; False for those of other hosts, boots and PID namespaces."""
+        """Whether the process has ended for certain; False for those of other hosts, boots and PID namespaces."""
         here = this_process()
         if self.host != here.host or self.boot != here.boot or here.boot == _UNKNOWN:
             return False
@@ -119,7 +119,7 @@ class Owner:
         return started is None or (started != self.start and 0 not in (started, self.start))
 
     def unseen(self) -> bool:
-        """True if it ran on a host of this name, but in another boot or PID namespace, or in one that is not known."""
+        """Whether it ran on a host of this name, but in another boot or PID namespace, or in one that is not known."""
         here = this_process()
         return self.host == here.host and (self.boot != here.boot or here.boot == _UNKNOWN)
 
@@ -172,7 +172,7 @@ def remove_stale(directory: Path) -> list[Path]:
 
 
 def _locked(path: Path) -> bool | None:
-    """True if somebody holds the lock, and not for a moment only: a ring of a killed process ends a little after it.
+    """Whether somebody holds the lock, and not for a moment only: a ring of a killed process ends a little after it.
 
     None if that cannot be asked.
     """

@@ -139,7 +139,7 @@ class Transfer:
         return self.start + self.memory.numel()
 
     def done(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return, or raise, at once."""
         return self._request.done()
 
     def wait(self, lock: AbstractContextManager[object] | None = None) -> None:

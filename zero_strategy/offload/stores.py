@@ -78,7 +78,7 @@ class OffloadStores:
         return self._made.get(key)
 
     def _stays(self, tier: str) -> bool:
-        """Return whether what is to be in this tier may stay in host memory."""
+        """Whether what is to be in this tier may stay in host memory."""
         return tier == "nvme" and self._offload.resident_bytes > 0
 
     def _new_store(self, tier: str, *, may_stay: bool) -> ChunkStore | None:
@@ -141,7 +141,7 @@ class OffloadStores:
         )
 
     def in_files(self) -> bool:
-        """Return whether anything is kept in files."""
+        """Whether anything is kept in files."""
         return self.files is not None
 
     @property

@@ -171,7 +171,7 @@ class Tier(Protocol):
         """Refuse to read records until they are written anew: they are of two states."""
 
     def is_partially_applied(self, record: str) -> bool:
-        """Return whether a record is refused."""
+        """Whether a record is refused."""
 
     def release(self, records: Iterable[str]) -> None:
         """Give the room of records back."""
@@ -405,7 +405,7 @@ class NvmeTier:
                 self._files[record].mark_partially_applied([record], reason)
 
     def is_partially_applied(self, record: str) -> bool:
-        """Return whether a record is refused."""
+        """Whether a record is refused."""
         with self._lock:
             return record in self._files[record].partially_applied
 

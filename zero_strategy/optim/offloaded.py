@@ -333,5 +333,5 @@ def as_tensor(value: Any) -> Any:
 
 
 def is_per_element(value: Any, shape: torch.Size) -> bool:
-    """Return whether a state of a piece of `shape` has a value per element."""
+    """Whether a state of a piece of `shape` has a value per element."""
     return isinstance(value, (Tensor, OffloadedPart)) and value.shape == shape and len(value.shape) > 0

@@ -425,7 +425,7 @@ class ShardedOptimizer:
 
     @property
     def partially_applied(self) -> bool:
-        """Return whether a step began and did not end."""
+        """Whether a step began and did not end."""
         return self._whole is not None
 
     def restore(self) -> None:
@@ -481,7 +481,7 @@ def _segments(updates: Sequence[Update]) -> list[Segment]:
 
 
 def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
-    """True if a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
+    """Whether a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
     return isinstance(value, Tensor) and value.shape == shape and (len(shape) > 0 or key not in SCALAR_STATES)
 
 

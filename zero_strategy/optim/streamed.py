@@ -269,7 +269,7 @@ class StreamedStep:
         return self._copies
 
     def _is_away(self, chunk: Work, update: Update) -> bool:
-        """Return whether the bucket is on a device, and the chunk is updated on the host."""
+        """Whether the bucket is on a device, and the chunk is updated on the host."""
         return not chunk.on_device and (self._forced or update.bucket.device != _HOST)
 
     def _wanted(self, chunk: Work) -> list[Tensor]:

@@ -442,7 +442,7 @@ class Executor:
             result.events.append(Event(self.rank, started, time.perf_counter(), kind, micro_batch, chunk))
 
     def _change(self) -> str:
-        """Return whether a stage has just been given something that looks different, in words."""
+        """Whether a stage has just been given something that looks different, in words."""
         for chunk in self.chunks:
             if (changed := chunk.changed) is not None:
                 before, now = map(describe, changed)

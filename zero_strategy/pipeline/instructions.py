@@ -181,7 +181,7 @@ class PipeSchedule(ABC):
         """Yields the instructions of each step."""
 
     def num_pipe_buffers(self) -> int:
-        """Number of buffers the instructions use; a schedule that needs fewer than one per micro-batch says so."""
+        """How many buffers the instructions use; a schedule that needs fewer than one per micro-batch says so."""
         return self.micro_batches
 
     @property
@@ -191,12 +191,12 @@ class PipeSchedule(ABC):
 
     @property
     def num_stages(self) -> int:
-        """Number of ranks the pipeline has."""
+        """How many ranks the pipeline has."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches make the batch."""
+        """How many micro-batches make the batch."""
         return self.micro_batches
 
     @property
@@ -206,12 +206,12 @@ class PipeSchedule(ABC):
 
     @property
     def is_first_stage(self) -> bool:
-        """Return whether the rank takes the model's inputs."""
+        """Whether the rank takes the model's inputs."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Return whether the rank makes the model's outputs."""
+        """Whether the rank makes the model's outputs."""
         return self.stage_id == self.stages - 1
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
@@ -274,7 +274,7 @@ class TrainSchedule(PipeSchedule):
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _computes(self, step: int) -> tuple[bool, int]:
-        """True if a step is a forward, and of which micro-batch; one that does not exist before and after the batch.
+        """Whether a step is a forward, and of which micro-batch; one that does not exist before and after the batch.
 
         Forwards come in the steps of the stage's own parity. A micro-batch moves on by a stage per step.
         """
@@ -378,12 +378,12 @@ class TableSchedule(PipeSchedule):
 
     @property
     def is_first_stage(self) -> bool:
-        """Return whether the rank has the first of all stages."""
+        """Whether the rank has the first of all stages."""
         return self.placement.rank_of(0) == self.stage_id
 
     @property
     def is_last_stage(self) -> bool:
-        """Return whether the rank has the last of all stages."""
+        """Whether the rank has the last of all stages."""
         return self.placement.rank_of(self.placement.stages - 1) == self.stage_id
 
 

@@ -140,7 +140,7 @@ class Table:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks, which is how many rows."""
+        """How many pipeline ranks, which is how many rows."""
         return self.placement.ranks
 
     @property
@@ -150,7 +150,7 @@ class Table:
 
     @property
     def forward_only(self) -> bool:
-        """Return whether this is a table for inference."""
+        """Whether this is a table for inference."""
         return all(action.kind is Kind.FORWARD for row in self.rows for action in row)
 
     def _seen(self, rank: int, row: Row) -> list[int]:
@@ -172,7 +172,7 @@ class Table:
         return f"schedule {self.name}, rank {rank}: {what}"
 
 def round_sizes(ranks: int, micro_batches: int) -> list[int]:
-    """Number of micro-batches each round through the chunks has: no fewer than there are ranks, which would leave ranks
+    """How many micro-batches each round through the chunks has: no fewer than there are ranks, which would leave ranks
     idle, and otherwise as few and as equal as can be, the larger ones first. Fewer than ranks are one round."""
     rounds = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, rounds)

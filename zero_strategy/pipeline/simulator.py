@@ -62,7 +62,7 @@ class Event:
 
     @property
     def computes(self) -> bool:
-        """Return whether the rank is busy with the model, and not with waiting or with the end of the batch."""
+        """Whether the rank is busy with the model, and not with waiting or with the end of the batch."""
         return self.kind in _COMPUTES
 
 

@@ -188,7 +188,7 @@ class _Graph:
                 waiting += self.parents.get(node, ())
 
     def has(self, kind: str) -> bool:
-        """Return whether there is a node of a class of this name."""
+        """Whether there is a node of a class of this name."""
         return kind in self._kinds
 
     def parts(self) -> list[_Part]:
@@ -215,7 +215,7 @@ class _Graph:
         return parts
 
     def _must_be_early(self, node: Any) -> bool:
-        """Return whether what comes to a node from the way can only be had while the way is run."""
+        """Whether what comes to a node from the way can only be had while the way is run."""
         parents = self.parents.get(node, [])
         crossing = [parent for parent in parents if parent in self.on_the_way]
         if not crossing:
@@ -326,7 +326,7 @@ def _edge_of(root: Root) -> _Edge:
 
 
 def _runs_once(node: Any) -> bool:
-    """Return whether a second run would do again what the first one did, or could not be done."""
+    """Whether a second run would do again what the first one did, or could not be done."""
     if isinstance(node, FunctionNode):
         return True
     return any(saved.unpack_hook is not None for saved in _saved(node))

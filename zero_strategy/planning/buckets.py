@@ -99,7 +99,7 @@ class Offload:
 
     @property
     def in_files(self) -> bool:
-        """Return whether anything is kept in files."""
+        """Whether anything is kept in files."""
         return "nvme" in (self.optimizer, self.parameters, self.gradients)
 
     def gradient_tier(self, reduction: str) -> str:
@@ -171,7 +171,7 @@ class BucketFacts:
         return self.layout.slice_bounds(shard_rank) if placement.shard_optimizer else (0, self.layout.numel)
 
     def keeps_whole(self, config: ZeroConfig, accumulation: int) -> bool:
-        """Return whether a buffer of whole gradients stays from step to step, as `GradientBucket.keeps_whole` says."""
+        """Whether a buffer of whole gradients stays from step to step, as `GradientBucket.keeps_whole` says."""
         all_owned = not PLACEMENTS[config.stage].shard_optimizer or self.layout.slice_numel == self.layout.numel
         return config.gradient_reduction == "per_step" and (accumulation > 1 or all_owned)
 

@@ -119,7 +119,7 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """Return whether it is enough, or not known."""
+        """Whether it is enough, or not known."""
         return self.there is None or self.needed <= self.there
 
 
@@ -145,7 +145,7 @@ def needs(plan: MemoryPlan, budget: Budget, ledger: Ledger | None = None) -> lis
 
 
 def fits(plan: MemoryPlan, budget: Budget) -> bool:
-    """Return whether everything fits that is known."""
+    """Whether everything fits that is known."""
     return all(need.fits for need in needs(plan, budget))
 
 

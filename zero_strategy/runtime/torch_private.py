@@ -45,7 +45,7 @@ FunctionNode: type = torch._C._FunctionBase
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward."""
+    """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -69,7 +69,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Return whether hooks on its gradient are registered."""
+    """Whether hooks on its gradient are registered."""
     return bool(tensor._backward_hooks)
 
 
@@ -94,7 +94,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def is_used_elsewhere(tensor: Tensor) -> bool:
-    """Return whether something beside this object keeps the tensor or its memory: a view, an autograd graph."""
+    """Whether something beside this object keeps the tensor or its memory: a view, an autograd graph."""
     storage = tensor.untyped_storage()  # a holder as well
     counted: Any = tensor
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or counted._use_count() > 1)
@@ -122,7 +122,7 @@ foreach_zero_: Any = torch._foreach_zero_
 
 
 def has_kernel(qualified: str, key: str) -> bool:
-    """Return whether the op "namespace::name" has a kernel of its own under a dispatch key ("CPU", "CUDA")."""
+    """Whether the op "namespace::name" has a kernel of its own under a dispatch key ("CPU", "CUDA")."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key)
 
 
@@ -170,7 +170,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def saves_tensors_itself(cls: type[nn.Module]) -> bool:
-    """Return whether a class of modules writes its own tensors into the state dict in a way of its own."""
+    """Whether a class of modules writes its own tensors into the state dict in a way of its own."""
     return cls._save_to_state_dict is not nn.Module._save_to_state_dict
 
 
@@ -190,7 +190,7 @@ def replace_map_tensors(module: nn.Module, make: Callable[[Any], Any]) -> None:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called."""
+    """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 

@@ -53,7 +53,7 @@ class Difference:
 
     @property
     def times(self) -> float | None:
-        """Number of times what re-ordered summation explains."""
+        """How many times what re-ordered summation explains."""
         if self.largest is None or self.explained is None:
             return None
         if math.isinf(self.explained):
@@ -291,7 +291,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether nothing differs too much."""
+        """Whether nothing differs too much."""
         return not self.differences
 
     @property

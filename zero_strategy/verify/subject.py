@@ -80,11 +80,11 @@ class VerifySettings:
 
     @property
     def scales_loss(self) -> bool:
-        """Return whether losses are scaled, and steps skipped that overflow."""
+        """Whether losses are scaled, and steps skipped that overflow."""
         return torch.float16 in (self.compute_dtype, self.autocast)
 
     def batches(self, ranks: int) -> int:
-        """Number of batches a run takes."""
+        """How many batches a run takes."""
         return self.steps * self.accumulation * ranks
 
     def number(self, step: int, micro: int, rank: int, ranks: int) -> int:

@@ -311,7 +311,7 @@ def _has_come(report: Report | None, wait: Wait) -> bool:
 def _locked(
     own: Report, reports: Mapping[int, Report], fresh: Collection[int], rank_labels: RankLabels
 ) -> Failure | None:
-    """Return whether ranks wait for each other: none of those that this one waits for can get on."""
+    """Whether ranks wait for each other: none of those that this one waits for can get on."""
     waiting = {
         rank: report
         for rank, report in reports.items()

@@ -207,7 +207,7 @@ class _DeviceEnd:
         self._event = event
 
     def is_completed(self) -> bool:
-        """Return whether it is over."""
+        """Whether it is over."""
         return bool(self._event.query())
 
 

@@ -238,7 +238,7 @@ class StoreClient:
 
     @property
     def _reachable(self) -> bool:
-        """Return whether the store is there, as far as is known, and owes no answer that was waited for."""
+        """Whether the store is there, as far as is known, and owes no answer that was waited for."""
         return not self._lost and all(answer.done() for answer in self._late)
 
     def close(self) -> None:

@@ -256,7 +256,7 @@ def _phase(file: str, function: str) -> str:
 
 @cache
 def _is_library(file: str) -> bool:
-    """Return whether it is ours, Python's, or of a framework that calls the user's code."""
+    """Whether it is ours, Python's, or of a framework that calls the user's code."""
     standard = sysconfig.get_paths()["stdlib"]
     if file.startswith(("<", _torch_folder())) or (file.startswith(standard) and "site-packages" not in file):
         return True

@@ -53,7 +53,7 @@ class Board(Protocol):
         """Returns when a rank, or every rank if None, has finished a phase."""
 
     def posted(self, phase: str, rank: int) -> bool:
-        """Return whether a rank has finished a phase."""
+        """Whether a rank has finished a phase."""
 
     def send(self, name: str, content: bytes) -> None:
         """Leave a message."""

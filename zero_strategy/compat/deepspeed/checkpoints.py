@@ -104,15 +104,15 @@ class DeepSpeedCheckpoint:
     # ---- what changed ----
 
     def is_change_tp_degree(self) -> bool:
-        """Return whether another number of tensor-parallel ranks asks than saved."""
+        """Whether another number of tensor-parallel ranks asks than saved."""
         return self.tp_degree != self.zero_checkpoint.get_src_tp_degree()
 
     def is_change_pp_degree(self) -> bool:
-        """Return whether another number of pipeline stages asks than saved."""
+        """Whether another number of pipeline stages asks than saved."""
         return self.pp_degree != self.zero_checkpoint.get_src_pp_degree()
 
     def is_change_dp_degree(self) -> bool:
-        """Return whether another number of data-parallel ranks asks than saved."""
+        """Whether another number of data-parallel ranks asks than saved."""
         return self.dp_degree != self.zero_checkpoint.get_src_dp_degree()
 
     # ---- model files ----

@@ -144,13 +144,13 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Return whether there is such a rank, and if not, why."""
+        """Whether there is such a rank, and if not, why."""
         indices = (("PP", pp_index, self.pp_degree), ("TP", tp_index, self.tp_degree), ("DP", dp_index, self.dp_degree))
         found = [f"{name} index {index} is not within {size}" for name, index, size in indices if index >= size]
         return not found, found
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Return whether files can be merged for this grid, and if not, why."""
+        """Whether files can be merged for this grid, and if not, why."""
         found = parallel_grid.obstacles(self._degrees(), target_3d_desc._degrees())
         return not found, found
 

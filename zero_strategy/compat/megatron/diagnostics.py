@@ -305,7 +305,7 @@ def log_on_each_pipeline_stage(
 
 
 def _listens(logger: logging.Logger, arguments: tuple[Any, ...]) -> bool:
-    """True if the level is wanted; asked first, as it costs least. What is no level the logger refuses itself."""
+    """Whether the level is wanted; asked first, as it costs least. What is no level the logger refuses itself."""
     return not arguments or not isinstance(arguments[0], int) or logger.isEnabledFor(arguments[0])
 
 

@@ -75,7 +75,7 @@ class FSDPDistributedIndex:
 
     @property
     def use_hybrid_fsdp(self) -> bool:
-        """Return whether there is an outer axis."""
+        """Whether there is an outer axis."""
         return self.dp_outer_dim is not None
 
     def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:

@@ -129,7 +129,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
-    """Return whether `module` is `parent_module`'s or that of one below it.
+    """Whether `module` is `parent_module`'s or that of one below it.
 
     Args:
         module: The object that is looked for.
@@ -188,7 +188,7 @@ def get_model_type(model: Any) -> Any:
 
 
 def get_model_xattn(model: Any) -> bool:
-    """Return whether a model, perhaps wrapped, says `xattn_needed`; False if it says nothing of it."""
+    """Whether a model, perhaps wrapped, says `xattn_needed`; False if it says nothing of it."""
     try:
         return bool(get_attr_wrapped_model(model, "xattn_needed"))
     except AttributeError:
@@ -209,12 +209,12 @@ _DIM_OF_MODE = {"column": 0, "row": 1}
 
 
 def is_mcore_tensor_model_parallel(param: Tensor) -> bool:
-    """Return whether Megatron has divided this parameter among tensor-parallel ranks."""
+    """Whether Megatron has divided this parameter among tensor-parallel ranks."""
     return any(bool(getattr(param, mark, False)) for mark in _DIVIDED) or getattr(param, _MODE, None) in _DIM_OF_MODE
 
 
 def is_mcore_tensor_parallel_duplicated(param: Tensor) -> bool:
-    """Return whether this parameter of a tensor-parallel layer is whole on each of its ranks."""
+    """Whether this parameter of a tensor-parallel layer is whole on each of its ranks."""
     return bool(getattr(param, "_tp_duplicated", False))
 
 
@@ -239,12 +239,12 @@ def get_mcore_tensor_parallel_partition_dim(param: Tensor) -> int | None:
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:
-    """Return whether this parameter is divided among model-parallel ranks, by DeepSpeed's mark or Megatron's."""
+    """Whether this parameter is divided among model-parallel ranks, by DeepSpeed's mark or Megatron's."""
     return bool(getattr(p, "model_parallel", False)) or is_mcore_tensor_model_parallel(p)
 
 
 def is_expert_parameter(p: Tensor) -> bool:
-    """Return whether it is an expert's, which ranks of an expert-parallel group do not share."""
+    """Whether it is an expert's, which ranks of an expert-parallel group do not share."""
     return getattr(p, "allreduce", True) is False
 
 

@@ -112,7 +112,7 @@ class ShardedTensor:
 
     @property
     def is_main_replica(self) -> bool:
-        """Return whether this copy is the one that is written."""
+        """Whether this copy is the one that is written."""
         return self.replica_id == 0 if isinstance(self.replica_id, int) else not any(self.replica_id)
 
     def global_slice(self) -> tuple[slice | int, ...]:

@@ -257,7 +257,7 @@ class GlobalSymmetricMemoryBuffer:
         return self._allocate(numel, dtype).view(tuple(tensor_shape))
 
     def _can_allocate(self, numel: int, dtype: torch.dtype) -> bool:
-        """Return whether so many elements fit."""
+        """Whether so many elements fit."""
         return self.symm_buffer is not None and numel * dtype.itemsize <= self.symm_buffer.numel()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:

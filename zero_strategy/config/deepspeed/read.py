@@ -90,7 +90,7 @@ def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer
 
 
 def is_deepspeed(values: Mapping[Any, Any], origin: str) -> bool:
-    """Return whether a mapping is a DeepSpeed config: it has one of DeepSpeed's keys that are none of ours.
+    """Whether a mapping is a DeepSpeed config: it has one of DeepSpeed's keys that are none of ours.
 
     Raises:
         ValueError: If it has keys of both.
@@ -203,7 +203,7 @@ def dtype_fact(compute_dtype: object) -> dict[str, Fact]:
 
 
 def _idle(key: str, setting: Setting) -> bool:
-    """Return whether a value asks nobody to do anything."""
+    """Whether a value asks nobody to do anything."""
     return (key, setting.value) in (
         ("gradient_clipping", 0.0),
         ("gradient_accumulation_steps", 1),

@@ -79,7 +79,7 @@ class Translation:
         return default if report is None or report.value is None or report.value == AUTO else report.value
 
     def is_auto(self, key: str) -> bool:
-        """Return whether a key is there and ``"auto"``."""
+        """Whether a key is there and ``"auto"``."""
         report = self.reports.get(key)
         return report is not None and report.value == AUTO
 

@@ -213,7 +213,7 @@ class ScriptEngine(ScriptCheckpoints):
     # ---- the step ----
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether this micro-batch is the last of a step, so that `step()` updates the weights."""
+        """Whether this micro-batch is the last of a step, so that `step()` updates the weights."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
@@ -270,7 +270,7 @@ class ScriptEngine(ScriptCheckpoints):
         self.global_samples += self.settings.batch.train_batch_size or 0
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` changed the weights."""
+        """Whether the last `step()` changed the weights."""
         return self._applied
 
     def get_global_grad_norm(self) -> float | None:
@@ -394,7 +394,7 @@ class ScriptEngine(ScriptCheckpoints):
         return [] if self.optimizer is None else [group.get(key, 0.0) for group in self.optimizer.param_groups]
 
     def zero_optimization(self) -> bool:
-        """Return whether anything is sharded."""
+        """Whether anything is sharded."""
         return self.zero.stage > 0
 
     def zero_optimization_stage(self) -> int:
@@ -402,11 +402,11 @@ class ScriptEngine(ScriptCheckpoints):
         return self.zero.stage
 
     def fp16_enabled(self) -> bool:
-        """Return whether the module is in fp16."""
+        """Whether the module is in fp16."""
         return self.settings.compute_dtype == torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether the module is in bf16."""
+        """Whether the module is in bf16."""
         return self.settings.compute_dtype == torch.bfloat16
 
     def dynamic_loss_scale(self) -> bool:

@@ -220,7 +220,7 @@ class ScriptPipelineEngine(ScriptEngine):
         _refuse("scale")
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether gradients are being clipped, or the optimizer is stepping: only inside of a `train_batch`."""
+        """Whether gradients are being clipped, or the optimizer is stepping: only inside of a `train_batch`."""
         return self._stepping
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
@@ -317,25 +317,25 @@ class ScriptPipelineEngine(ScriptEngine):
 
     @property
     def is_pipe_parallel(self) -> bool:
-        """Return whether a pipeline has several ranks."""
+        """Whether a pipeline has several ranks."""
         return self.num_stages > 1
 
     @property
     def is_data_parallel(self) -> bool:
-        """Return whether there are several pipelines."""
+        """Whether there are several pipelines."""
         return self.grid.data_parallel_size > 1
 
     @property
     def is_model_parallel(self) -> bool:
-        """Return whether layers are divided among ranks (tensor parallelism)."""
+        """Whether layers are divided among ranks (tensor parallelism)."""
         return self.grid.model_parallel_size > 1
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank has the first layers."""
+        """Whether this rank has the first layers."""
         return 0 in self.module.stages
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank has the last layers, which give outputs and losses."""
+        """Whether this rank has the last layers, which give outputs and losses."""
         return self.module.placement.stages - 1 in self.module.stages
 
     # ---- weights ----

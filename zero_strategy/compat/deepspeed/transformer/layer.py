@@ -373,7 +373,7 @@ class TransformerLayer(nn.Module):
         )
 
     def _limited(self, mask: Tensor | None) -> bool:
-        """Return whether the causal limit comes on top of the mask, which is as `prepared_mask` returns it."""
+        """Whether the causal limit comes on top of the mask, which is as `prepared_mask` returns it."""
         return self.config.causal
 
     @staticmethod
