@@ -8,7 +8,7 @@
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
-# make lint           ruff, import-linter and mypy
+# make lint           ruff, import-linter, mypy, and the prose of docs and docstrings
 # make clean          removes the environment, caches and outputs
 
 PYTHON ?= python3
@@ -48,6 +48,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
+	$(BIN)/python scripts/check_prose.py
 
 test test-rest test-torch test-all coverage: export OMP_NUM_THREADS = 1
 test: lint

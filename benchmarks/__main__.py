@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options_of(chosen: argparse.Namespace, out: Path) -> Options:
-    """What the suites are told."""
+    """Options of the suites."""
     given = {key: value for key in QUICK if (value := getattr(chosen, key)) is not None}
     return Options(
         peers=chosen.peers,

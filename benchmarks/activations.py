@@ -1,4 +1,4 @@
-"""What recomputation costs and saves: the time of a step in each mode against mode none, and the bytes that are kept.
+"""Costs and savings of recomputation: the time of a step in each mode against mode none, and the bytes that are kept.
 
     python -m benchmarks.activations --model transformer-small --length 256 --batch 4 --out activations.json
 

@@ -52,7 +52,7 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """Options of the measurement.
 
     Attributes:
         folder: For the checkpoints.

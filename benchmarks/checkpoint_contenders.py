@@ -1,4 +1,4 @@
-"""What the checkpoint benchmark compares: our engine, DeepSpeed and torch.distributed.checkpoint, with the same model.
+"""Contenders of the checkpoint benchmark: our engine, DeepSpeed and torch.distributed.checkpoint, with the same model.
 
 - ``ours``: ZeroEngine at stage 3; `save` returns when all is flushed and renamed.
 - ``deepspeed``: ZeRO stage 3 with its defaults and the same torch optimizer; its files are not flushed.

@@ -1,4 +1,4 @@
-"""What any contender sends, counted where torch dispatches collectives (`c10d` and functional ones).
+"""Counter of the elements that any contender sends, where torch dispatches collectives (`c10d` and functional ones).
 
 A collective counts for what this rank sends by the algorithm that sends the fewest elements to every rank, so that
 peers with other algorithms and backends can be compared: of n elements that all ranks hold afterwards, n (N - 1)/N in

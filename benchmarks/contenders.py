@@ -1,4 +1,4 @@
-"""What the step benchmark compares: our engine at each stage, PyTorch's own wrappers, and DeepSpeed.
+"""Contenders of the step benchmark: our engine at each stage, PyTorch's own wrappers, and DeepSpeed.
 
 Each is set up as its own documentation recommends, with the same model, optimizer, data and clipping:
 
@@ -53,7 +53,7 @@ REGIMES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender trains on."""
+    """Batches that every contender trains on."""
 
     model: str = "transformer-small"
     batch: int = 4
@@ -129,7 +129,7 @@ def make(name: str, workload: Workload) -> Contender:
 
 
 def missing(peer: str) -> str | None:
-    """How to install what a peer needs; None if it is there."""
+    """Command that installs a peer's requirements; None if it is there."""
     package = _PACKAGES.get(peer.rstrip("0123456789"))
     if package is None or importlib.util.find_spec(package) is not None:
         return None

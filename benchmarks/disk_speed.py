@@ -1,4 +1,4 @@
-"""How fast a disk takes a long sequential write: by `fio`, or else by threads that write past the page cache."""
+"""Speed at which a disk takes a long sequential write: by `fio`, or else by threads that write past the page cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATTERNS = [Pattern(block << 20, depth) for block in (1, 4, 16) for depth in (1,
 
 
 def tool() -> str:
-    """What measures."""
+    """Program that measures."""
     return "fio" if shutil.which("fio") else "threads with O_DIRECT (fio is not installed)"
 
 

@@ -1,4 +1,4 @@
-"""What the engine adds to a step: the step, against its parts by themselves.
+"""Overhead of the engine in a step: the step, against its parts by themselves.
 
 The parts, on the same ranks and one after the other, with nothing of the engine between them:
 

@@ -48,7 +48,7 @@ KINDS: tuple[Kind, ...] = ("read", "write")
 
 @dataclass(frozen=True)
 class Pattern:
-    """How fio works.
+    """Settings of fio.
 
     Attributes:
         engine: "libaio", "io_uring", "io_uring fixed" (registered buffers) or "psync".
@@ -69,7 +69,7 @@ def patterns() -> list[Pattern]:
 
 
 def fio_seconds(path: Path, jobs: Sequence[tuple[Kind, Pattern]], nbytes: int, lasting: float) -> list[float]:
-    """What all bytes of an existing file take, in their order, again and again for so many seconds per job.
+    """Time of all bytes of an existing file take, in their order, again and again for so many seconds per job.
 
     The jobs run one after the other in one fio, which leaves out what costs it speed: changing its buffers between
     writes, and the times of single blocks.
@@ -138,7 +138,7 @@ class Ours:
         self._slots[size].run(chunks, work)
 
     def seconds(self, size: str, what: str, lasting: float) -> float:
-        """What a pass takes; passes are made for so many seconds, and at least one."""
+        """Time of a pass; passes are made for so many seconds, and at least one."""
         begin, made = time.perf_counter(), 0
         while not made or time.perf_counter() - begin < lasting:
             self._pass(size, what, lambda *_: None)

@@ -1,4 +1,4 @@
-"""What a contender takes while it trains alone in fresh processes: memory, and the elements that a rank sends per step.
+"""Footprint of a contender that trains alone in fresh processes: memory, and the elements that a rank sends per step.
 
 Memory is the growth of the resident set over that of the same processes after they have trained the smallest model:
 what stays between steps (freed buffers given back), and the most inside a step. That one depends on glibc, which keeps

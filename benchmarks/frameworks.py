@@ -36,7 +36,7 @@ WARM = 2
 
 
 class Side(Protocol):
-    """What takes turns."""
+    """Contenders that take turns."""
 
     def block(self, steps: int) -> tuple[list[float], list[float]]:
         """Some steps in a row; this rank's seconds and losses."""

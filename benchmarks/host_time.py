@@ -1,4 +1,4 @@
-"""What the engine costs the host, per unit: models so small that their arithmetic is nothing, of growing depth.
+"""Costs of the engine on the host, per unit: models so small that their arithmetic is nothing, of growing depth.
 
     python -m benchmarks.host_time --depths 12,48,144 --out host_time.json
 

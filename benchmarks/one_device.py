@@ -50,7 +50,7 @@ _MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Work:
-    """What all train."""
+    """Model that all train."""
 
     model: str
     rows: int

@@ -23,7 +23,7 @@ _FACTOR = 1.0009765625
 
 @dataclass(frozen=True)
 class Setting:
-    """What a case is measured on: rows x columns, or `tensors` tensors of together `numel` elements."""
+    """Shape of a case: rows x columns, or `tensors` tensors of together `numel` elements."""
 
     device: str
     dtype: torch.dtype

@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def seconds_of(step: Step, device: str, steps: int) -> list[float]:
-    """How long each of some steps took."""
+    """Seconds that each of some steps took."""
     if device == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What recording costs: training steps with `diagnostics.run_dir` against steps without.
+"""Costs of recording: training steps with `diagnostics.run_dir` against steps without.
 
     python -m benchmarks.recorder --ranks 2 --model transformer-small --stage 3 --rounds 10
 
@@ -38,7 +38,7 @@ def measure(options: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 def of_the_record(run_dir: str) -> dict[str, float]:
-    """What was recorded of rank 0."""
+    """Records of rank 0."""
     recorded = read_run(run_dir).steps[0]
     return {
         "recorded steps": len(recorded),

@@ -45,7 +45,7 @@ _FITTED = 2
 
 @dataclass(frozen=True)
 class Check:
-    """What the model says of a measurement that it has not seen; seconds."""
+    """Prediction of the model for a measurement that it has not seen; seconds."""
 
     what: str
     ranks: int
@@ -103,7 +103,7 @@ def _of(one: CollectiveTime) -> tuple[str, int, int]:
 
 
 def show_fit(machine: Machine, checks: Sequence[Check]) -> str:
-    """What was fitted, and how far off it is."""
+    """Parameters that were fitted, and their error."""
     speed = machine.within.bandwidth / 1e9
     lines = [
         f"fitted to {_FITTED} gloo ranks on {os.cpu_count()} cores: latency {1e6 * machine.within.latency:.0f} us, "
@@ -234,7 +234,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """What the command line asks for."""
+    """Options of the command line."""
     layers, hidden = MODELS[options.model]
     layers, hidden = options.layers or layers, options.hidden or hidden
     name = options.model if (layers, hidden) == MODELS[options.model] else f"gpt of {layers} layers, width {hidden}"

@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass
 class PairTimes:
-    """What one pair measured."""
+    """Measurements of one pair."""
 
     a: str
     b: str
@@ -129,7 +129,7 @@ def default_pairs(peers: Sequence[str], stages: Sequence[int]) -> list[Pair]:
 
 
 def compare(pair: Pair, plan: Plan, ranks: int, timeout: float, pool: RankPool | None = None) -> dict[str, Any]:
-    """What `summarize` says of one pair, in these ranks or else in ranks of its own."""
+    """Summary of one pair by `summarize`, in these ranks or else in ranks of its own."""
     used = pool or RankPool(ranks)
     try:
         return summarize(used.run(measure, (pair, plan), timeout=timeout)[0])
@@ -252,7 +252,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """What is asked for: the regime's values, and what is given by itself."""
+    """Options as asked for: the regime's values, and what is given by itself."""
     chosen = dict(REGIMES.get(options.regime, {}))
     chosen |= {key: value for key in ("model", "batch", "length") if (value := getattr(options, key)) is not None}
     return Workload(

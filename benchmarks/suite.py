@@ -1,4 +1,4 @@
-"""What a suite of the benchmark command is: a name, and a function from options to rows."""
+"""Definition of a suite of the benchmark command: a name, and a function from options to rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Options:
-    """What all suites are told.
+    """Options of all suites.
 
     Attributes:
         peers: With whom to compare.
@@ -81,7 +81,7 @@ class Options:
     failed: list[str] = field(default_factory=list)
 
     def wants(self, peer: str) -> bool:
-        """Whether to compare with a peer; notes the one that is asked for and not installed."""
+        """True if a peer is to be compared; notes the one that is asked for and not installed."""
         if peer not in self.peers:
             return False
         if peer in _OTHERS and importlib.util.find_spec(peer) is None:
@@ -99,7 +99,7 @@ class Options:
             print(f"skipped {text}", file=sys.stderr, flush=True)
 
     def tried(self, what: str, run: Callable[[], list[Row]]) -> list[Row]:
-        """What a comparison found; nothing if it fails, since hours of the others are worth more than that one."""
+        """Findings of a comparison; nothing if it fails, since hours of the others are worth more than that one."""
         try:
             return run()
         except Exception as error:

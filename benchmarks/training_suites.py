@@ -19,7 +19,7 @@ _QUICK = {"model": "transformer-tiny", "batch": 2, "length": 16}
 
 
 def workload(options: Options, regime: str, precision: str) -> Workload:
-    """What a regime trains, with fused AdamW and clipping by norm."""
+    """Model that a regime trains, with fused AdamW and clipping by norm."""
     return Workload(**(_QUICK if options.quick else REGIMES[regime]), precision=precision)
 
 
@@ -139,7 +139,7 @@ def _turns(
 
 
 def _against_table(stage: int, work: Workload, ranks: int, options: Options) -> list[Row]:
-    """What the design's table says over what is sent and held."""
+    """Figures of the design's table for sent and held elements."""
     found = footprint.measure(f"zero{stage}", work, ranks, options.timeout)
     parameters = footprint.elements_of(work)
     where = f"zero{stage}, {work.precision}, {ranks} ranks"

@@ -1,4 +1,4 @@
-"""What the watchdog costs while nothing is wrong: training steps with `watchdog: default` (or strict) against off.
+"""Costs of the watchdog while nothing is wrong: training steps with `watchdog: default` (or strict) against off.
 
     python -m benchmarks.watchdog --ranks 2 --model transformer-small --stage 3 --rounds 10
 

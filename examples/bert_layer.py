@@ -71,7 +71,7 @@ def batch(step: int, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tenso
 
 
 def kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """What a forward keeps for its backward, beside the parameters; every storage counts once."""
+    """Tensors that a forward keeps for its backward, beside the parameters; every storage counts once."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: dict[int, Tensor] = {}
 

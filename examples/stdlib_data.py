@@ -30,7 +30,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def is_validation(relative: Path) -> bool:
-    """Whether a file is held out: decided by its name alone, so that the split is the same everywhere."""
+    """True if a file is held out: decided by its name alone, so that the split is the same everywhere."""
     digest = hashlib.sha256(relative.as_posix().encode()).digest()
     return int.from_bytes(digest[:8], "big") < VALIDATION_SHARE * 2**64
 
@@ -66,7 +66,7 @@ class _Windows(Dataset[Tensor]):
         return self.count
 
     def start(self, index: int) -> int:
-        """Where window ``index`` begins."""
+        """Start of window ``index``."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Tensor:

@@ -85,7 +85,7 @@ class TimelineOfOneStep(Callback):
 
 
 def draw_timeline(path: Path) -> None:
-    """What `zero-strategy schedule show --timeline` draws."""
+    """Picture that `zero-strategy schedule show --timeline` draws."""
     picture = path.with_suffix(".png")
     zero_strategy_command(["schedule", "show", "--timeline", str(path), "--output", str(picture)])
     print(f"timeline:   {picture}")

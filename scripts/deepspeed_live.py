@@ -1,4 +1,4 @@
-"""What a live DeepSpeed engine holds, in whole tensors by name; gathered without DeepSpeed's conversion tools.
+"""State of a live DeepSpeed engine, in whole tensors by name; gathered without DeepSpeed's conversion tools.
 
 Each optimizer wrapper keeps flat fp32 partitions; their order is taken from the wrapper's own lists of parameter
 objects, never from names or from what a checkpoint says. Every gathered fp32 weight is compared with the parameter that

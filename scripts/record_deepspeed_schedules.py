@@ -21,7 +21,7 @@ GRID = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in r
 
 
 def lines(schedule_class: Any, stages: int, micro_batches: int) -> list[str]:
-    """What all stages' schedules say: a line for the buffers of each stage, and one for each step."""
+    """Instructions of all stages' schedules: a line for the buffers of each stage, and one for each step."""
     found = []
     for stage in range(stages):
         schedule = schedule_class(micro_batches, stages, stage)

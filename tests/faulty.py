@@ -1,4 +1,4 @@
-"""What goes wrong in a model: functions of what a module returns, and a module that calls one."""
+"""Faults of a model: functions of what a module returns, and a module that calls one."""
 
 from __future__ import annotations
 

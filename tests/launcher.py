@@ -57,7 +57,7 @@ _LOG_TAIL = 20_000
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one rank."""
+    """Error of one rank."""
 
     kind: Literal["raised", "died", "hung"]
     """``hung``: gave no answer before the timeout, or within the grace after another rank had failed."""
@@ -168,7 +168,7 @@ def _clean_state(env: Mapping[str, str], permanent: PermanentObjects) -> Iterato
 
 
 def name_coverage(test: str) -> None:
-    """What runs from here on is counted for a test, where coverage is measured (`make coverage`)."""
+    """Lines that run from here on are counted for a test, where coverage is measured (`make coverage`)."""
     if "coverage" in sys.modules and (current := sys.modules["coverage"].Coverage.current()) is not None:
         current.switch_context(test)
 

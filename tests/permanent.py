@@ -1,4 +1,4 @@
-"""What the garbage collector never looks at: the libraries' objects, which cost it a good part of a second."""
+"""Objects that the garbage collector never looks at: the libraries' objects, which cost it a good part of a second."""
 
 from __future__ import annotations
 

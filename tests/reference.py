@@ -30,7 +30,7 @@ MODEL_SEED = 3
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run leaves behind."""
+    """Files that a training run leaves behind."""
 
     losses: list[list[list[float]]]
     """By step, rank and micro-batch. The plain oracle has one rank and micro-batch, DDP only its own rank."""

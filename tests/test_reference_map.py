@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -32,17 +33,33 @@ class Row(NamedTuple):
     test: str
 
 
+def signatures(chapter: str) -> dict[str, str]:
+    """Names and signatures in a chapter's blocks of code, each signature on one line."""
+    blocks = "\n".join(re.findall(r"^```python\n(.*?)^```", chapter, re.DOTALL | re.MULTILINE))
+    found = {}
+    for node in ast.parse(blocks).body:
+        line = " ".join((ast.get_source_segment(blocks, node) or "").split())
+        found[line.partition("(")[0]] = re.sub(r"\( | \)|,(?= \))", lambda match: match[0].strip(" ,"), line)
+    return found
+
+
 def rows() -> dict[str, list[Row]]:
+    """Rows of the tables by chapter, with signatures from below them and the tests of `reference_map.json`."""
+    tests: dict[str, dict[str, str]] = json.loads((ROOT / "tests" / "reference_map.json").read_text())
     found: dict[str, list[Row]] = {}
-    chapter = ""
-    for line in (ROOT / "docs" / "reference_map.md").read_text().splitlines():
-        if line.startswith("## "):
-            chapter = line[3:]
-        elif line.startswith("| ") and not line.startswith(("| there", "| ---")):
+    for chapter in (ROOT / "docs" / "reference_map.md").read_text().split("\n## ")[1:]:
+        title, calls = chapter.partition("\n")[0], signatures(chapter)
+        for line in chapter.splitlines():
+            if not line.startswith("| ") or line.startswith(("| there", "| ---")):
+                continue
             cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            assert len(cells) == 4, line
-            there, kind, here, test = cells
-            found.setdefault(chapter, []).append(Row(there, kind, here.strip("`"), test.strip("`")))
+            assert len(cells) == 3, line
+            there, kind, here = cells
+            if below := re.fullmatch(r"`([\w.]+)\(\.\.\.\)`, below", there):
+                there = f"`{calls.pop(below[1])}`"
+            found.setdefault(title, []).append(Row(there, kind, here.strip("`"), tests[title].pop(there)))
+        assert calls == {}, f"signatures of no row: {list(calls)}"
+    assert not any(tests.values()), f"tests of no row: {tests}"
     return found
 
 
@@ -50,7 +67,7 @@ ROWS = rows()
 
 
 def resolve(path: str) -> tuple[Any, bool]:
-    """What a dotted path names, and whether it is a function that gets an object first."""
+    """Object that a dotted path names, and whether it is a function that gets an object first."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         module = ".".join(parts[:end])
@@ -122,7 +139,7 @@ def wrong_option(option: str, thing: Any, method: bool) -> str | None:
 
 
 def wrong(row: Row) -> str | None:
-    """What is not as the row says."""
+    """Differences from the row."""
     match = re.fullmatch(r"([\w.]+)(?:\((.+)\))?", row.here)
     if match is None:
         return "no dotted path"
@@ -182,7 +199,7 @@ def test_the_face_has_each_function_and_class(chapter: str) -> None:
 
 
 def test_wrong_rows_are_found() -> None:
-    """What the checks above would say of rows that are not true."""
+    """Findings of the checks above for rows that are not true."""
     here = "zero_strategy.compat.megatron.models."
     for there, path, said in (
         ("`divide(numerator, denominator)`", here + "divide", None),

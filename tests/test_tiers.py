@@ -1,4 +1,4 @@
-"""What `make test` runs: each heading of the documentation that describes a feature, and each file of tests."""
+"""Choice of `make test`: each heading of the documentation that describes a feature, and each file of tests."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _codes(value: object) -> Iterator[CodeType]:
 
 
 def starts_processes(function: object, seen: set[int] | None = None) -> bool:
-    """Whether a test function names what starts processes, itself or through functions of the tests that it names."""
+    """True if a test function names what starts processes, itself or through functions of the tests that it names."""
     seen = set() if seen is None else seen
     module = str(getattr(function, "__module__", ""))
     if id(function) in seen or not module.startswith("tests.") or module in _POOLS:

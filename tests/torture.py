@@ -48,7 +48,7 @@ Contents = dict[str, str]
 
 @dataclass(frozen=True)
 class Kill:
-    """When, and whom.
+    """Time and victim of a kill.
 
     Attributes:
         save: Count of the save at whose beginning the clock starts; None for the beginning of the training.
@@ -63,7 +63,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left behind: steps of the newest complete checkpoint and of the one that `latest` names."""
+    """Remains of a run: steps of the newest complete checkpoint and of the one that `latest` names."""
 
     newest: int = 0
     named: int = 0
@@ -71,7 +71,7 @@ class Left:
 
 @dataclass
 class Tally:
-    """What the rounds came to."""
+    """Result of the rounds."""
 
     kills: int = 0
     inside: int = 0
@@ -146,7 +146,7 @@ class Torture:
         shutil.rmtree(place)
 
     def _reference(self, shape: Shape) -> tuple[Steps, Contents]:
-        """What undisturbed runs of a shape do: one that never saves, and one that saves in the foreground."""
+        """Results of undisturbed runs of a shape: one that never saves, and one that saves in the foreground."""
         if shape not in self._references:
             number = len(self._references)
             plain, saving = (self.folder / f"{name}-{number}" for name in ("plain", "saving"))
@@ -238,7 +238,7 @@ class Torture:
 
 
 def _look(saves: Path, journals: list[Path], before: Left, contents: Contents) -> Left:
-    """What a run left: all whole that can be seen, and nothing lost that was there or was said to be there."""
+    """Remains of a run: all that can be seen is whole, and nothing is lost that was there or was said to be."""
     names = _visible(saves)
     for name in names:
         assert not (problems := verify(saves / name).problems), problems
@@ -270,7 +270,7 @@ def _steps(journals: list[Path]) -> Steps:
 
 
 def _training(journal: Path) -> Callable[[], bool]:
-    """Whether the run has begun."""
+    """True if the run has begun."""
 
     def begun() -> bool:
         time.sleep(0.002)
@@ -280,7 +280,7 @@ def _training(journal: Path) -> Callable[[], bool]:
 
 
 def _saving(saves: Path, number: int) -> Callable[[], bool]:
-    """Whether the save of this number, counted from 1, has begun."""
+    """True if the save of this number, counted from 1, has begun."""
     seen = set(_temporary(saves))
     number += len(seen)
 

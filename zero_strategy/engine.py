@@ -278,22 +278,22 @@ class ZeroEngine:
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks train other parts of the model."""
+        """True if other ranks train other parts of the model."""
         return self.mesh.world_group.world_size != self.mesh.world_size
 
     @property
     def observed(self) -> Observed:
-        """Where whoever wants to know what this engine does puts an observer; see `observing`."""
+        """Observers of this engine; see `observing`."""
         return self.mesh.observed
 
     @property
     def counters(self) -> CommunicationCounters:
-        """What this rank sent."""
+        """Bytes that this rank sent."""
         return self.mesh.counters
 
     @property
     def checkpoint_timings(self) -> CheckpointTimings:
-        """What `profile` of this process's activation checkpointing has measured; `as_metrics()` is for a logger."""
+        """Times that `profile` of this process's activation checkpointing measured; `as_metrics()` is for a logger."""
         return timings()
 
     # ---- optimizers ----
@@ -408,7 +408,7 @@ class ZeroEngine:
         return flags
 
     def _declines(self, sharded: ShardedOptimizer) -> bool:
-        """Whether its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
+        """True if its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
         if self.scaler is not None or not self.nonfinite.skips(sharded, self.steps.taken + self.steps.skipped):
             return False
         self.steps.skip()
@@ -442,7 +442,7 @@ class ZeroEngine:
                 unsharder.leave(root, backward_follows=torch.is_grad_enabled())
 
     def left_torn(self, phases: Collection[str]) -> str:
-        """What an exception has left unfinished, in words, where this rank's threads are in `phases`; "": nothing."""
+        """Work that an exception left unfinished, in words, where this rank's threads are in `phases`; "": none."""
         if self.model.reducer.in_backward and "backward" not in phases:
             return "has left a backward with an exception"
         partially_applied = [sharded for sharded in self.optimizers if sharded.partially_applied]
@@ -582,7 +582,7 @@ class ZeroEngine:
         return [sharded.gradients for sharded in chosen]
 
     def _shared(self) -> bool:
-        """Whether a parameter is in two optimizers."""
+        """True if a parameter is in two optimizers."""
         if len(self.optimizers) < 2:
             return False
         held = [id(parameter) for sharded in self.optimizers for parameter in sharded.parameters()]
@@ -892,7 +892,7 @@ class ZeroEngine:
         self.evaluation.drain()
 
     def step_metrics(self) -> dict[str, float]:
-        """Where time and memory of the last recorded step went, by names for a logger (`zero/step_time/...`).
+        """Time and memory of the last recorded step, by names for a logger (`zero/step_time/...`).
 
         Empty without `diagnostics.run_dir`, and if they were asked for already.
         """
@@ -929,7 +929,7 @@ class ZeroEngine:
             self.mesh.watchdog.note_error(error)
 
     def note_diagnostics(self, *closing: Callable[[], None]) -> None:
-        """What the settings ask to be recorded is; `close` calls these first (`diagnostics.install` calls this)."""
+        """Start to record as the settings ask; `close` calls these first (`diagnostics.install` calls this)."""
         self._diagnosed = True
         self._closing += closing
 

@@ -75,14 +75,14 @@ def register(module: ModuleType) -> None:
 
 
 def _make_pipeline(namespace: str, *, start_method: str) -> Any:
-    """What the registry calls for `Trainer(strategy="pipeline")`."""
+    """Entry of the registry for `Trainer(strategy="pipeline")`."""
     from zero_strategy.integrations.namespaces import pipeline_strategy_class
 
     return pipeline_strategy_class(namespace)(start_method=start_method)
 
 
 def _make(namespace: str, owner: str, *, preset: str, registered: str, start_method: str) -> Any:
-    """What the registry calls for `Trainer(strategy=registered)`."""
+    """Entry of the registry for `Trainer(strategy=registered)`."""
     from zero_strategy.config import Layer, load_layers
     from zero_strategy.config import preset as settings_of
     from zero_strategy.integrations.namespaces import strategy_class

@@ -67,7 +67,7 @@ WHOLE = ModelPart()
 
 
 class TrainState(Protocol):
-    """What `ZeroEngine` is to the code that saves, loads and measures it; see there for the attributes."""
+    """View of `ZeroEngine` for the code that saves, loads and measures it; see there for the attributes."""
 
     module: nn.Module
     config: ResolvedConfig

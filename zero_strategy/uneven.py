@@ -24,7 +24,7 @@ from zero_strategy.runtime.torch_private import uncompiled
 
 
 class _Announced(NamedTuple):
-    """What a rank with a batch is about to do; `what` and `where` are the same on all such ranks."""
+    """Next action of a rank with a batch; `what` and `where` are the same on all such ranks."""
 
     what: str
     where: tuple[Any, ...]
@@ -161,7 +161,7 @@ class UnevenTraining:
         return [bool(one) for one in self._control.all_gather_small(torch.tensor([mine], dtype=torch.int8))]
 
     def _exchange(self, mine: _Announced | None) -> _Announced | None:
-        """What the ranks with a batch are about to do; None if there are none left."""
+        """Next action of the ranks with a batch; None if there are none left."""
         everyone: list[_Announced | None] = self._control.all_gather_objects(mine)
         told = {rank: one for rank, one in enumerate(everyone) if one is not None}
         if len({(one.what, one.where) for one in told.values()}) > 1:

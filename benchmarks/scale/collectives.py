@@ -1,4 +1,4 @@
-"""What collectives cost, in closed form: latencies that add up, and bytes that pass the slowest link.
+"""Costs of collectives, in closed form: latencies that add up, and bytes that pass the slowest link.
 
 A message of n bytes takes a + n / b seconds: a is the latency of a link, b its bandwidth (Hockney, "The communication
 challenge for MPP", 1994). Of N ranks on H hosts, each exchanging n bytes in all:

@@ -52,12 +52,12 @@ class StepTime:
     seconds: float
 
     def workload(self) -> Workload:
-        """What was trained: in float32, one micro-batch."""
+        """Settings of the training: in float32, one micro-batch."""
         layers = self.units - 1
         return Workload("measured", self.parameters, self.units, layers, 0, 0, self.tokens, parameter_bytes=4)
 
     def predicted(self, machine: Machine) -> Prediction:
-        """What the model says of it."""
+        """Prediction of the model for it."""
         layout = Layout(f"zero{self.stage}", self.stage, self.ranks, self.ranks)
         return predict(self.workload(), layout, machine, Compute(self.forward, self.backward, self.optimizer))
 
@@ -196,7 +196,7 @@ def crowded(machine: Machine, ranks: int, cores: int) -> Machine:
 
 
 def crowding(ranks: int, cores: int) -> float:
-    """How much longer everything takes."""
+    """Factor on all times."""
     return max(1.0, ranks / cores)
 
 
@@ -207,7 +207,7 @@ def error(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def collective_seconds(machine: Machine, kind: str, ranks: int, nbytes: float) -> float:
-    """What the model says of one."""
+    """Prediction of the model for one."""
     group = machine.group(ranks)
     seconds = {
         "all_gather": group.all_gather, "reduce_scatter": group.reduce_scatter, "all_reduce": group.ring_all_reduce

@@ -1,4 +1,4 @@
-"""How a number of ranks may share a model: the layouts that are compared, and models by name."""
+"""Ways in which a number of ranks may share a model: the layouts that are compared, and models by name."""
 
 from __future__ import annotations
 

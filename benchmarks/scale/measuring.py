@@ -26,7 +26,7 @@ _VOCABULARY = 2048
 
 @dataclass(frozen=True)
 class MeasurePlan:
-    """What is measured.
+    """Subject of the measurement.
 
     Attributes:
         nbytes: Sizes of collectives; multiples of 4 x ranks.

@@ -36,7 +36,7 @@ _CONTROL_BYTES = 64
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """Subject of the training.
 
     Attributes:
         name: Of the model.
@@ -76,7 +76,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share the work.
+    """Division of the work among ranks.
 
     Attributes:
         name: For tables.

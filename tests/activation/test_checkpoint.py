@@ -186,7 +186,7 @@ CASES: list[Callable[[Run, CudaRNGStatesTracker], Result]] = [
 
 
 def played(case: Callable[[Run, CudaRNGStatesTracker], Result], run: Run, states: CudaRNGStatesTracker) -> Result:
-    """What comes out, and where the random states are afterwards."""
+    """Results, and the random states afterwards."""
     torch.manual_seed(1)
     return [*case(run, states), torch.get_rng_state(), *states.snapshot().values()]
 

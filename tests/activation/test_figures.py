@@ -1,4 +1,4 @@
-"""What is kept, in bytes: by mode full no more than the inputs of layers and what one layer needs."""
+"""Bytes that are kept: by mode full no more than the inputs of layers and what one layer needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where kept inputs are, counted in bytes, in one process; what is refused."""
+"""Places of kept inputs, counted in bytes, in one process; what is refused."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from zero_strategy.activation.settings import ModelParallel
 
 
 def numbers(seed: int, *counts: int) -> list[Tensor]:
-    """What a generator of this seed draws."""
+    """Numbers that a generator of this seed draws."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(count, generator=generator) for count in counts]
 

@@ -1,4 +1,4 @@
-"""Which units are computed again, how often they are gathered, and what is refused."""
+"""Units that are computed again, their gathers, and refusals."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Fault:
     tensor: str | None = None
 
     def is_named_by(self, text: str) -> bool:
-        """Whether an error says which file, and which tensor where one was hit."""
+        """True if an error says which file, and which tensor where one was hit."""
         return any(file in text for file in self.files) and (self.tensor is None or f"'{self.tensor}'" in text)
 
 

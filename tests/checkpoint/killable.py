@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Script:
-    """What a run does.
+    """Work of a run.
 
     Attributes:
         steps: Optimizer steps from the very beginning, however often it is resumed.

@@ -155,7 +155,7 @@ def make(kind: str, folder: Path) -> Path:
 
 
 def named(kind: str, place: Path) -> Path | str:
-    """What a user gives to open it."""
+    """Arguments of a user to open it."""
     return f"file://{place}" if kind == "url" else place
 
 

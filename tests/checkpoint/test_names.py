@@ -156,7 +156,7 @@ def test_a_manifest_with_any_name_is_read_or_refused(
 def test_an_existing_folder_of_another_name_is_that_of_an_equal_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a file system that takes "W" and "w" for one name says."""
+    """Answer of a file system that takes "W" and "w" for one name."""
     torch_file(tmp_path / "a.pt", weight="w", state="exp_avg_sq", extra="x")
     state = open_any(tmp_path / "a.pt").state  # type: ignore[attr-defined]
     make = Path.mkdir
@@ -173,7 +173,7 @@ def test_an_existing_folder_of_another_name_is_that_of_an_equal_name(
 
 
 def places_in(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something is in nested dictionaries and lists: keys from the outermost on."""
+    """Place in nested dictionaries and lists: keys from the outermost on."""
     keys: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [place for key in keys for place in [(*above, key), *places_in(value[key], (*above, key))]]
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and that a removal leaves nothing half."""
+"""Checkpoints that stay, and that a removal leaves nothing half."""
 
 from __future__ import annotations
 

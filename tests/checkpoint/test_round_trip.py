@@ -1,4 +1,4 @@
-"""What is saved comes back, to us and to the safetensors library, whatever the number of ranks."""
+"""Saved state comes back, to us and to the safetensors library, whatever the number of ranks."""
 
 import json
 from itertools import pairwise

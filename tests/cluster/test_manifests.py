@@ -1,4 +1,4 @@
-"""What `examples/cluster/` starts: names, ports and variables agree, and the script takes the options it is given."""
+"""Programs that `examples/cluster/` starts: names, ports and variables agree, and the script takes its options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def torchrun(words: list[str]) -> Any:
-    """What torchrun makes of its options, and the script of what is left for it."""
+    """Variables that torchrun makes of its options, and arguments that it leaves to the script."""
     parsed = get_args_parser().parse_args(words)
     assert (ROOT / parsed.training_script).name == "cluster_gpt.py" and (ROOT / parsed.training_script).is_file()
     parsed.script = cluster_gpt.parse(parsed.training_script_args)

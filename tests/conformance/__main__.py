@@ -94,7 +94,7 @@ SCRIPTS = [
 
 @dataclass
 class Outcome:
-    """What came of one cell: a few words for the table, and the end of the output where it failed."""
+    """Result of one cell: a few words for the table, and the end of the output where it failed."""
 
     words: str
     failed: bool = False
@@ -111,7 +111,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether any cell failed."""
+        """True if any cell failed."""
         return any(cell.failed for cell in self.cells.values())
 
 
@@ -192,9 +192,9 @@ def page(scripts: Sequence[Row], trainings: Sequence[Row], columns: Sequence[str
             "",
             "## Accelerate's test scripts",
             "",
-            "The scripts inside the package `accelerate` (`accelerate.test_utils.scripts`), with `ZeroAccelerator`",
-            "imported under the name `Accelerator`. *Plain* is Accelerate itself, which does not hold to some",
-            "of its own scripts on two CPU processes.",
+            "The scripts inside the package `accelerate` (`accelerate.test_utils.scripts`), with",
+            "`ZeroAccelerator` imported under the name `Accelerator`. *Plain* is Accelerate itself, which does",
+            "not hold to some of its own scripts on two CPU processes.",
             "",
             *table(["script", "plain", *stages], scripts, columns),
             "",

@@ -102,7 +102,7 @@ class WrongScale(ShardedRun):
 
 @defect("gradient", "", settings=TWO, config={"stage": 0})
 class LastMicroBatchOnly(ShardedRun):
-    """What earlier micro-batches gave is dropped."""
+    """Gradients of earlier micro-batches are dropped."""
 
     def micro_batch(self, step: int, micro: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -167,7 +167,7 @@ class UnusedGetsAGradient(ShardedRun):
 
 @defect("gradient", "sometimes", config={"stage": 0})
 class AbsentGradientDropped(ShardedRun):
-    """What only one rank used is left out."""
+    """Parameters that only one rank used are left out."""
 
     def train(self, step: int) -> Tensors:
         losses = super().train(step)
@@ -361,7 +361,7 @@ class StepSkippedOnOneRank(ShardedRun):
 
 @defect("optimizer state", "", config={"stage": 2, "offload": {"optimizer": "cpu"}})
 class ChunkNotWrittenBack(ShardedRun):
-    """What was computed on a chunk of a tier is lost."""
+    """Updates of a chunk of a tier are lost."""
 
     def update(self) -> None:
         parameter = dict(self.model.named_parameters())["blocks.0.down.weight"]
@@ -432,7 +432,7 @@ class LastMicroBatchDropped(PipelineRun):
 
 @pipeline_defect("gradient", "tied_modules.words.weight", ranks=(0,))
 class TiedGradientNotSummed(PipelineRun):
-    """What the last stage gives to the embedding is lost."""
+    """Gradients that the last stage gives to the embedding are lost."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -499,7 +499,7 @@ class NormOfOneStage(PipelineRun):
 
 @pipeline_defect("loss", "micro-batch 0", ranks=(1,))
 class ActivationsRounded(PipelineRun):
-    """What goes from one stage to the next is sent in bf16."""
+    """Messages from one stage to the next are sent in bf16."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

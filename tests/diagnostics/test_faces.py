@@ -1,4 +1,4 @@
-"""What is recorded reaches the framework's loggers under stable names; pipelines are recorded with their timeline."""
+"""Recorded figures reach the framework's loggers under stable names; pipelines are recorded with their timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged of memory, against another reader of the same figures."""
+"""Logged figures of memory, against another reader of the same figures."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from zero_strategy.compat.megatron.diagnostics import NvtxRanges, _nvtx_decorato
 
 
 def recorded(ranges: NvtxRanges) -> dict[str, int]:
-    """How often each range of `work` is in a profile."""
+    """Number of times that each range of `work` is in a profile."""
 
     @ranges.decorator(message="Custom Range", color="blue")
     def custom() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which ranks write a log line."""
+"""Ranks that write a log line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_rank_of_each_stage_writes(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_level_that_nobody_wants_costs_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    """What is logged may be expensive to make, and a group need not be one that this process may ask."""
+    """Log messages may be expensive to make, and a group need not be one that this process may ask."""
 
     class Unasked:
         def rank(self) -> int:

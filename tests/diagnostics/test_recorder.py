@@ -1,4 +1,4 @@
-"""What is recorded of steps: it adds up, it agrees with the counters, and it changes nothing."""
+"""Records of steps: they add up, agree with the counters, and change nothing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def recorded(config: dict[str, Any], directory: Path) -> Trained:
 
 
 def train_all(directory: Path) -> tuple[dict[str, Trained], Trained]:
-    """What is recorded by name, and one that is not."""
+    """Names of recorded figures, and one that is not recorded."""
     found = {}
     for name, config in CONFIGS.items():
         if name == "nvme":

@@ -79,7 +79,7 @@ def test_a_long_run_becomes_few_points(tmp_path: Path) -> None:
 
 
 class Parts(HTMLParser):
-    """What a page loads, its scripts' kinds, and what charts and headings it has."""
+    """Resources that a page loads, its scripts' kinds, and what charts and headings it has."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

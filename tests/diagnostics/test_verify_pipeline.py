@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
 
 
 class Lightning(torch.nn.Module):
-    """What a LightningModule has, of which nothing else is used."""
+    """Parts of a LightningModule, of which nothing else is used."""
 
     def __init__(self) -> None:
         super().__init__()

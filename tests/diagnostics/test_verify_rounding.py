@@ -1,4 +1,4 @@
-"""What `verify` takes for rounding: sums in another order, which pass by tolerance and are seen by bits; formulas."""
+"""Differences that `verify` takes for rounding: sums in another order pass by tolerance, bits show them; formulas."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def meet_and_wait(folder: str) -> int:
 
 
 def set_in_a_store(key: str, value: bytes) -> bytes:
-    """What a client of a TCPStore sends to set a key."""
+    """Bytes that a client of a TCPStore sends to set a key."""
     validate, store = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=B", 1)
     return validate + store + b"".join(struct.pack("=Q", len(text)) + text for text in (f"/{key}".encode(), value))
 

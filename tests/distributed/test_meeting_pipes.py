@@ -91,7 +91,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("sigpipe", [signal.SIG_IGN, signal.SIG_DFL])
 def test_a_process_that_ends_is_noticed_at_once(sigpipe: signal.Handlers) -> None:
-    """What it had told counts yet; and writing to it is no signal."""
+    """Keep counting messages from before; writing to it is no signal."""
     before = signal.signal(signal.SIGPIPE, sigpipe)
     mine = MeetingPipes(0, 20.0)
     command = [sys.executable, "-c", _OTHER, str(os.getpid()), str(mine.number)]

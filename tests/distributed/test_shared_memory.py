@@ -19,7 +19,7 @@ SIZES = (LEAST_BYTES // 4, LEAST_BYTES // 2 + 7, SLOT_BYTES // 2 + 333)
 
 
 def results(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What three kinds of exchanges give, one after the other, with a small one in between."""
+    """Results of three kinds of exchanges, one after the other, with a small one in between."""
     exchange = Communicator(dist.group.WORLD, CommunicationCounters())
     generator = torch.Generator().manual_seed(17 * exchange.rank)
     found = []

@@ -1,4 +1,4 @@
-"""What launchers say, and the process group that is started from it."""
+"""Variables of launchers, and the process group that is started from it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ dist.destroy_process_group()
 
 
 def start(envs: list[dict[str, str]], backend: str | None = None, verbose: bool = True) -> list[str]:
-    """What the processes print."""
+    """Output of the processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What cannot be honoured is an error that names the thing and the way out, on all ranks."""
+"""Settings that cannot be honoured are errors that name the thing and the way out, on all ranks."""
 
 from __future__ import annotations
 

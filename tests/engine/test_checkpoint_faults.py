@@ -102,7 +102,7 @@ def small_files_on_rank_1(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def vanishing(target: Path) -> Iterator[None]:
-    """What is being written loses its name, as if it were on a mount that went away."""
+    """Remove the name of a file in writing, as if it were on a mount that went away."""
     over = threading.Event()
 
     def watch() -> None:

@@ -75,7 +75,7 @@ def test_branches_that_depend_on_the_rank_train_right(ranks: Launcher, world: in
 
 
 def different_orders(by_rank: list[list[int]], steps_before: int, config: dict[str, Any]) -> str:
-    """What becomes of a step in which ranks run other units, after some in which they did not: the error, or "right"
+    """Result of a step in which ranks run other units, after some in which they did not: the error, or "right"
     or "wrong" of the gradients."""
     twin = ShardedTwin(Setting(3, "per_micro_batch", config))
     model, plain = seeded(Branches), seeded(Branches)

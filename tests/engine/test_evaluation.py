@@ -18,7 +18,7 @@ STAGE_3 = Setting(3, "per_micro_batch")
 
 
 def evaluation_between_steps(twin: Twin) -> None:
-    """What a forward without gradients leaves behind does not disturb the training that follows."""
+    """Forwards without gradients do not disturb the training that follows."""
     model = net()
     twin.shard(model)
     twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))

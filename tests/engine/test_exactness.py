@@ -48,7 +48,7 @@ def oracle(case: Case, world: int) -> Trained:
 
 
 def differences(results: list[Trained], expected: Trained) -> dict[str, object]:
-    """What is not exactly as in the oracle, on any rank; empty where all is."""
+    """Differences from the oracle, on any rank; empty if there are none."""
     found: dict[str, object] = {}
     losses = merge_ranks(results).losses
     if losses != expected.losses:

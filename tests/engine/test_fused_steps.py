@@ -185,7 +185,7 @@ def test_low_precision_is_the_same_at_every_stage_and_close_to_torch(ranks: Laun
 
 
 def calls_of(fused: bool, options: dict[str, Any]) -> int:
-    """How often the fused op ran."""
+    """Number of runs of the fused op."""
     model = net()
     engine = ZeroEngine(model, load_config(stage=2, fused_optimizers=fused))
     optimizer = torch.optim.AdamW(model.parameters(), **options)

@@ -334,7 +334,7 @@ def one_gradient_removed(twin: Twin) -> None:
 
 
 def one_gradient_assigned(twin: Twin) -> None:
-    """What is assigned is the same on all ranks, as for DDP."""
+    """Assigned gradients are the same on all ranks, as for DDP."""
     model, _ = start(twin)
     for step in range(4):
         one_backward(twin, model, 2 * step, sync=step < 2)

@@ -74,7 +74,7 @@ class Twice(nn.Module):
 
 
 class Watch:
-    """What became of gradients."""
+    """Results for gradients."""
 
     def __init__(self, engine: ZeroEngine) -> None:
         self.sums = [bucket.own for bucket in engine.model.gradients]

@@ -64,7 +64,7 @@ def steps_inside_gathered_parameters(twin: Twin) -> None:
 
 
 def modifier_rank_after_a_step(twin: Twin) -> None:
-    """What the step changed is kept, and what the rank changed on top of it."""
+    """Changes of the step are kept, and changes of the rank on top of it."""
     model = start(twin)
     for step in range(3):
         with hold(twin, model.blocks[step], model.head, modifier_rank=step % 2):
@@ -156,7 +156,7 @@ def test_values_stay_fresh_after_an_interrupted_forward(ranks: Launcher, error: 
 
 
 def released_again(call: str) -> dict[str, list[bool]]:
-    """Which units are whole: after an interrupted call, and after `reset`."""
+    """Units that are whole: after an interrupted call, and after `reset`."""
     twin = ShardedTwin(Setting(3, "per_micro_batch"))
     model = start(twin)
 

@@ -1,4 +1,4 @@
-"""What a unit costs the host does not depend on how many there are: calls of functions are counted, not timed.
+"""Costs of a unit on the host do not depend on the number of units: calls of functions are counted, not timed.
 
 A loop that calls nothing goes unseen.
 """

@@ -119,7 +119,7 @@ def built(make: Callable[[], nn.Module], init: bool) -> nn.Module:
 
 
 def compare(make: Callable[[], nn.Module], stage: int) -> list[str]:
-    """What differs between a model that is built plainly, and one under `Init` that an engine has."""
+    """Differences between a model that is built plainly, and one under `Init` that an engine has."""
     plain = built(make, init=False)
     drawn = torch.rand(1)
     model = built(make, init=True)

@@ -182,7 +182,7 @@ def test_weights_make_means() -> None:
 
 
 def fails(loader: Any, **options: Any) -> str:
-    """What going through a loader raises, and whether the ranks can go on afterwards."""
+    """Error from going through a loader, and whether the ranks can go on afterwards."""
     config = {"stage": 2, "barrier_seconds": 5.0, **options.pop("config", {})}
     engine = ZeroEngine(nn.Linear(2, 2), config, **options)
     with pytest.raises((ValueError, RuntimeError, KeyError, OSError)) as caught:

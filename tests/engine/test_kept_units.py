@@ -179,7 +179,7 @@ def test_kept_units_are_those_of_plain_modules(ranks: Launcher, world: int, scri
 
 
 def other_than_stage_2(script: Script, settings: list[Setting]) -> dict[str, Any]:
-    """What differs from stage 2, which has the same master weights and tiers; by setting."""
+    """Differences from stage 2, which has the same master weights and tiers; by setting."""
     wrong: dict[str, Any] = {}
     for setting in settings:
         outcomes = []
@@ -228,7 +228,7 @@ def test_rows_turned_after_backward_are_stepped_from(ranks: Launcher) -> None:
 
 
 def when_whole() -> dict[str, list[bool]]:
-    """Which units are whole at points of a step, and after it."""
+    """Units that are whole at points of a step, and after it."""
     twin = ShardedTwin(KEPT)
     model = net()
     twin.shard(model)
@@ -338,7 +338,7 @@ def test_what_is_frozen_is_gathered_once(ranks: Launcher) -> None:
 
 
 def loaded_and_read(folder: str) -> None:
-    """What was written before a load of something else stays, and readers of slices see it; what is loaded counts."""
+    """Values written before a load of something else stay, and readers of slices see it; what is loaded counts."""
     model = net()
     engine = ZeroEngine(model, load_config(stage=3, reshard_after_backward=False, units={"min_numel": 0}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -66,7 +66,7 @@ def watched_engine(stage: int, end: str) -> dict[str, weakref.ref[Any]]:
 
 
 def survivors(stage: int) -> list[str]:
-    """What is alive after everything was dropped."""
+    """Objects that are alive after everything was dropped."""
     refs: dict[str, weakref.ref[Any]] = {}
     for end in ("step", "backward", "forward", "detached"):
         refs |= watched_engine(stage, end)
@@ -80,7 +80,7 @@ def test_a_dropped_engine_is_collected(ranks: Launcher, stage: int) -> None:
 
 
 def detached_survivors(stage: int) -> list[bool]:
-    """Whether detached optimizers and their states are alive while the engine goes on."""
+    """Detached optimizers and their states are alive while the engine goes on."""
     twin = ShardedTwin(DEFAULTS[stage])
     model = net()
     twin.shard(model)
@@ -148,7 +148,7 @@ def test_optimizers_are_detached_and_attached(ranks: Launcher) -> None:
 
 
 def traces_of_detached(stage: int) -> dict[str, Any]:
-    """What `detach` leaves on an optimizer: its groups are the module's parameters, without hooks of the engine."""
+    """State that `detach` leaves on an optimizer: groups are the module's parameters, without hooks of the engine."""
     twin = ShardedTwin(DEFAULTS[stage])
     model = net()
     twin.shard(model)

@@ -221,7 +221,7 @@ def test_adagrad_on_a_bf16_model(ranks: Launcher, stage: int, tmp_path: Path) ->
 
 
 def follows(stage: int) -> tuple[int, int]:
-    """How often master weights are compared with their parameters: in steps, and after an edit."""
+    """Number of comparisons of master weights with their parameters: in steps, and after an edit."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     engine = ZeroEngine(model, {"stage": stage, "units": {"min_numel": 0}}, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What is whole at any moment is a few buckets, never the model: parameters under `Init`, local gradients."""
+"""Memory that is whole at any moment is a few buckets, never the model: parameters under `Init`, local gradients."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Lines(logging.Handler):
-    """What is logged."""
+    """Lines of the log."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -398,7 +398,7 @@ def test_weights_that_are_copied_back(ranks: Launcher, tmp_path: Path) -> None:
 
 
 def looked_at(folder: Path, tier: str) -> list[str]:
-    """What is read between a backward and a step leaves nothing old behind; nor does a load right before a step."""
+    """Values read between a backward and a step leave nothing old behind; nor does a load right before a step."""
     engine, optimizer = make(3, "adamw", torch.bfloat16, tiers(folder)[tier])
     train(engine, optimizer, range(2))
     engine.save(folder / "before")

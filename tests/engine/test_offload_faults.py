@@ -1,4 +1,4 @@
-"""What can go wrong around state in files while training: a clear error, or the same bits as ever, and nothing left."""
+"""Faults around state in files while training: a clear error, or the same bits as ever, and nothing left."""
 
 from __future__ import annotations
 

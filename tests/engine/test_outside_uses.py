@@ -43,7 +43,7 @@ def test_a_penalty_on_gathered_parameters_is_exact_at_every_stage(ranks: Launche
 
 
 def complaints() -> list[str]:
-    """What `check_loss` says of a good loss, and of three that read released parameters."""
+    """Results of `check_loss` for a good loss, and for three that read released parameters."""
     twin = ShardedTwin(STAGE_3)
     model = net()
     twin.shard(model)

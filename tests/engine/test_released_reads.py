@@ -96,7 +96,7 @@ def test_values_that_leave_the_process_are_an_error(ranks: Launcher) -> None:
 
 
 def uses() -> dict[str, Any]:
-    """What is computed with released values is NaN, with one warning; metadata is what it is, without any."""
+    """Results of computations with released values are NaN, with one warning; metadata is what it is, without any."""
     twin, model, p = released()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""What users read and write of a divided model: whole gradients, states, weights; precision, tiers, meta tensors."""
+"""Parts of a divided model that users access: whole gradients, states, weights; precision, tiers, meta tensors."""
 
 from __future__ import annotations
 

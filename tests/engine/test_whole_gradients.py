@@ -1,4 +1,4 @@
-"""When whole gradients are kept: from the first that has to wait for others, on each rank by itself."""
+"""Times at which whole gradients are kept: from the first that has to wait for others, on each rank by itself."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Script = Callable[["Twin"], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """How the engine runs a script; also decides the plain twin's order of summation."""
+    """Runner of a script in the engine; also decides the plain twin's order of summation."""
 
     stage: int
     order: Order
@@ -51,7 +51,7 @@ DEFAULTS = tuple(setting for setting in SETTINGS if (setting.order == "per_step"
 
 
 class Twin:
-    """What a script may do; this class does it in plain torch."""
+    """Operations of a script; this class does it in plain torch."""
 
     engine: ZeroEngine | None = None
 

@@ -99,7 +99,7 @@ def left(run: pl.Trainer, module: Dropping) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What of a resumed run is not, bit by bit, as in the uninterrupted one."""
+    """Differences of a resumed run from the uninterrupted one, bit by bit."""
     wrong = [
         f"loss {number}: {loss} != {expected['losses'].get(number)}"
         for number, loss in found["losses"].items()

@@ -1,4 +1,4 @@
-"""What is left when a face is done: everything that can still be used, and nothing when nobody holds it.
+"""Remains of a face that is done: everything that can still be used, and nothing when nobody holds it.
 
 Each in processes of its own: threads of engines of other tests would count.
 """
@@ -34,7 +34,7 @@ def ended(threads: set[threading.Thread]) -> bool:
 
 
 def left(use: Callable[[], ref[Any]]) -> list[str]:
-    """What there is more after a use of a face, of which nothing is held any more."""
+    """Objects that a use of a face leaves, of which nothing is held any more."""
     known, before = groups(), set(threading.enumerate())
     engine = use()
     found = [] if eventually(lambda: gone(engine)) else ["the engine"]

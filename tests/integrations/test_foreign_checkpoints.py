@@ -48,7 +48,7 @@ def save_by_ddp(path: str) -> Module:
 
 
 def as_fsdp_directory(file: str, path: str, module: Module, model_key: str) -> None:
-    """What FSDPStrategy and ModelParallelStrategy write with sharded states, one rank having it all."""
+    """Files of FSDPStrategy and ModelParallelStrategy with sharded states, one rank having it all."""
     checkpoint = torch.load(file, weights_only=False)
     names = [name for group in named_groups(module) for name in group]
     content: dict[str, Any] = {model_key: checkpoint.pop("state_dict")}

@@ -1,4 +1,4 @@
-"""What a pipeline under the Trainer refuses, on all ranks, and the division of batches."""
+"""Refusals of a pipeline under the Trainer, on all ranks, and the division of batches."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def searched(tmp: str) -> dict[str, Any]:
 
 
 def test_after_a_search_for_the_learning_rate(ranks: Launcher, tmp_path: Path) -> None:
-    """Which trains before Lightning sets its handlers."""
+    """Module that trains before Lightning sets its handlers."""
     for found in ranks(2)(searched, str(tmp_path)):
         assert found == {"ended": "143", "steps": 3, "restored": True, "gone": True}
     assert (tmp_path / "preempted.ckpt" / "manifest.json").is_file()

@@ -1,4 +1,4 @@
-"""What cannot work is refused on all ranks, by name and with a way out."""
+"""Settings that cannot work are refused on all ranks, by name and with a way out."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ FILE = {"format": "file"}
 
 
 class Loads(zero_strategy.LoadsFromDirectory, Module):
-    """What a user adds to load by Lightning's own name."""
+    """Lines that a user adds to load by Lightning's own name."""
 
 
 def told(module: Module, path: str) -> list[str]:
-    """What Lightning's logger says at two saves."""
+    """Messages of Lightning's logger at two saves."""
     logger, said = logging.getLogger("lightning.pytorch"), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

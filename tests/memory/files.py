@@ -1,4 +1,4 @@
-"""What the tests of file I/O share: memory at chosen addresses, random bytes, and what a process holds."""
+"""Common helpers of the tests of file I/O: memory at chosen addresses, random bytes, and what a process holds."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_gathered_units_are_in_the_ledger_while_they_are_whole(ranks: Launcher) 
 
 
 def unused(world: int, stage: int) -> tuple[int, int]:
-    """What the plan has more than the engine in optimizer state, and what it should be."""
+    """Surplus of the plan over the engine in optimizer state, and the expected one."""
     model = Tower(unused=True)
     engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
     optimizer = torch.optim.Adam(model.parameters())

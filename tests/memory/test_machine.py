@@ -1,4 +1,4 @@
-"""What a machine has, read from trees of files like those of the kernel."""
+"""Memory of a machine, read from trees of files like those of the kernel."""
 
 from __future__ import annotations
 

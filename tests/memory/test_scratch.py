@@ -64,7 +64,7 @@ def test_mem_alloc_context_is_entered_exactly_when_memory_is_taken() -> None:
         inside = False
 
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
-        """Which allocations happen outside of the context."""
+        """Allocations outside of the context."""
 
         outside = 0
 

@@ -41,7 +41,7 @@ class Compared:
         self.device = device
 
     def both(self, call: Callable[..., Any], reference: Callable[..., Any], *values: Any) -> tuple[Any, Any]:
-        """What the kernel returns, moved to the CPU, and what the reference does; alignment changes no bit."""
+        """Results of the kernel, moved to the CPU, and of the reference; alignment changes no bit."""
         found = []
         for shift in (0, 1, 5):
             results = call(*(there(value, self.device, shift) for value in values))

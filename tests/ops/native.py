@@ -1,4 +1,4 @@
-"""What the tests of native ops share."""
+"""Common helpers of the tests of native ops."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def normal(generator: torch.Generator, shape: Sequence[int], dtype: torch.dtype)
 
 
 def at_every_thread_count(call: Callable[[], Result]) -> list[Result]:
-    """What a call returns with one, two and five threads."""
+    """Results of a call with one, two and five threads."""
     before = torch.get_num_threads()
     try:
         found = []

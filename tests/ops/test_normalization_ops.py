@@ -32,7 +32,7 @@ def arguments(rows: int, columns: int, dtype: torch.dtype, parameters: torch.dty
 
 
 def both(call: Callable[..., Any], *values: Any) -> list[Any]:
-    """What the native kernel and the reference return."""
+    """Results of the native kernel and the reference."""
     reference = {n._forward: n._forward_reference, n._backward: n._backward_reference}[call]
     return [call(*values), reference(*values)]
 

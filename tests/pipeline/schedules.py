@@ -1,4 +1,4 @@
-"""What the tests of schedules share: every schedule by name, with the numbers of chunks that it has."""
+"""Common helpers of the tests of schedules: every schedule by name, with the numbers of chunks that it has."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_stages_in_place_with_autocast_and_unused_outputs(ranks: Launcher, sched
 
 
 class _Watching(ExecutorHooks):
-    """Which outputs are alive after each computation."""
+    """Outputs that are alive after each computation."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[Any]] = []

@@ -1,4 +1,4 @@
-"""When one rank of a pipeline cannot go on: an error on every rank, within seconds, naming the stage and the cause."""
+"""Error on every rank when one rank of a pipeline cannot go on: within seconds, naming the stage and the cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 8.0
 
 
 class Told(NamedTuple):
-    """What a rank was told, and how a later run went."""
+    """Message to a rank, and the result of a later run."""
 
     kind: str
     text: str

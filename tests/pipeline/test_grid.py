@@ -61,7 +61,7 @@ def test_one_process_alone() -> None:
 
 
 def sums(shape: tuple[int, ...] | None) -> dict[str, Any]:
-    """Which ranks the groups sum over, as bits."""
+    """Ranks that the groups sum over, as bits."""
     grid = PipelineParallelGrid(None if shape is None else PipeModelDataParallelTopology(*shape), dist.group.WORLD)
     groups = {
         "pipe": grid.get_pipe_parallel_group(),

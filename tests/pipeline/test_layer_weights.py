@@ -1,4 +1,4 @@
-"""What layers weigh: counted, and measured on a sample."""
+"""Weights of layers: counted, and measured on a sample."""
 
 from __future__ import annotations
 

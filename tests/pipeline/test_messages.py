@@ -166,7 +166,7 @@ def _exchange(wrong: Stamp | None) -> tuple[dict[str, int], list[float]] | str:
 
 
 def test_sizes_may_change_at_any_time(ranks: Launcher) -> None:
-    """What fits is sent at once; only growth is announced: in each run, to 12800 bytes and to 1.2 MB."""
+    """Messages that fit are sent at once; only growth is announced: in each run, to 12800 bytes and to 1.2 MB."""
     results = ranks(2)(_exchange, None)
     for rank, result in enumerate(results):
         calls, found = result

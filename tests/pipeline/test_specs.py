@@ -1,4 +1,4 @@
-"""What a layer is before it is built."""
+"""Description of a layer before it is built."""
 
 from __future__ import annotations
 

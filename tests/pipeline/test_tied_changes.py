@@ -1,4 +1,4 @@
-"""What users do to a tied weight between steps holds on all ranks that use it."""
+"""Changes by users to a tied weight between steps hold on all ranks that use it."""
 
 from __future__ import annotations
 

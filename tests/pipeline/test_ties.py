@@ -171,7 +171,7 @@ def test_a_copy_is_tied_to_the_others_copies(ranks: Launcher) -> None:
 
 
 def without_values() -> list[bool]:
-    """Whether parameters are left as they are that have no values yet, on the meta device or one for all elements."""
+    """True if parameters are left as they are that have no values yet, on the meta device or one for all elements."""
     with torch.device("meta"):
         meta = PipelineModule(shared_sequential(), 2)
     model = shared_sequential()

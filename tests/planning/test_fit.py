@@ -1,4 +1,4 @@
-"""Whether a plan fits, and what is proposed when it does not: each proposal fits, and nothing smaller does."""
+"""True if a plan fits, and what is proposed when it does not: each proposal fits, and nothing smaller does."""
 
 from __future__ import annotations
 

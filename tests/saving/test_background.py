@@ -338,7 +338,7 @@ def test_loading_waits_for_the_save_under_way(tmp_path: Path, ranks: Launcher) -
 
 
 def failing_afterwards(folder: Path) -> list[str]:
-    """What follows a save fails on one rank: a warning there, and no difference between ranks."""
+    """Failure after a save on one rank: a warning there, and no difference between ranks."""
     model, engine, optimizer = make(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -463,7 +463,7 @@ def test_tags_and_client_state(tmp_path: Path, ranks: Launcher, world: int) -> N
 
 
 def started_again(folder: Path) -> list[str | None]:
-    """What `load_checkpoint(folder)` finds as a job is started again and again: the path's name, or the error."""
+    """Result of `load_checkpoint(folder)` as a job is started again and again: the path's name, or the error."""
     found: list[str | None] = []
 
     def start() -> None:

@@ -30,7 +30,7 @@ TIERS = {
 
 
 def described(directory: Path) -> dict[str, Any]:
-    """What the manifest says that does not name the save: sizes, checksums, tables."""
+    """Entries of the manifest that do not name the save: sizes, checksums, tables."""
     found = json.loads((directory / "manifest.json").read_text())
     files = {path: each for path, each in found["files"].items() if not path.startswith("random/")}
     return {"files": files, "optimizers": found["optimizers"], "digests": digests(directory)}

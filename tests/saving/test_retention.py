@@ -1,4 +1,4 @@
-"""What goes when a new checkpoint is there: old ones, and what crashed saves left behind."""
+"""Removals when a new checkpoint is there: old ones, and what crashed saves left behind."""
 
 from __future__ import annotations
 

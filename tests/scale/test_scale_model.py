@@ -33,7 +33,7 @@ TRUE = Machine(
 
 
 def synthetic(ranks: int) -> tuple[list[CollectiveTime], list[StepTime]]:
-    """What TRUE would take."""
+    """Inputs of TRUE."""
     sizes = [1 << power for power in range(12, 25, 3)]
     collectives = [CollectiveTime(k, ranks, n, collective_seconds(TRUE, k, ranks, n)) for k in KINDS for n in sizes]
     steps = []

@@ -1,4 +1,4 @@
-"""What ranks of the real DeepSpeed do for `test_against_deepspeed`."""
+"""Work of ranks of the real DeepSpeed for `test_against_deepspeed`."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def micro_batches(start: int = 0, end: int | None = None) -> Iterator[tuple[Tens
 
 
 def own(engine: Any, batches: Iterable[Any]) -> Iterator[Any]:
-    """What one copy of the pipeline sees of them."""
+    """Part of them that one copy of the pipeline sees."""
     return itertools.islice(iter(batches), engine.grid.data_parallel_id, None, engine.grid.data_parallel_size)
 
 

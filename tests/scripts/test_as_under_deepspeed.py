@@ -1,4 +1,4 @@
-"""What runs under DeepSpeed, and how: arguments beside a config, parts that are trained, evaluation, frozen weights."""
+"""Scripts that run under DeepSpeed: arguments beside a config, parts that are trained, evaluation, frozen weights."""
 
 from __future__ import annotations
 

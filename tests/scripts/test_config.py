@@ -1,4 +1,4 @@
-"""What a script's config may say, and what is said about mistakes in it; batch arithmetic."""
+"""Contents of a script's config, and what is said about mistakes in it; batch arithmetic."""
 
 from __future__ import annotations
 

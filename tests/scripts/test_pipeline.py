@@ -218,7 +218,7 @@ def evaluate() -> None:
 
 
 def refuse() -> None:
-    """What a pipeline cannot do; data that ends early leaves everything as it was."""
+    """Limits of a pipeline; data that ends early leaves everything as it was."""
     engine = script.start(deepspeed, 2, zero(2))
     stepped: list[bool] = []
     engine.optimizer.register_step_pre_hook(lambda *_: stepped.append(engine.is_gradient_accumulation_boundary()))
@@ -295,7 +295,7 @@ def weights(folder: str) -> None:
 
 
 def write_deepspeed(path: Path) -> None:
-    """What DeepSpeed's two stages of this model would write."""
+    """Files of DeepSpeed's two stages of this model."""
     shapes = {name: tuple(value.shape) for name, value in script.net(deepspeed.pipe, 1, rank=0).state_dict().items()}
     parts = parallel_files.shards_of(shapes, MergeRules(), 0, 1)
     path.mkdir(parents=True)

@@ -29,7 +29,7 @@ def optimizer_of(*rates: float) -> torch.optim.Optimizer:
 
 
 def values(schedule: BatchSchedule, steps: int = STEPS) -> list[float]:
-    """What the first group's learning rate is at each step: before the first `step()`, after one, ..."""
+    """Learning rate of the first group at each step: before the first `step()`, after one, ..."""
     found = []
     for _ in range(steps):
         found.append(float(schedule.optimizer.param_groups[0]["lr"]))

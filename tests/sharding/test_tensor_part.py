@@ -1,4 +1,4 @@
-"""Which elements of a tensor a tensor-parallel rank has: against torch's own slicing."""
+"""Elements of a tensor that a tensor-parallel rank has: against torch's own slicing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_read_of_the_whole_is_the_part(
 
 
 def written(late: bool) -> list[Any]:
-    """What two ranks write of some tensors, each from a range of its own of its part."""
+    """Files that two ranks write of some tensors, each from a range of its own of its part."""
     rank = torch.distributed.get_rank()
     tensor = Communicator(own_group([[0, 1]]), CommunicationCounters())
     found = []

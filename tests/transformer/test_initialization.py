@@ -1,4 +1,4 @@
-"""How weights begin, and what generation asks of a model."""
+"""Initial weights, and the needs of generation from a model."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PATIENCE = 15.0
 
 
 class Told(NamedTuple):
-    """What became of a rank: the exception's class, its text, the seconds until it came."""
+    """End of a rank: the exception's class, its text, the seconds until it came."""
 
     kind: str
     text: str
@@ -169,7 +169,7 @@ def stop(training: Training) -> None:
 
 
 def end_script(training: Training) -> None:
-    """What the interpreter does after an exception that nobody caught."""
+    """Exit of the interpreter after an exception that nobody caught."""
     try:
         raise LookupError("no such sample")
     except LookupError as error:

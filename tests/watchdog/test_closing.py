@@ -58,7 +58,7 @@ def held() -> tuple[int, list[str]]:
 
 
 def leaks(pipelines: bool) -> list[tuple[int, list[str]]]:
-    """What is held before and after each of several engines."""
+    """Memory that is held before and after each of several engines."""
     found = [held()]
     for number in range(2):
         if pipelines:

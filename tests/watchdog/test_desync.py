@@ -1,4 +1,4 @@
-"""What ranks conclude from each other's reports."""
+"""Conclusions of ranks from each other's reports."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def train_pipeline(case: Case, module: Any) -> weakref.ref[Any]:
 
 
 def drop(make: Callable[[], weakref.ref[Any]]) -> list[str]:
-    """What is left of an engine after one collection."""
+    """Remains of an engine after one collection."""
     before, known, found = set(threading.enumerate()), groups(), list[str]()
     gc.collect()
     gc.disable()
@@ -144,7 +144,7 @@ def drop(make: Callable[[], weakref.ref[Any]]) -> list[str]:
 
 
 def drop_all() -> dict[str, list[str]]:
-    """What is left of engines of all kinds, by kind."""
+    """Remains of engines of all kinds, by kind."""
     found = {}
     for watchdog in (BUSY, "off"):
         for stage in (0, 3):

@@ -1,4 +1,4 @@
-"""How a process ends whose ranks could not go on: with the exception, and in no other way."""
+"""End of a process whose ranks could not go on: with the exception, and in no other way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(rank: int) -> None:
 
 
 def script(rank: int, port: int, out: Path) -> None:
-    """What the interpreter does with a script."""
+    """Exit of the interpreter after a script."""
     for number in (1, 2):
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")

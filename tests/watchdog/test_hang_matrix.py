@@ -63,7 +63,7 @@ def test_a_rank_that_is_late_is_waited_for(ranks: Launcher) -> None:
 
 
 def end(ranks: Launcher, world: int, fault: Callable[[faults.Training], Any], stage: int) -> dict[int, Failure]:
-    """What became of the ranks where rank 1 does not come back."""
+    """Ends of the ranks if rank 1 does not come back."""
     with pytest.raises(RankError) as caught:
         ranks(world, timeout=60, grace=PATIENCE)(play_to_the_end, fault, stage)
     for rank, failure in caught.value.failures.items():

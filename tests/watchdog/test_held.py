@@ -26,7 +26,7 @@ def _on_a_device(mesh: Mesh, kind: Literal["all_gather", "reduce_scatter"], flat
 
 
 def _held() -> list[str]:
-    """What is still held, by kind of collective."""
+    """Operations that are still held, by kind of collective."""
     mesh = Mesh.build(replicate=1, shard=2, timeout=60.0, barrier_seconds=10.0, name="held", watchdog=WatchdogConfig())
     found = []
     for kind in ("all_gather", "reduce_scatter"):

@@ -69,7 +69,7 @@ def keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **kw
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What a selective checkpoint's forward and its recomputation run in."""
+    """Context of a selective checkpoint's forward and its recomputation."""
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(keep_products)
     return contexts
 
@@ -81,7 +81,7 @@ def _name(op: Any) -> str:
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call takes numbers from a random generator."""
+    """True if a call takes numbers from a random generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     for place, argument in enumerate(schema_of(op).arguments):

@@ -157,7 +157,7 @@ class Checkpointer:
 
 
 class _Running(threading.local):
-    """How many checkpoints this thread is inside of, in forward or while computing again."""
+    """Number of checkpoints that this thread is inside of, in forward or while computing again."""
 
     depth = 0
 
@@ -242,7 +242,7 @@ class _Packing:
         self._waiting = [(_place(tensor), number) for number, tensor in enumerate(tensors)]
 
     def pack(self, tensor: Tensor) -> _Kept | _Alias:
-        """What to save instead of a tensor."""
+        """Object to save instead of a tensor."""
         place = _place(tensor)
         for position, (other, number) in enumerate(self._waiting):
             if place == other:
@@ -381,7 +381,7 @@ def configure_from(section: Mapping[str, Any]) -> None:
 
 
 def is_configured() -> bool:
-    """Whether the options were set, by `configure` or by an engine's config."""
+    """True if the options were set, by `configure` or by an engine's config."""
     return PROCESS.configured
 
 
@@ -391,7 +391,7 @@ def reset() -> None:
 
 
 def timings() -> CheckpointTimings:
-    """What `profile` has measured since `configure`."""
+    """Measurements of `profile` since `configure`."""
     return PROCESS.checkpointer.timings
 
 def initialize_rng_tracker(
@@ -455,7 +455,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 
 class CheckpointFunction:
-    """What old scripts call directly. No autograd function: hooks on saved tensors do the work.
+    """Class that old scripts call directly. No autograd function: hooks on saved tensors do the work.
 
     Random states, the tracker's included, are set for the recomputation and put back after it.
     """

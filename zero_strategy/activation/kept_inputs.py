@@ -231,12 +231,12 @@ class KeptInputs:
 
     @property
     def part(self) -> int:
-        """Which part this rank keeps."""
+        """Part that this rank keeps."""
         return self._communicator.rank if self._settings.partition_activations else 0
 
     @property
     def on_host(self) -> bool:
-        """Whether records are in host memory."""
+        """True if records are in host memory."""
         return self._settings.checkpoint_in_cpu
 
     @property
@@ -254,7 +254,7 @@ class KeptInputs:
         self._memory, self._last = self._new_memory(), None
 
     def takes(self, leaf: Any) -> bool:
-        """Whether an argument is kept in a record: floating-point tensors, but no parameters and other subclasses."""
+        """True if an argument is kept in a record: floating-point tensors, but no parameters and other subclasses."""
         return (
             type(leaf) is Tensor
             and leaf.is_floating_point()
@@ -312,7 +312,7 @@ class KeptInputs:
 
 
 class KeptRecord:
-    """What one checkpoint keeps. Made by `KeptInputs.keep`.
+    """Tensors that one checkpoint keeps. Made by `KeptInputs.keep`.
 
     Attributes:
         nbytes: Of memory.

@@ -42,7 +42,7 @@ def add_storage(found: Storages, tensor: Tensor, known: frozenset[int]) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is strided memory of its own, so that its bytes can be counted and copied."""
+    """True if a tensor is strided memory of its own, so that its bytes can be counted and copied."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
@@ -106,7 +106,7 @@ class HostBlocks:
                 del self._free[size]
 
 class ActivationStore:
-    """Where units' activations wait.
+    """Place of units' activations while they wait.
 
     Args:
         device: Where the module computes.
@@ -257,5 +257,5 @@ class _Streams:
             yield
 
     def note_arrival(self) -> torch.cuda.Event | None:
-        """What tells that the copies to the device so far have ended; None where they have."""
+        """Event that tells that the copies to the device so far have ended; None if they have."""
         return None if self._in is None else self._in.record_event()

@@ -125,7 +125,7 @@ class CudaRNGStatesTracker:
         self._seeds.clear()
 
     def is_initialized(self) -> bool:
-        """Whether there is any state."""
+        """True if there is any state."""
         return bool(self._states)
 
     def names(self) -> list[str]:
@@ -133,7 +133,7 @@ class CudaRNGStatesTracker:
         return list(self._states)
 
     def seed_of(self, name: str) -> int | None:
-        """What a state was seeded with; None if it came by `set_states`."""
+        """Seed of a state; None if it came by `set_states`."""
         return self._seeds.get(name)
 
     def get_states(self) -> dict[str, State]:
@@ -313,7 +313,7 @@ def _check_seed(call: str, seed: int) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where the generators of a process are."""
+    """States of the generators of a process."""
 
     host: Tensor
     python: Any

@@ -47,7 +47,7 @@ class ModelParallel:
 
     @classmethod
     def of(cls, mpu: Any) -> ModelParallel:
-        """What a unit says.
+        """Setting of a unit.
 
         Args:
             mpu: An object with `get_model_parallel_rank`, `_world_size` and `_group`, or their `tensor_model_parallel`
@@ -88,7 +88,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What happens to the inputs that checkpoints keep for their recomputation.
+    """Treatment of the inputs that checkpoints keep for their recomputation.
 
     Attributes:
         partition_activations: Each rank of the model-parallel group keeps its part of an input, which all of them have.
@@ -134,7 +134,7 @@ class CheckpointSettings:
 
     @property
     def stores(self) -> bool:
-        """Whether inputs are kept anywhere else than where they are."""
+        """True if inputs are kept anywhere else than where they are."""
         return self.partition_activations or self.contiguous_checkpointing or self.checkpoint_in_cpu
 
 
@@ -230,7 +230,7 @@ class CheckpointTimings:
 
 @dataclass
 class InBackward:
-    """Whose backward is under way, among the checkpoints of one `Checkpointer`.
+    """Backward that is under way, among the checkpoints of one `Checkpointer`.
 
     Attributes:
         watch: Its stopwatch; None between backwards.

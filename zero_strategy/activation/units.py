@@ -183,7 +183,7 @@ _logger = logging.getLogger(__name__)
 
 
 class UnitActivations:
-    """What autograd keeps of the units of a sharded model.
+    """Tensors that autograd keeps of the units of a sharded model.
 
     Units inside of another one are computed again with that one. The root is no such unit.
 
@@ -348,7 +348,7 @@ class UnitForward:
             return profile.measure(self._number, self.module, lambda: replay.again(inputs), inputs)
 
     def _around(self, changed: list[BufferState]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What a forward and its replays run in."""
+        """Context of a forward and its replays."""
         first, again = selective_contexts() if self._selective else (nullcontext(), nullcontext())
         held = nullcontext if self._unsharder is None else self._unsharder.replay
         if (profile := self._activations.profile) is not None:

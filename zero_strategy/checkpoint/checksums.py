@@ -195,7 +195,7 @@ class Checksums:
 
     @classmethod
     def from_json(cls, value: object) -> Checksums:
-        """What `to_json` made.
+        """Read the result of `to_json`.
 
         Raises:
             ValueError: If it is something else, saying what.

@@ -63,7 +63,7 @@ class Comparison:
 
 
 def bytes_to_compare(a: StateReader, b: StateReader, *, weights_only: bool = False) -> int:
-    """How much `compare` will report as progress."""
+    """Amount of progress that `compare` will report."""
     return sum(
         specs_a[name].nbytes + specs_b[name].nbytes
         for _, _, specs_a, specs_b in _pairs(a, b, weights_only)
@@ -175,7 +175,7 @@ def _compare_block(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float, float]
 
 
 def _differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Where bits differ."""
+    """Positions of bits that differ."""
     if x.dtype == torch.complex128:
         return _differ(torch.view_as_real(x), torch.view_as_real(y)).any(-1)
     integer = _INTEGERS[x.dtype.itemsize]

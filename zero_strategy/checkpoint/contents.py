@@ -59,7 +59,7 @@ def pieces_in_whole(
     *,
     late: bool,
 ) -> Iterator[Piece | LatePiece]:
-    """What this rank writes of a tensor. A collective of the tensor-parallel ranks where these divide its rows.
+    """Part of a tensor that this rank writes. A collective of the tensor-parallel ranks where these divide its rows.
 
     Args:
         part: What this rank has of it.
@@ -126,7 +126,7 @@ def wanted_in_whole(
     out: Tensor | None = None,
     write: Callable[[int, Tensor], object] | None = None,
 ) -> Iterator[Wanted]:
-    """What this rank reads of a tensor.
+    """Part of a tensor that this rank reads.
 
     Args:
         part: What it has of it.
@@ -176,7 +176,7 @@ EXTRA_STATE_FILE = "extra_state.pt"
 
 @dataclass
 class OptimizerTable:
-    """What all ranks together know about one optimizer's state.
+    """Facts about one optimizer's state from all ranks.
 
     Attributes:
         kinds: State kind -> parameter name -> dtype.
@@ -221,7 +221,7 @@ def state_dict_entries(module: nn.Module, *, tied: bool = False) -> Iterator[tup
 
 
 def extra_state_file(engine: TrainState) -> dict[str, bytes]:
-    """What modules return from `get_extra_state`, as a file of its own; any picklable value.
+    """Return values of modules' `get_extra_state`, as a file of its own; any picklable value.
 
     A collective of the team if the engine's module is a part of a model.
     """
@@ -258,7 +258,7 @@ def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
 
 
 def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> OptimizerTable:
-    """What this rank knows of an optimizer's state.
+    """Facts about an optimizer's state from this rank.
 
     Raises:
         TypeError: Naming a state that no file of tensors can hold.
@@ -289,7 +289,7 @@ def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> 
 
 
 def stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """What a weight is saved as: `wanted` converts floating-point ones."""
+    """Dtype of a weight in a file: `wanted` converts floating-point ones."""
     return own if wanted is None or not own.is_floating_point else wanted
 
 

@@ -76,7 +76,7 @@ Source = Stored | Converted
 
 
 class DeferredWeights:
-    """Where the values of a module's parameters are.
+    """Place of the values of a module's parameters.
 
     Args:
         directory: What it was read from, for messages.
@@ -141,7 +141,7 @@ class DeferredWeights:
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether a module, or one inside of it, has weights that are not read yet."""
+    """True if a module, or one inside of it, has weights that are not read yet."""
     return any(_SLOT in vars(owner) for owner in module.modules())
 
 
@@ -165,7 +165,7 @@ def hand_over(module: nn.Module, parts: Iterable[nn.Module]) -> None:
 
 
 def open_deferred(module: nn.Module, device: torch.device | None = None) -> StateReader | None:
-    """What is to be read into a module, by the names of its parameters, which become meta ones; None if nothing is.
+    """Tensors to read into a module, by the names of its parameters, which become meta ones; None if nothing is.
 
     Args:
         module: One that has deferred weights, or has such modules inside.
@@ -241,7 +241,7 @@ def _check_closed(module: nn.Module) -> None:
 
 
 def _touched(parameter: nn.Parameter) -> str:
-    """What somebody did to a parameter that waits: nothing, "replaced" its values, or wrote into it "in place"."""
+    """Change of a parameter that waits: none, "replaced" values, or a write "in place"."""
     hollow = not any(parameter.stride())  # every element is the same one
     nan = (parameter.detach().as_strided((min(parameter.numel(), 1),), (1,)) if hollow else parameter.detach()).isnan()
     if bool(nan.all()):

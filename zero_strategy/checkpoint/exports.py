@@ -174,7 +174,7 @@ def _global_of(error: UnpicklingError) -> str:
 
 
 def unpack_client_state(reader: StateReader) -> dict[str, Any]:
-    """What `pack_client_state` was given, empty where there is none."""
+    """Argument of `pack_client_state`, empty where there is none."""
     if not reader.has_manifest or CLIENT_FILE not in reader.manifest.files:
         return {"client_state": {}, "lr_scheduler": None}
     return dict(torch.load(io.BytesIO(reader.extra(CLIENT_FILE)), weights_only=True, map_location="cpu"))
@@ -280,7 +280,7 @@ def _move(staged: Path, target: Path) -> None:
 
 
 def config_files(module: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, bytes]:
-    """What a Hugging Face model keeps in JSON beside its weights; nothing for other modules.
+    """JSON files of a Hugging Face model beside its weights; nothing for other modules.
 
     Args:
         module: The model.

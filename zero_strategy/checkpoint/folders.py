@@ -122,7 +122,7 @@ def _judge(mark: Path) -> _Verdict:
 
 
 def _this_process() -> dict[str, int | str]:
-    """Who this process is among all that ever ran on hosts of this name; "" for what cannot be known."""
+    """Identity of this process among all that ever ran on hosts of this name; "" for what cannot be known."""
     pid = os.getpid()
     boot = namespace = ""
     try:
@@ -141,7 +141,7 @@ def _this_process() -> dict[str, int | str]:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started, for numbers are used again: ticks since the boot; None if there is no process."""
+    """Start of a process, for numbers are used again: ticks since the boot; None if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
@@ -159,7 +159,7 @@ SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True)
 class Location:
-    """Where weights are.
+    """Place of weights.
 
     Attributes:
         directory: directory that the paths are relative to.
@@ -279,7 +279,7 @@ def newest_complete(parent: Path) -> Path | None:
 
 
 def looks_saved(directory: Path) -> bool:
-    """Whether a directory is a checkpoint of ours or has weights in it, complete or not."""
+    """True if a directory is a checkpoint of ours or has weights in it, complete or not."""
     files = (MANIFEST_NAME, INDEX_NAME, RECEIPTS_NAME, "optimizer")
     return any((directory / name).exists() for name in files) or any(
         any(directory.glob(pattern)) for pattern in ("*.safetensors", f"{FOLDER_PREFIX}*")

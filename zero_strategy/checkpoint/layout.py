@@ -32,7 +32,7 @@ MAX_NAME_BYTES = 255
 
 
 def is_text(name: str) -> bool:
-    """Whether it has characters only, as UTF-8 and JSON need it, and not half of a surrogate pair."""
+    """True if it has characters only, as UTF-8 and JSON need it, and not half of a surrogate pair."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -77,7 +77,7 @@ def folders_above(path: str) -> list[str]:
 
 
 def is_inner_path(path: object) -> bool:
-    """Whether a relative path written with "/" stays inside its directory."""
+    """True if a relative path written with "/" stays inside its directory."""
     return isinstance(path, str) and not any(map(wrong_in_file_name, path.split("/")))
 
 PAGE = 4096

@@ -166,7 +166,7 @@ def _check_shape(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) ->
 def _wanted_weights(
     engine: TrainState, reader: StateReader, bucket: ParameterBucket, sources: Mapping[str, str]
 ) -> Iterator[Wanted]:
-    """What this rank reads into a bucket, straight into the shard where dtypes allow."""
+    """Elements that this rank reads into a bucket, straight into the shard where dtypes allow."""
     if bucket.has_master and not bucket.placement.shard_optimizer:
         for name, part, segment in zip(bucket.names, bucket.parts, bucket.layout.segments, strict=True):
             if name in sources:

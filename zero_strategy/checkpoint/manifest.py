@@ -69,7 +69,7 @@ class WeightRecord:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """What one optimizer saved.
+    """Saved state of one optimizer.
 
     Attributes:
         states: state kind, such as "exp_avg" -> its file.

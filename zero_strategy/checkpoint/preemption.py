@@ -37,7 +37,7 @@ _SAVE_FAILED = 1
 
 
 class Due(IntFlag):
-    """What all ranks are to do at a step boundary, since one of them got a signal."""
+    """Action of all ranks at a step boundary, since one of them got a signal."""
 
     NOTHING = 0
     SAVE = 2
@@ -73,11 +73,11 @@ class StepWatch:
         self.skipped = int(counters.get("skipped_steps") or 0)
 
     def wanted(self) -> Due:
-        """What this rank wants all to do."""
+        """Action that this rank wants of all."""
         return (Due.SAVE | Due.END) if self.terminating else Due.SAVE if self.signalled else Due.NOTHING
 
     def take_due(self, agreed: Due = Due.NOTHING) -> Due:
-        """What all ranks have agreed to do since this was called last; `agreed` came about otherwise.
+        """Action that all ranks have agreed on since this was called last; `agreed` came about otherwise.
 
         A signal may come after the agreement and before this. Saving serves it too; ending waits to be agreed upon.
         """
@@ -129,7 +129,7 @@ class StepWatch:
             self._at_boundary(self.take_due())
 
     def own_flags(self) -> int:
-        """What all ranks shall learn of with the next reduction."""
+        """Message to all ranks with the next reduction."""
         return _SAVE_FAILED * self._saver.failed() | self.wanted()
 
     def _note(self, flags: int) -> None:

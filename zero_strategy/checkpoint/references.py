@@ -84,7 +84,7 @@ def describe(whole: Catalog, digests: Mapping[str, str]) -> dict[str, Any]:
 
 
 def references_of(reader: StateReader) -> dict[str, Any]:
-    """What a checkpoint refers to."""
+    """References of a checkpoint."""
     if not reader.has_manifest:
         return {}
     return dict(reader.manifest.user.get("zero_strategy", {}).get(KEY, {}))

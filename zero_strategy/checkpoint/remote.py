@@ -28,12 +28,12 @@ _CHUNK_BYTES = 8 << 20
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path is a URL, such as "s3://bucket/run"."""
+    """True if a path is a URL, such as "s3://bucket/run"."""
     return isinstance(path, (str, os.PathLike)) and "://" in os.fspath(path)
 
 
 def is_remote_checkpoint(url: str) -> bool:
-    """Whether there is a checkpoint of ours at a URL, or a folder of them; a URL of one object is no such thing."""
+    """True if there is a checkpoint of ours at a URL, or a folder of them; a URL of one object is no such thing."""
     if url.startswith(("http://", "https://")):
         return False  # files for Lightning to download
     try:
@@ -89,7 +89,7 @@ class RemoteFolder(Storage):
         return RemoteFolder(f"{self.url}/{name}")
 
     def names(self) -> list[str]:
-        """What lies directly in here; nothing if there is no such folder."""
+        """Entries directly in here; nothing if there is no such folder."""
         return sorted(self.sizes())
 
     def sizes(self, path: str = "") -> dict[str, int | None]:
@@ -164,7 +164,7 @@ class RemoteFolder(Storage):
 
 
 def _is_local(fs: object) -> bool:
-    """Whether it is fsspec's view of this machine's files, and no kind of it."""
+    """True if it is fsspec's view of this machine's files, and no kind of it."""
     from fsspec.implementations.local import LocalFileSystem
 
     return type(fs) is LocalFileSystem
@@ -295,7 +295,7 @@ class RemotePieceWriter(PieceWriter):
         self._remove_old()
 
     def is_committed(self) -> bool:
-        """Whether the target is what this save wrote."""
+        """True if the target is what this save wrote."""
         try:
             manifest = self._remote.manifest()
         except (OSError, ValueError):
@@ -336,7 +336,7 @@ class RemotePieceWriter(PieceWriter):
             raise
 
     def _remove_old(self) -> None:
-        """What is left behind is no fault of the new checkpoint: the next save removes it."""
+        """Leave the rest to the next save: it is no fault of the new checkpoint."""
         old = self._old
         try:
             for name in self._remote.names():

@@ -64,7 +64,7 @@ _AS_BEFORE, _BUSY, _KNOWS_PLACE = 1, 2, 4
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks found out together.
+    """Findings that the ranks agreed on.
 
     Attributes:
         tables: Of each optimizer, all ranks' entries together.
@@ -162,7 +162,7 @@ class Agreement:
         return tables, references.total([other.digests for other in everyone], frozen)
 
     def _is_as_before(self, own: list[OptimizerTable]) -> bool:
-        """Whether only values have changed, those of all parameters to the same."""
+        """True if only values have changed, those of all parameters to the same."""
         return (
             self._all is not None
             and len(own) == len(self._own)
@@ -227,7 +227,7 @@ class Saver:
 
     @property
     def places(self) -> SavePlaces:
-        """What is known of the folders that checkpoints go into."""
+        """Facts about the folders that checkpoints go into."""
         return self._places
 
     @property
@@ -243,7 +243,7 @@ class Saver:
         return copies[0] + spares[0], copies[1] + spares[1]
 
     def failed(self) -> bool:
-        """Whether a save in the background has failed and nobody was told."""
+        """True if a save in the background has failed and nobody was told."""
         return self._pending is not None and self._pending.failed()
 
     def wait(self) -> None:
@@ -275,7 +275,7 @@ class Saver:
             self._pending.join()
 
     def busy(self) -> bool:
-        """Whether a save goes on on this rank."""
+        """True if a save goes on on this rank."""
         return self._pending is not None and not self._pending.done()
 
     def save(
@@ -371,7 +371,7 @@ class Saver:
         fixed: Fixed | None,
         asynchronous: bool,
     ) -> Sequence[tuple[FileKind, AnyPiece]]:
-        """What this rank writes: live, or, in the background, such that training does not change it."""
+        """Contents that this rank writes: live, or, in the background, such that training does not change it."""
         if fixed is not None:
             assert self._file_snapshot is not None
             return self._file_snapshot.take(plan, *fixed)
@@ -386,7 +386,7 @@ class Saver:
         user: Mapping[str, Any],
         counters: Mapping[str, Any],
     ) -> Manifest:
-        """What is written down of the training beside its tensors."""
+        """Record of the training beside its tensors."""
         engine, tables = self._engine, agreed.tables
         own = {
             "scalar_dtypes": [table.scalar_dtypes for table in tables],

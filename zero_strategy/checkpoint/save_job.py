@@ -35,7 +35,7 @@ from zero_strategy.runtime.terminal import progress
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who sees this rank's directory.
+    """Ranks that see this rank's directory.
 
     Attributes:
         shared: All ranks see one directory.
@@ -125,7 +125,7 @@ def _is_there(parent: Path, token: str, rank: int) -> bool:
 
 @dataclass(frozen=True)
 class SavePlace:
-    """Where a checkpoint goes, found out once for all that a save asks of it.
+    """Target of a checkpoint, found out once for all that a save asks of it.
 
     Attributes:
         path: The checkpoint, as the user gave it.
@@ -141,7 +141,7 @@ class SavePlace:
 
 
 class SavePlaces:
-    """What one engine knows of the folders that its checkpoints go into.
+    """Facts of one engine about the folders that its checkpoints go into.
 
     Args:
         layout: The setting `checkpoint.layout`.
@@ -188,7 +188,7 @@ class SavePlaces:
         return RemotePieceWriter(url, **ranks, token=token, board=board)
 
     def removes(self, path: str | os.PathLike[str], rank: int) -> bool:
-        """Whether this rank is the one that removes a checkpoint that it can see."""
+        """True if this rank is the one that removes a checkpoint that it can see."""
         sharing = self._known.get(self.place_of(path).parent)
         return rank == (0 if sharing is None else sharing.leader)
 
@@ -371,11 +371,11 @@ class PendingSave:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether it is over on this rank, well or not."""
+        """True if it is over on this rank, well or not."""
         return self._over.is_set()
 
     def failed(self) -> bool:
-        """Whether it is over and has failed, and nobody was told yet."""
+        """True if it is over and has failed, and nobody was told yet."""
         return self.done() and self._error is not None and not self._raised
 
     def join(self) -> None:

@@ -48,7 +48,7 @@ class StateReader(ABC):
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """What there is besides tensors.
+        """State besides tensors.
 
         Raises:
             ValueError: If these are plain weights.

@@ -34,7 +34,7 @@ class _Block:
 
 
 def piece_bytes(pieces: PieceTable, manifest: Manifest) -> int:
-    """How much `problems_of_pieces` reads where all is there."""
+    """Number of bytes that `problems_of_pieces` reads if all is there."""
     return sum(size for size, _ in pieces.ranks.values()) + sum(manifest.files[path] for path in pieces.owners)
 
 
@@ -152,7 +152,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """Result of the verification.
 
     Attributes:
         directory: The checkpoint; a text if it is a URL.

@@ -156,12 +156,12 @@ class SaveWriter(ABC):
         """Makes the checkpoint durable and visible; rank 0 calls it, when all ranks have written."""
 
     def follow(self) -> None:
-        """What the other ranks do while rank 0 is in `commit`."""
+        """Work of the other ranks while rank 0 is in `commit`."""
         return
 
     @abstractmethod
     def is_committed(self) -> bool:
-        """Whether the target is what this writer's group wrote."""
+        """True if the target is what this writer's group wrote."""
 
     def clean_up(self) -> None:  # noqa: B027 (most have nothing to do)
         """Removes what a commit has replaced, if it has left that for later."""
@@ -200,7 +200,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def unlisted(target: Path) -> list[Path]:
-    """What lies in a checkpoint's directory and is not of it, which replacing the checkpoint would remove as well."""
+    """Other people's files in a checkpoint's directory, which replacing the checkpoint would remove as well."""
     try:
         listed = {path.partition("/")[0] for path in Manifest.read(target).files}
     except (OSError, ValueError):
@@ -424,7 +424,7 @@ class CheckpointWriter(SaveWriter):
             remove(stale)
 
     def is_committed(self) -> bool:
-        """Whether the target is what this writer's group wrote; any rank may ask, while nobody saves to it again."""
+        """True if the target is what this writer's group wrote; any rank may ask, while nobody saves to it again."""
         try:
             return Manifest.read(self.directory).save == self._token
         except (OSError, ValueError):

@@ -198,7 +198,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def describe(reader: StateReader, kind: str, pattern: str | None) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Output of `--json`."""
     specs = reader.weights
     dtypes: dict[str, int] = {}
     for spec in specs.values():

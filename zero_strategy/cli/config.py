@@ -147,7 +147,7 @@ def _settings(config: ZeroConfig, world: int | None) -> Iterator[tuple[str, Sett
 
 
 def _owned(found: DeepSpeedSettings, world: int | None) -> Iterator[tuple[str, Setting]]:
-    """What a framework or a script owns, as far as the file says it."""
+    """Settings that a framework or a script owns, as far as the file says it."""
     batch, reports = found.batch, {report.key: report for report in found.found}
     enough = batch.train_batch_size is not None or batch.train_micro_batch_size_per_gpu is not None
     stages = found.zero["pipeline.stages"].value if "pipeline.stages" in found.zero else 1

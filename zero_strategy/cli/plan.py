@@ -36,7 +36,7 @@ _DTYPE_OF_PRECISION = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 class PlannedSettings(NamedTuple):
-    """What a plan takes from files and options."""
+    """Inputs of a plan from files and options."""
 
     config: ZeroConfig
     """The config."""

@@ -16,7 +16,7 @@ from zero_strategy.runtime.terminal import size, table
 
 
 def report(plan: MemoryPlan, budget: Budget, machine: Machine, rank: int | None = None) -> dict[str, Any]:
-    """What `--json` prints: settings, the ledger of one rank, what fits, changes that would."""
+    """Output of `--json`: settings, the ledger of one rank, what fits, changes that would."""
     config, chosen = plan.resolved.config, plan.fullest_rank() if rank is None else rank
     ledger = plan.ledger(chosen)
     found = needs(plan, budget)
@@ -233,7 +233,7 @@ def _by_stage(plan: MemoryPlan) -> dict[int, Ledger]:
 
 
 def _there(plan: MemoryPlan, budget: Budget, tier: str) -> float | None:
-    """What a rank may take of a tier, if it is known; the margin stays free."""
+    """Bytes that a rank may take of a tier, if it is known; the margin stays free."""
     if tier == "device" and plan.device_type == "cuda":
         there: float | None = budget.device
     else:

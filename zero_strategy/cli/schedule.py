@@ -109,7 +109,7 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _timeline(options: argparse.Namespace) -> tuple[Timeline, list[int] | None]:
-    """What is to be drawn; of a schedule, how many buffers each rank has, too."""
+    """Schedule or timeline to draw; of a schedule, how many buffers each rank has, too."""
     if options.timeline is not None:
         if options.schedule is not None or options.csv is not None:
             raise ValueError("--timeline draws a run: --schedule and --csv are for schedules")

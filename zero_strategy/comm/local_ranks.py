@@ -57,7 +57,7 @@ class Frame(NamedTuple):
 
 
 def in_sentences(failures: Mapping[int, str]) -> str:
-    """What happened on ranks, a line or so for each different thing.
+    """Events that happened on ranks, a line or so for each different thing.
 
     Args:
         failures: By rank, a traceback as Python prints it, or a sentence.

@@ -143,7 +143,7 @@ class WorldGroup:
 
     @property
     def world_size(self) -> int:
-        """How many they are."""
+        """Number of them."""
         return self.control.size
 
 

@@ -47,12 +47,12 @@ def world_rank() -> int:
 
 
 def has_group() -> bool:
-    """Whether there is a default process group."""
+    """True if there is a default process group."""
     return dist.is_initialized()
 
 
 def group_takes_gpu() -> bool:
-    """Whether ranks of the default process group may compute on GPUs; without one, this process may."""
+    """True if ranks of the default process group may compute on GPUs; without one, this process may."""
     return not dist.is_initialized() or "nccl" in dist.get_backend()
 
 DEFAULT_PORT = 29500
@@ -60,7 +60,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Place(NamedTuple):
-    """Where this process is among the ranks."""
+    """Position of this process among the ranks."""
 
     rank: int
     world_size: int
@@ -163,7 +163,7 @@ def require_group(why: str) -> None:
 
 
 def discover(env: Mapping[str, str], mpi: bool = True) -> Place | None:
-    """What a launcher's variables say; None without a launcher.
+    """Settings from a launcher's variables; None without a launcher.
 
     Args:
         env: The environment.
@@ -276,7 +276,7 @@ def _end_dropped(group: ProcessGroup, pid: int) -> None:
 
 
 def _on_gpus(group: ProcessGroup) -> bool:
-    """Whether anything but gloo connects its GPUs."""
+    """True if anything but gloo connects its GPUs."""
     try:
         return not isinstance(backend_of(group, "cuda"), dist.ProcessGroupGloo)
     except RuntimeError:  # nothing does
@@ -284,7 +284,7 @@ def _on_gpus(group: ProcessGroup) -> bool:
 
 
 def has_process_group() -> bool:
-    """Whether the default process group was started."""
+    """True if the default process group was started."""
     return dist.is_initialized()
 
 

@@ -78,7 +78,7 @@ class SaveBoard:
             self._store.add(f"{self._key}/{phase}", 1)
 
     def posted(self, phase: str, rank: int) -> bool:
-        """Whether a rank is known to have finished a phase."""
+        """True if a rank is known to have finished a phase."""
         return self._store is not None and bool(self._store.check([f"{self._key}/{phase}/{rank}"]))
 
     def send(self, name: str, content: bytes) -> None:
@@ -205,7 +205,7 @@ def own_store(world_size: int) -> Any:
 
 
 class _Watch:
-    """When the ranks that are waited for last showed that they are there, and that they get on."""
+    """Time at which the ranks that are waited for last showed that they are there, and that they get on."""
 
     def __init__(self, store: Any, key: str, timeout: float, lost: Callable[[int], str]) -> None:
         self._store, self._key, self._timeout, self._lost = store, key, timeout, lost

@@ -45,7 +45,7 @@ class ResolvedConfig:
 
     @property
     def gradient_reduction(self) -> str:
-        """When gradients are reduced: ``per_step`` or ``per_micro_batch``."""
+        """Time of the reduction of gradients: ``per_step`` or ``per_micro_batch``."""
         reduction = self.config.gradient_reduction
         assert reduction is not None, "resolve() derives gradient_reduction"
         return reduction

@@ -42,7 +42,7 @@ DEFAULT_BUDGET = 0.5
 
 @dataclass
 class UnitsConfig(Section):
-    """What is sharded, gathered and released together: module subtrees, such as transformer blocks."""
+    """Units that are sharded, gathered and released together: module subtrees, such as transformer blocks."""
 
     prefix: ClassVar[str] = "units."
 
@@ -58,7 +58,7 @@ class UnitsConfig(Section):
 
 @dataclass
 class MeshConfig(Section):
-    """How ranks are laid out: ``replicate`` x ``shard`` x ``tensor`` (x pipeline stages) = world size.
+    """Layout of the ranks: ``replicate`` x ``shard`` x ``tensor`` (x pipeline stages) = world size.
 
     Several replicas: hybrid sharding.
     """
@@ -128,7 +128,7 @@ class LossScaleConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    """How checkpoints are written and read."""
+    """Writing and reading of checkpoints."""
 
     prefix: ClassVar[str] = "checkpoint."
 
@@ -194,7 +194,7 @@ class CheckpointConfig(Section):
 
 @dataclass
 class OffloadConfig(Section):
-    """Where state is kept that the device has no room for."""
+    """Places of state that the device has no room for."""
 
     prefix: ClassVar[str] = "offload."
     scalar: ClassVar[str] = "optimizer"
@@ -271,7 +271,7 @@ class OffloadConfig(Section):
 
 @dataclass
 class ActivationCheckpointingConfig(Section):
-    """Which activations are computed again in backward instead of being kept; the units are those of sharding."""
+    """Activations that are computed again in backward instead of being kept; the units are those of sharding."""
 
     prefix: ClassVar[str] = "activation_checkpointing."
     scalar: ClassVar[str] = "mode"
@@ -293,7 +293,7 @@ class ActivationCheckpointingConfig(Section):
 
 @dataclass
 class PipelineConfig(Section):
-    """How the layers of a model are divided into pipeline stages, and in which order stages work."""
+    """Division of the layers of a model into pipeline stages, and the order in which stages work."""
 
     prefix: ClassVar[str] = "pipeline."
 
@@ -344,7 +344,7 @@ class PipelineConfig(Section):
 
 @dataclass
 class WatchdogConfig(Section):
-    """How ranks notice that one of them has failed, is gone, or does something else."""
+    """Detection of ranks that have failed, are gone, or do something else."""
 
     prefix: ClassVar[str] = "watchdog."
     scalar: ClassVar[str] = "mode"
@@ -369,7 +369,7 @@ class WatchdogConfig(Section):
 
 @dataclass
 class DiagnosticsConfig(Section):
-    """What is written down of a run: where the time and the memory of its steps go."""
+    """Record of a run: where the time and the memory of its steps go."""
 
     prefix: ClassVar[str] = "diagnostics."
 
@@ -497,7 +497,7 @@ class ZeroConfig(Section):
         return self._deepspeed
 
     def origin_of(self, key: str) -> str:
-        """Where the value of a setting came from.
+        """Origin of the value of a setting.
 
         Args:
             key: Full dotted key, such as ``"mesh.shard"``.
@@ -508,7 +508,7 @@ class ZeroConfig(Section):
         return dict(self.settings())[key].origin
 
     def plan(self, model: nn.Module | Any, *, world_size: int = 1, **options: Any) -> Any:
-        """What every rank of a run would hold, computed before anything is allocated.
+        """Memory that every rank of a run would hold, computed before anything is allocated.
 
         Args:
             model: A module, best built under `torch.device("meta")`; or a `ModelShape`, see `memory.shapes`.

@@ -214,7 +214,7 @@ class Section:
         self._recorded = {**self._recorded, name: Setting(copy(value), origin)}
 
     def is_derived(self, name: str) -> bool:
-        """Whether a field has a value that was derived from others."""
+        """True if a field has a value that was derived from others."""
         recorded = self._recorded.get(name)
         return recorded is not None and recorded.value == getattr(self, name) and recorded.origin.startswith("derived")
 

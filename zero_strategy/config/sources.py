@@ -124,7 +124,7 @@ def plain(value: Any, key: str, origin: str) -> Any:
 
 
 def _of_omegaconf(value: Any) -> bool:
-    """Whether it is a container of OmegaConf's. There is none before OmegaConf is loaded: 0.1 s for who has another."""
+    """True if it is a container of OmegaConf's. There is none before OmegaConf is loaded: 0.1 s for who has another."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and isinstance(value, omegaconf.Container)
 
@@ -246,7 +246,7 @@ def owned_key(section: type[Section], name: str, origin: str) -> str | None:
 
 
 def owner_of(name: str) -> str:
-    """Who owns a key that is no setting, and where to set it; empty if nobody else does."""
+    """Owner of a key that is no setting, and where to set it; empty if nobody else does."""
     if name == "dataloader_drop_last":
         return "set DataLoader(drop_last=True)"
     return _OWNERS.get(name, "")
@@ -289,7 +289,7 @@ def _keys(section: type[Section]) -> Iterator[str]:
 
 
 def is_removed(key: str, value: object, origin: str | None) -> bool:
-    """Whether a key is a setting of an earlier version, with a value that may be left out; says so in a warning.
+    """True if a key is a setting of an earlier version, with a value that may be left out; says so in a warning.
 
     Raises:
         ValueError: If it asks for what is no longer there.

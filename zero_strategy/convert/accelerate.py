@@ -28,7 +28,7 @@ _RANDOM = "random_states_0.pkl"
 
 
 def detect(path: Path) -> bool:
-    """Whether it is a state directory of Accelerate."""
+    """True if it is a state directory of Accelerate."""
     if not path.is_dir():
         return False
     if dcp.detect(path / _SHARDED) or is_there(path / _FULL) or any(path.glob(f"{_SHARDED}_rank*.bin")):

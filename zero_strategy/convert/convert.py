@@ -179,7 +179,7 @@ def state_of(reader: StateReader) -> PortableState:
 
 
 def checkpoint_in(path: str | os.PathLike[str]) -> str | None:
-    """What a folder of checkpoints, or a checkpoint, gives to who names no checkpoint in it.
+    """Checkpoint of a folder, or of a checkpoint itself, for callers that name none in it.
 
     Returns:
         "" for the path itself: a file, a folder with `latest`, or a checkpoint of any kind, be it damaged. Of a folder
@@ -214,7 +214,7 @@ def foreign_format(path: str | os.PathLike[str]) -> Format | None:
 
 
 def _is_ours(found: Path) -> bool:
-    """Whether it is a checkpoint of ours, or the folder of one; others have a file `latest`, too."""
+    """True if it is a checkpoint of ours, or the folder of one; others have a file `latest`, too."""
     if (found / MANIFEST_NAME).exists():
         return True
     try:

@@ -260,7 +260,7 @@ _NUMBERED = re.compile(r"optim(?:izer)?_(\d+)")
 
 
 def detect(path: Path) -> bool:
-    """Whether it is a directory of torch.distributed.checkpoint."""
+    """True if it is a directory of torch.distributed.checkpoint."""
     return is_there(path / METADATA)
 
 

@@ -52,7 +52,7 @@ LIGHTNING: Mapping[str, None] = dict.fromkeys(f"{module}.AttributeDict" for modu
 
 
 def detect(path: Path) -> bool:
-    """Whether a path is a directory of DeepSpeed's, or the directory of one tag."""
+    """True if a path is a directory of DeepSpeed's, or the directory of one tag."""
     if not path.is_dir():
         return False
     if is_tag(path):
@@ -267,7 +267,7 @@ class DeepSpeedDirectory:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether weights are stored layer by layer."""
+        """True if weights are stored layer by layer."""
         return bool(self.layer_files)
 
     @property

@@ -134,7 +134,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def is_tag(directory: Path) -> bool:
-    """Whether a directory holds files of one save."""
+    """True if a directory holds files of one save."""
     if not directory.is_dir():
         return False
     patterns = (_MODEL, _ZERO_MODEL, _LAYER, _OPTIMIZER)

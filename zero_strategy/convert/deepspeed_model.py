@@ -24,7 +24,7 @@ from zero_strategy.convert.portable import PortableOptimizer, PortableState, Sto
 
 @dataclass
 class MasterState:
-    """What the optimizer files of one model-parallel rank hold.
+    """Contents of the optimizer files of one model-parallel rank.
 
     Attributes:
         fp32: The optimizer's own copy of each weight by name; fp32, unless DeepSpeed was told to keep it lower.

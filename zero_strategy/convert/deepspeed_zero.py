@@ -47,12 +47,12 @@ _BASE = "base_optimizer_state"
 
 
 def is_sliced(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer file's state is of this form; the bf16 optimizer writes no `zero_stage`."""
+    """True if an optimizer file's state is of this form; the bf16 optimizer writes no `zero_stage`."""
     return _SLICES in state and _BASE in state
 
 
 def rank_count(state: Mapping[str, Any], source: Path) -> int:
-    """How many ranks saved.
+    """Number of ranks that saved.
 
     Raises:
         ValueError: If the file does not say, or groups are divided among different numbers of ranks (experts).
@@ -161,7 +161,7 @@ _INNER = "optimizer_state_dict"
 
 
 def is_partitioned(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer file's state is of this form."""
+    """True if an optimizer file's state is of this form."""
     return _FLAT in state
 
 
@@ -301,7 +301,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Group:
-    """Where parameters may go.
+    """Ways in which parameters may be ordered in a file.
 
     Attributes:
         fits: (place, name) -> the next place, or None if the parameter does not belong there.

@@ -154,7 +154,7 @@ _DICTS = dict.fromkeys(
 
 
 def detect(path: Path) -> bool:
-    """Whether it is a checkpoint of Lightning's."""
+    """True if it is a checkpoint of Lightning's."""
     if path.is_dir():
         return dcp.detect(path) and is_there(path / _META)
     if not torch_file.detect(path) or _MARK.encode() not in _pickle_of(path):

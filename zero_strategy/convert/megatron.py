@@ -88,7 +88,7 @@ class SubparamShape:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is divided.
+    """Division of one parameter.
 
     Attributes:
         kind: See the module.
@@ -188,7 +188,7 @@ class MergeRules:
         return sorted(pattern for pattern in patterns if not any(re.match(pattern, name) for name in names))
 
     def held_by_first_stage(self, name: str) -> bool:
-        """Whether later pipeline stages hold mere copies of this parameter."""
+        """True if later pipeline stages hold mere copies of this parameter."""
         return any(re.match(pattern, name) for pattern in self.pipeline_replicated)
 
     def _widths(self, name: str, pattern: str) -> tuple[tuple[int, ...], ...] | None:
@@ -407,7 +407,7 @@ REQUIRED = (*_ROWS, _FUSED, "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias"
 
 
 def rule_of(name: str, version: float) -> Rule:
-    """How a tensor of a Megatron transformer is divided.
+    """Division of a tensor of a Megatron transformer.
 
     Args:
         name: Its name; a part of it decides.

@@ -123,7 +123,7 @@ Lazy = torch.Tensor | StoredTensor
 
 
 def is_optimizer_state(value: object) -> bool:
-    """Whether it has torch's form."""
+    """True if it has torch's form."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -303,7 +303,7 @@ _OUTER = ("module.", "_forward_module.")
 
 
 def is_state_dict(value: object) -> bool:
-    """Whether it looks like `module.state_dict()`: names to tensors, with modules' extra state between them."""
+    """True if it looks like `module.state_dict()`: names to tensors, with modules' extra state between them."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return False
     tensors = {key for key, item in value.items() if isinstance(item, (torch.Tensor, StoredTensor))}

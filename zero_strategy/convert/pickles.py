@@ -201,7 +201,7 @@ def load_restricted(
     mmap: bool = True,
     verify: bool = True,
 ) -> Any:
-    """What a file of `torch.save` holds.
+    """Contents of a file of `torch.save`.
 
     Args:
         file: Path, or an open file in memory.
@@ -235,7 +235,7 @@ def load_restricted(
 def load_restricted_pickle(
     content: bytes, name: str, *, allow: Mapping[str, Callable[..., Any] | None] | None = None
 ) -> Any:
-    """What a plain pickle without tensors holds; see `load_restricted`.
+    """Contents of a plain pickle without tensors; see `load_restricted`.
 
     Args:
         content: The pickle.

@@ -222,7 +222,7 @@ def portable_plan(state: PortableState, max_file_bytes: int = DEFAULT_MAX_FILE_B
 
 
 def _own_values(value: Any, source: str) -> dict[str, Any]:
-    """What a conversion has noted among the user's values.
+    """Notes of a conversion among the user's values.
 
     Raises:
         ValueError: If it is something else; names the checkpoint.

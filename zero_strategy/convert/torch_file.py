@@ -86,7 +86,7 @@ _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def detect(path: Path) -> bool:
-    """Whether it is a file of torch.save."""
+    """True if it is a file of torch.save."""
     if not path.is_file():
         return False
     with open(open_regular(path), "rb") as file:
@@ -160,7 +160,7 @@ def write(state: PortableState, path: Path, *, progress: Progress | None = None)
 
 
 def to_content(state: PortableState) -> dict[str, Any]:
-    """What `write` gives to torch.save."""
+    """Object that `write` gives to torch.save."""
     found: dict[str, Any] = {"model": whole_state_dict(state)}
     if state.optimizers:
         found["optimizers"] = [to_torch(optimizer) for optimizer in state.optimizers]
@@ -171,7 +171,7 @@ def to_content(state: PortableState) -> dict[str, Any]:
 
 
 def rest_of(state: PortableState) -> dict[str, Any]:
-    """What a state holds besides weights and optimizers, and is not empty."""
+    """State besides weights and optimizers that is not empty."""
     keys = ("counters", "lr_scheduler", "loss_scaler", "client_state", "user", "extra_files")
     return {key: value for key in keys if (value := getattr(state, key))}
 
@@ -197,7 +197,7 @@ def _masters(optimizer: PortableOptimizer) -> dict[str, torch.Tensor]:
 
 
 def _take_rest(state: PortableState, rest: dict[str, Any]) -> None:
-    """What is left beside weights and optimizers; what has no place of its own becomes client state."""
+    """State beside weights and optimizers; values without no place of its own becomes client state."""
     for key in _SCHEDULERS:
         if isinstance(rest.get(key), dict) and state.lr_scheduler is None:
             state.lr_scheduler = rest.pop(key)

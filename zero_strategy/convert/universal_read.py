@@ -48,7 +48,7 @@ def locate(path: Path) -> Path | None:
 
 
 def detect(path: Path) -> bool:
-    """Whether there is a universal checkpoint. In a directory with a `latest`, too, that one counts."""
+    """True if there is a universal checkpoint. In a directory with a `latest`, too, that one counts."""
     return locate(path) is not None and ((path / "zero").is_dir() or not is_there(path / "latest"))
 
 

@@ -211,7 +211,7 @@ def _zeros(name: str, weight: StoredTensor) -> StoredTensor:
 
 
 def _layout(rule: Rule) -> dict[str, Any]:
-    """How a run with tensor parallelism is to divide a parameter; of no effect in one without."""
+    """Division of a parameter for a run with tensor parallelism; of no effect in one without."""
     made: dict[str, Any] = {}
     if rule.sub_params is not None:
         shape = rule.sub_params.shape

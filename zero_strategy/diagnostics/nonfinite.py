@@ -179,7 +179,7 @@ KINDS = ("finite", "inf", "nan")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value that is not finite came from.
+    """Origin of a value that is not finite.
 
     Attributes:
         micro_batch: Of which micro-batch.
@@ -234,7 +234,7 @@ class Replay:
     # ---- forward ----
 
     def forward(self, call: Call) -> Origin | None:
-        """Where a forward first makes what is not finite, if its outputs are not."""
+        """Place in a forward that first makes values that are not finite, if its outputs are not."""
         visits: list[_Visit] = []
         open_visits: list[_Visit] = []
 
@@ -262,7 +262,7 @@ class Replay:
     # ---- backward ----
 
     def loss(self, call: Call) -> Origin | None:
-        """Whether what came to the outputs in the backward was not finite. Runs nothing."""
+        """True if what came to the outputs in the backward was not finite. Runs nothing."""
         state = state_of([gradient for gradient in call.gradients if gradient is not None])
         if not state:
             return None
@@ -270,7 +270,7 @@ class Replay:
         return Origin(call.micro_batch, "(loss)", "backward", KINDS[state], what)
 
     def backward(self, call: Call) -> Origin | None:
-        """Where a backward first makes what is not finite, for gradients of the outputs as they were (else ones)."""
+        """Place in a backward that first makes a value that is not finite, for gradients of the outputs they had."""
         visits, leaves = list[_Visit](), list[Tensor]()
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ class Replay:
 
 
 def _origin(call: Call, visit: _Visit, level: int) -> Origin:
-    """Whose code made it: the module's own, or that of one around it, which gave it such inputs."""
+    """Owner of the code that made it: the module's own, or that of one around it, which gave it such inputs."""
     if visit.weight:
         return Origin(call.micro_batch, visit.name, "forward", KINDS[level], f"its {visit.weight} is not finite")
     if visit.inputs < level:
@@ -386,7 +386,7 @@ KEEP_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class NonFinite:
-    """What was found in a step; the same on all ranks.
+    """Findings of a step; the same on all ranks.
 
     Attributes:
         step: Counted from 0.

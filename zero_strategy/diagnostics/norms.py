@@ -49,7 +49,7 @@ class ParameterNorms:
 
     @property
     def taken(self) -> bool:
-        """Whether there is a norm to tell of."""
+        """True if there is a norm to tell of."""
         return self._last is not None
 
     def forget(self) -> None:
@@ -118,7 +118,7 @@ def _added(pairs: Iterator[tuple[str, float]], norm_type: float) -> dict[str, fl
 
 @dataclass(frozen=True)
 class NormSettings:
-    """What is measured, and how often.
+    """Measurements, and their interval.
 
     Attributes:
         every_n_steps: Optimizer steps from one that is measured to the next; the first one is.
@@ -158,7 +158,7 @@ class NormLog:
 
     @property
     def due(self) -> bool:
-        """Whether the next step is to be measured."""
+        """True if the next step is to be measured."""
         return self.engine.steps.taken % self.settings.every_n_steps == 0
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
@@ -183,7 +183,7 @@ class NormLog:
             self._is_moving = True
 
     def after_step(self) -> dict[str, float]:
-        """What was measured, by name, on every rank; empty where no step was. A collective if updates are measured."""
+        """Measurements by name, on every rank; empty where no step was. A collective if updates are measured."""
         self._moving.close()
         self._is_moving = False
         self._norms.forget()  # clipping may come after `before_step`

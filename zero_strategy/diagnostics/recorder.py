@@ -131,7 +131,7 @@ def record(engine: ZeroEngine, settings: DiagnosticsConfig | None = None) -> Ste
 
 
 class _Lap(NamedTuple):
-    """What was measured of a step."""
+    """Measurements of a step."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -272,7 +272,7 @@ class StepRecorder:
         return step % self._settings.every_n_steps == 0
 
     def _in_front(self) -> bool:
-        """Whether this is the thread that trains, or autograd's, for which that one waits."""
+        """True if this is the thread that trains, or autograd's, for which that one waits."""
         return threading.get_ident() == self._thread or in_backward()
 
     def _begin(self) -> None:
@@ -408,7 +408,7 @@ def _mean(losses: list[Tensor]) -> float | None:
 
 @dataclass(frozen=True)
 class Installed:
-    """What observes an engine.
+    """Observers of an engine.
 
     Attributes:
         recorder: Of where time and memory of each step go (`diagnostics.run_dir`), or None.

@@ -1,4 +1,4 @@
-"""Whether data-parallel replicas hold the same parameters, bit by bit.
+"""Comparison of the parameters of data-parallel replicas, bit by bit.
 
 What is compared is what ranks hold alike: whole parameters at stages 0 to 2 and of modules that are not sharded; at
 stage 3 a rank's slices, with those of the ranks that hold the same ones (`mesh.replicate`). Nothing is gathered but
@@ -48,7 +48,7 @@ class ReplicaDifference:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What was compared; the same on every rank.
+    """Result of a comparison; the same on every rank.
 
     Attributes:
         compared: How many parameters (at stage 3, parts of them on this rank's replicas) have more than one holder.
@@ -59,7 +59,7 @@ class ReplicaReport:
     differences: list[ReplicaDifference]
 
     def matches_first(self, rank: int) -> bool:
-        """Whether a rank holds what replica 0 of it holds."""
+        """True if a rank holds what replica 0 of it holds."""
         holding = [each for each in self.differences if any(rank in group for group in each.groups)]
         return all(rank in each.groups[0] for each in holding)
 
@@ -72,7 +72,7 @@ class ReplicaReport:
 def check_param_hashes_across_dp_replicas(
     model: nn.Module | Sequence[nn.Module], cross_check: bool = False
 ) -> bool:
-    """Whether this rank's parameters are those of data-parallel replica 0. A collective.
+    """True if this rank's parameters are those of data-parallel replica 0. A collective.
 
     Args:
         model: A module, or the chunks of one.
@@ -86,7 +86,7 @@ def check_param_hashes_across_dp_replicas(
 
 
 def replica_report(model: nn.Module | Sequence[nn.Module]) -> ReplicaReport:
-    """Which parameters replicas hold differently, and which ranks. A collective."""
+    """Parameters that replicas hold differently, and which ranks. A collective."""
     return _compared(model)[0]
 
 

@@ -124,7 +124,7 @@ class StepClock:
 
     @property
     def running(self) -> bool:
-        """Whether a step is being measured."""
+        """True if a step is being measured."""
         return bool(self._sections)
 
     def start(self, phase: Part) -> None:
@@ -286,7 +286,7 @@ class FlopMeter:
 
 
 def _key(inputs: Any) -> Any:
-    """What decides how much is computed: shapes; of a pipeline its micro-batches, taken to be alike in every step."""
+    """Shapes, which decide how much is computed; of a pipeline its micro-batches, taken to be alike in every step."""
     return inputs if isinstance(inputs, int) else tuple((t.shape, t.dtype) for t in tensors_in(inputs))
 
 

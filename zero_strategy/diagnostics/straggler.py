@@ -88,11 +88,11 @@ class ValueWithRank:
         return self.unit
 
     def __lt__(self, other: ValueWithRank) -> bool:
-        """Whether the value is smaller; one that is not known is neither smaller nor greater."""
+        """True if the value is smaller; one that is not known is neither smaller nor greater."""
         return self.value is not None and other.value is not None and self.value < other.value
 
     def __gt__(self, other: ValueWithRank) -> bool:
-        """Whether the value is greater."""
+        """True if the value is greater."""
         return other < self
 
     def __call__(self) -> tuple[float | None, int | None, str]:
@@ -227,7 +227,7 @@ class ControlPort:
             self._requests += 1
 
     def take(self) -> int:
-        """How many requests there were since the last call."""
+        """Number of requests since the last call."""
         with self._lock:
             requests, self._requests = self._requests, 0
         return requests
@@ -264,7 +264,7 @@ def _handler(control: ControlPort, wanted: bytes) -> type[BaseHTTPRequestHandler
             self.rfile = io.BufferedReader(io.BytesIO(whole + end if end else b""))  # nothing is answered with nothing
 
         def parse_request(self) -> bool:
-            """Whether it is a request of who has the token."""
+            """True if it is a request of who has the token."""
             if not super().parse_request():
                 return False
             given = self.headers.get("Authorization", "")
@@ -455,7 +455,7 @@ class StragglerDetector:
         self._events.append((mark, end))
 
     def null_method(self) -> None:
-        """What `start` and `stop` are while collection is off."""
+        """Methods in place of `start` and `stop` while collection is off."""
 
     @staticmethod
     def _new_event() -> Any:
@@ -549,12 +549,12 @@ class StragglerDetector:
 
     @property
     def enabled(self) -> bool:
-        """Whether it collects."""
+        """True if it collects."""
         return not self._off
 
     @property
     def configured(self) -> bool:
-        """Whether `configure` was called."""
+        """True if `configure` was called."""
         return self._configured
 
     @property

@@ -46,7 +46,7 @@ ProcessGroup = dist.ProcessGroup
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a DTensor; without importing their module, which nobody has one without."""
+    """True if it is a DTensor; without importing their module, which nobody has one without."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -160,7 +160,7 @@ class TensorPart:
 
     @property
     def counts(self) -> bool:
-        """Whether these elements are this rank's in sums over the ranks, and its to write: copies count once."""
+        """True if these elements are this rank's in sums over the ranks, and its to write: copies count once."""
         return self.dim is not None or self.rank == 0
 
     @property
@@ -185,11 +185,11 @@ class TensorPart:
 
     @property
     def is_one_range(self) -> bool:
-        """Whether every rank's part is a single range of the whole."""
+        """True if every rank's part is a single range of the whole."""
         return self.rows <= 1
 
     def whole_index(self, local: int) -> int:
-        """Where an element of the part lies in the flattened whole."""
+        """Position of an element of the part in the flattened whole."""
         row, column = divmod(local, max(self.row, 1))
         return row * self.whole_row + self.offset + column
 
@@ -275,7 +275,7 @@ def tensor_ranks(module: nn.Module) -> list[int] | None:
 
 
 def part_of(parameter: Tensor, rank: int = 0) -> TensorPart:
-    """What this rank has of a parameter.
+    """Part of a parameter that this rank has.
 
     Args:
         parameter: Divided, or whole on all ranks.

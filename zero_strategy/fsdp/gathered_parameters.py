@@ -93,7 +93,7 @@ class GatheredParameters:
 
 @contextmanager
 def _edited(buckets: Sequence[ParameterBucket], rank: int) -> Iterator[None]:
-    """What `rank` writes to them becomes the parameters."""
+    """Make the values that `rank` writes to them the parameters."""
     for bucket in buckets:
         bucket.editors += 1
     try:

@@ -165,7 +165,7 @@ def _refuse_writes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], allowed: set[Any]) -> Any:
-    """What a call writes to, by torch's convention of names; nothing for those that are allowed."""
+    """Arguments that a call writes to, by torch's convention of names; nothing for those that are allowed."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and func not in allowed
     first = args[:1] if in_place or name in _ASSIGNMENTS or func == Tensor.data.__set__ else ()  # type: ignore[attr-defined]
@@ -253,7 +253,7 @@ class ReadableGradients(Protocol):
 
 
 def reader_of(gradients: ReadableGradients, index: int) -> Callable[[], Tensor]:
-    """What reads one gradient for as long as its bucket lives; it does not keep the bucket alive."""
+    """Reader of one gradient for as long as its bucket lives; it does not keep the bucket alive."""
     known, name = ref(gradients), gradients.bucket.names[index]
 
     def read() -> Tensor:
@@ -344,15 +344,15 @@ class GradientViews:
         return self._handles[index]
 
     def is_known(self, index: int, shown: Tensor) -> bool:
-        """Whether `p.grad` is what it was set to."""
+        """True if `p.grad` is what it was set to."""
         return shown is self._handles.get(index)
 
     def written(self, index: int) -> bool:
-        """Whether what stands for the gradient was written to."""
+        """True if what stands for the gradient was written to."""
         return index in self._versions and version_of(self._poisons[index]) != self._versions[index]
 
     def zeroed(self, index: int) -> bool:
-        """Whether that has left zeros, the one change that a handle stands for."""
+        """True if that has left zeros, the one change that a handle stands for."""
         poison = self._poisons[index]
         return not poison.numel() or not bool(poison.as_strided((1,), (1,)) != 0)
 
@@ -363,7 +363,7 @@ class GradientViews:
         self._versions.pop(index, None)
 
     def changes(self) -> list[bool | Tensor | None]:
-        """What the user did to each `p.grad`: nothing (True), zeroed (False), removed (None), or assigned (the tensor).
+        """Changes of each `p.grad` by the user: none (True), zeroed (False), removed (None), or assigned (the tensor).
 
         For `follow` on a rank where nobody does it.
         """

@@ -229,7 +229,7 @@ class Construction:
                     parameter.copy_(values)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether it is of this construction."""
+        """True if it is of this construction."""
         if isinstance(parameter, ShardedParameter):
             return parameter.slice.construction is self
         return id(parameter) in self._whole
@@ -372,7 +372,7 @@ def _first_arguments() -> dict[int, Any]:
 
 
 def _built_apart(module: nn.Module) -> bool:
-    """Whether ranks build different parts of it."""
+    """True if ranks build different parts of it."""
     return bool(getattr(type(module), "built_apart", False))
 
 
@@ -390,7 +390,7 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _is_viewed(parameter: nn.Parameter) -> bool:
-    """Whether something else than the parameter needs its memory: a view, a graph, a gradient."""
+    """True if something else than the parameter needs its memory: a view, a graph, a gradient."""
     return is_used_elsewhere(parameter) or parameter.grad is not None
 
 

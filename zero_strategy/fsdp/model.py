@@ -334,7 +334,7 @@ class ShardedModel:
         return any(sharded.partially_applied for sharded in self.optimizers)
 
     def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, Sequence[tuple[str, nn.Parameter]]]]:
-        """Which parameters of a unit share a bucket, and in what dtype."""
+        """Parameters of a unit that share a bucket, and their dtype."""
         return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves)
 
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
@@ -511,7 +511,7 @@ def _can_train(bucket: ParameterBucket) -> bool:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's tensors are, those on the meta device left out; the CPU if there are no others."""
+    """Device of a module's tensors, those on the meta device left out; the CPU if there are no others."""
     tensors = [*module.parameters(), *module.buffers()]
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 

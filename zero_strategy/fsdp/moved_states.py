@@ -32,7 +32,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 class Movable(Protocol):
-    """What holds states; see `ShardedModel`."""
+    """Object that holds states; see `ShardedModel`."""
 
     device: torch.device
 
@@ -44,7 +44,7 @@ class Movable(Protocol):
 
 
 class MovedStates:
-    """Which states of a model are on the host, and the way there and back.
+    """States of a model that are on the host, and the way there and back.
 
     Args:
         model: Whose states.
@@ -76,7 +76,7 @@ class MovedStates:
             )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the host because it was moved there."""
+        """True if a tensor is on the host because it was moved there."""
         return bool(self._copies) and tensor.untyped_storage().data_ptr() in self._copies
 
     def offload(self, include: Iterable[str] | None = None, *, pin_memory: bool = True) -> None:

@@ -52,7 +52,7 @@ def _same_rules(compared: bool) -> None:
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What the ranks tell each other in the message that ends a reduction, besides which parameters have gradients.
+    """Contents of the message that ends a reduction, besides which parameters have gradients.
 
     Attributes:
         own_flags: Gives the bits that all ranks shall learn of; `take_flags` gives those of all.
@@ -139,7 +139,7 @@ class GradientReducer:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """What autograd runs inside is one backward, in however many calls: it ends with the block."""
+        """One backward, in however many calls of autograd: it ends with the block."""
         assert not self._joined
         self._joined, self._began = True, False
         try:
@@ -338,7 +338,7 @@ class GradientReducer:
         self._in_flight.append(bucket)
 
     def _bounded(self, bucket: GradientBucket) -> bool:
-        """Whether few may be under way: each takes memory.
+        """True if few may be under way: each takes memory.
 
         Sums over copies are waited for where a reduction is completed. So with copies all ranks do it at the same
         point, although buckets may keep whole gradients on some of them only.
@@ -390,7 +390,7 @@ class GradientReducer:
 
     @contextmanager
     def _torn_by_errors(self) -> Iterator[None]:
-        """Where some buckets took their sums and others did not, `reset` drops all, as those of half a backward."""
+        """Drop all sums by `reset` if some buckets took theirs and others did not, as those of half a backward."""
         try:
             yield
         except BaseException:
@@ -398,14 +398,14 @@ class GradientReducer:
             raise
 
     def _begin_kept(self) -> None:
-        """What `no_sync` kept back: was it dropped by `zero_grad` since?"""
+        """True if sums that `no_sync` kept back were dropped by `zero_grad` since."""
         for number, bucket in enumerate(self.buckets):
             if number not in self._begun and bucket.own.live:
                 self._begun.add(number)
                 bucket.begin()
 
     def shown(self) -> list[list[bool | Tensor | None]]:
-        """What the user did to every `p.grad`, by bucket; see `GradientViews.changes`."""
+        """Changes by the user to every `p.grad`, by bucket; see `GradientViews.changes`."""
         return [bucket.shown.changes() for bucket in self.buckets]
 
     def follow_shown(self, shown: Sequence[Sequence[bool | Tensor | None]]) -> None:

@@ -34,7 +34,7 @@ _UNTOUCHED = 0x7FFF
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks found out together.
+    """Findings that the ranks agreed on.
 
     Attributes:
         touched: By bucket, the parameters that any rank touched.
@@ -82,7 +82,7 @@ class ReductionPlan:
         ]
 
     def trains(self, number: int) -> bool:
-        """Whether any parameter of bucket `number` requires a gradient in this backward."""
+        """True if any parameter of bucket `number` requires a gradient in this backward."""
         return bool(self._trainable[number])
 
     def expect_nothing(self) -> None:
@@ -141,7 +141,7 @@ class ReductionPlan:
         return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, flags, len(rules) <= 1)
 
 class Reduction:
-    """What is under way.
+    """Collectives under way.
 
     Args:
         bucket: Whose gradients.
@@ -184,7 +184,7 @@ class Reduction:
             self._spread.wait()
 
 class HookedReducer(Protocol):
-    """What the hooks call; see `GradientReducer`."""
+    """Calls of the hooks; see `GradientReducer`."""
 
     def before_forward(self) -> None: ...
 

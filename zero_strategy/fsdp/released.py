@@ -208,7 +208,7 @@ ANOTHER_STRATEGY = (
 
 
 class _Released:
-    """What released parameters and copies of them have in common."""
+    """Base of released parameters and copies of them."""
 
     @classmethod
     def __torch_function__(
@@ -352,7 +352,7 @@ def _is_cpu(value: Any) -> bool:
 
 
 def _in_collective(frame: FrameType | None) -> bool:
-    """Whether torch.distributed asks: its functions look whether a tensor is complex before they send it."""
+    """True if torch.distributed asks: its functions look whether a tensor is complex before they send it."""
     for _ in range(3):  # modes are between
         if frame is None:
             return False
@@ -363,7 +363,7 @@ def _in_collective(frame: FrameType | None) -> bool:
 
 
 def _is_compared(frame: FrameType | None) -> bool:
-    """Whether torch.distributed compares the dtypes of the tensors in a collective's lists: before it sends them."""
+    """True if torch.distributed compares the dtypes of the tensors in a collective's lists: before it sends them."""
     for _ in range(3):  # modes are between
         if frame is None:
             return False
@@ -374,7 +374,7 @@ def _is_compared(frame: FrameType | None) -> bool:
 
 
 def _writes(func: Callable[..., Any]) -> bool:
-    """Whether it changes its tensor: what is written to a released parameter is told at its next gather."""
+    """True if it changes its tensor: what is written to a released parameter is told at its next gather."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delete__")
 

@@ -66,7 +66,7 @@ _LOCATING = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage})
 
 
 class Unsharder(Protocol):
-    """What unshards parameters while their model is built; see `Construction`."""
+    """Object that unshards parameters while their model is built; see `Construction`."""
 
     def undo(self, parameter: nn.Parameter, before: Slice) -> None: ...
 
@@ -177,7 +177,7 @@ def unshard(parameters: list[nn.Parameter], overwritten: nn.Parameter | None = N
 
 
 def _is_parameter_of_parameter() -> bool:
-    """Whether `nn.Parameter(parameter)` asks, which wants a result of the argument's class."""
+    """True if `nn.Parameter(parameter)` asks, which wants a result of the argument's class."""
     frame, wanted = inspect.currentframe(), nn.Parameter.__new__.__code__
     for _ in range(6):  # this function, ours, and those of modes between
         frame = None if frame is None else frame.f_back

@@ -141,7 +141,7 @@ class JoinedBatches:
 
 
 def length_of(loader: Any) -> int | None:
-    """How many batches a loader gives, if it knows."""
+    """Number of batches that a loader gives, if it knows."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -149,7 +149,7 @@ def length_of(loader: Any) -> int | None:
 
 
 class _State(IntEnum):
-    """What a rank says before a batch."""
+    """Message of a rank before a batch."""
 
     HAS = 0
     OUT = 1
@@ -162,7 +162,7 @@ _END = object()
 
 
 class OwnBatches:
-    """What a rank's loader gives in one pass.
+    """Batches that a rank's loader gives in one pass.
 
     Args:
         loader: The loader.
@@ -188,7 +188,7 @@ class OwnBatches:
 
     @property
     def ended(self) -> bool:
-        """Whether the rank has run out."""
+        """True if the rank has run out."""
         return self.state is not _State.HAS
 
     def advance(self) -> Any:

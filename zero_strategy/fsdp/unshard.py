@@ -66,12 +66,12 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether all parameters are whole."""
+        """True if all parameters are whole."""
         return all(bucket.gathered for bucket in self.buckets)
 
     @property
     def under_way(self) -> bool:
-        """Whether all parameters are whole, or on their way."""
+        """True if all parameters are whole, or on their way."""
         return all(bucket.gathered or bucket.pending for bucket in self.buckets)
 
     def start_unshard(self) -> None:
@@ -179,7 +179,7 @@ class Unsharder:
             self._replays -= 1
 
     def _is_next(self, unit: Unit) -> bool:
-        """Whether `unit` was the next to be gathered last time, as the last unit of a forward is in backward."""
+        """True if `unit` was the next to be gathered last time, as the last unit of a forward is in backward."""
         position, hints = len(self.trace), self._hints[self._grad_trace]
         return hints[position - 1 : position + 1] == [unit, unit]
 
@@ -463,7 +463,7 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 class InertHook:
-    """What remains of a hook in a copy of a sharded module: nothing happens."""
+    """Stand-in for a hook in a copy of a sharded module: nothing happens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""

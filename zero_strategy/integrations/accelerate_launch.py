@@ -1,4 +1,4 @@
-"""What an Accelerate script was launched with: one owner of sharding, and as many processes as were asked for.
+"""Checks of the launch of an Accelerate script: one owner of sharding, and as many processes as were asked for.
 
 `accelerate launch --cpu --num_processes 2` starts one process (Accelerate wants `mpirun` there), and with
 `--multi_gpu` on a machine without a GPU every process believes to be alone unless `cpu=True` is given.
@@ -73,7 +73,7 @@ def check_adoptable(accelerator: Any, environment: Mapping[str, str]) -> None:
 
 
 def needs_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started several processes where there is no device, which Accelerate must be told."""
+    """True if a launcher started several processes where there is no device, which Accelerate must be told."""
     return "LOCAL_RANK" in environment and not torch.accelerator.is_available()
 
 

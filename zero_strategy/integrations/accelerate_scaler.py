@@ -69,7 +69,7 @@ class AgreedGradScaler(GradScaler):
         return tree_map_only(Tensor, lambda tensor: tensor * self._in_gradients, outputs)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the scale was undone in an optimizer's gradients already, since the last backward."""
+        """True if the scale was undone in an optimizer's gradients already, since the last backward."""
         inner = _inner(optimizer)
         return inner in self._finite and self._unscaled_after[inner] == self._backwards
 
@@ -115,7 +115,7 @@ class AgreedGradScaler(GradScaler):
 
     @property
     def last_step_finite(self) -> bool:
-        """Whether the last step was taken."""
+        """True if the last step was taken."""
         return self._stepped[-1] if self._stepped else True
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -142,7 +142,7 @@ class AgreedGradScaler(GradScaler):
         self.rule.update(finite=self._all_finite)
 
     def position(self) -> tuple[Any, ...]:
-        """Where this rank is between backwards and steps, for `take_position` on a rank without a batch."""
+        """Position of this rank between backwards and steps, for `take_position` on a rank without a batch."""
         return self._backwards, self._in_gradients, self._before, self._all_finite
 
     def take_position(self, position: tuple[Any, ...]) -> None:
@@ -158,11 +158,11 @@ class AgreedGradScaler(GradScaler):
     # ---- settings and state, in torch's form ----
 
     def get_scale(self) -> float:
-        """What losses are multiplied by; 1 where scaling is off."""
+        """Factor of losses; 1 where scaling is off."""
         return 1.0 if self.rule is None else self.rule.scale
 
     def get_growth_factor(self) -> float:
-        """What the scale grows by."""
+        """Growth factor of the scale."""
         return self._config().growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -170,7 +170,7 @@ class AgreedGradScaler(GradScaler):
         self._set(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale falls by."""
+        """Backoff factor of the scale."""
         return self._config().backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:

@@ -19,13 +19,13 @@ from zero_strategy.engine import ZeroEngine
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is PEFT's, of which only adapters are saved."""
+    """True if a module is PEFT's, of which only adapters are saved."""
     peft = sys.modules.get("peft")  # nobody has such a module without it
     return peft is not None and isinstance(module, peft.PeftModel)
 
 
 def adapter_files(engine: ZeroEngine) -> dict[str, bytes]:
-    """What PEFT's `save_pretrained` writes, {relative path: content}, on rank 0; nothing on others. All ranks call it.
+    """Files of PEFT's `save_pretrained`, {relative path: content}, on rank 0; nothing on others. All ranks call it.
 
     Only what it writes is gathered, into the host memory of every rank.
     """

@@ -36,7 +36,7 @@ FABRIC_FILE = "fabric.pt"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Where the weights of a checkpoint dict are.
+    """Place of the weights of a checkpoint dict.
 
     Attributes:
         reader: The directory.
@@ -63,7 +63,7 @@ _ENGINE = "zero_strategy"
 
 
 def is_directory_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is for `CheckpointReader`: a directory, or one safetensors file."""
+    """True if `path` is for `CheckpointReader`: a directory, or one safetensors file."""
     if is_remote(path):
         return is_remote_checkpoint(os.fspath(path))
     found = Path(path)
@@ -173,7 +173,7 @@ def whole_optimizer_state(reader: StateReader, optimizer: str) -> dict[str, Any]
 
 
 def describe(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reader of the manifest may want to know of the rest."""
+    """Summary of the rest for a reader of the manifest."""
     known = ("epoch", "global_step", "pytorch-lightning_version")
     return {"lightning": {key: rest[key] for key in known if isinstance(rest.get(key), (int, str))}}
 

@@ -1,4 +1,4 @@
-"""What a module's `state_dict` holds besides parameters and buffers.
+"""Entries of a module's `state_dict` besides parameters and buffers.
 
 That is `get_extra_state` of any module, and what modules without parameters (metrics) save by overriding `state_dict`
 or its parts. It may be of any type, so it goes into the framework's file and not among the tensors.
@@ -49,7 +49,7 @@ def _savers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_own(child: nn.Module) -> bool:
-    """Whether the module saves something of its own that calling its `state_dict` gives, without gathering anything."""
+    """True if the module saves something of its own that calling its `state_dict` gives, without gathering anything."""
     cls = type(child)
     overrides = (
         cls.state_dict is not nn.Module.state_dict

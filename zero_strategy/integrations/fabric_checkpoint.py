@@ -1,4 +1,4 @@
-"""How Fabric's strategy saves and loads.
+"""Saving and loading of Fabric's strategy.
 
 A state with one sharded module, its optimizers and anything else becomes a directory that all ranks write at once. It
 becomes one whole file, gathered and written by a `CheckpointIO`, where the user passed such a plugin or a `filter`,

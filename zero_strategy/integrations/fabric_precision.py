@@ -18,7 +18,7 @@ else:
 
 
 class FabricPrecision(ShardedPrecision, _Base):
-    """What `ZeroPrecision` of either Fabric namespace does; see `ShardedPrecision`.
+    """Common base of `ZeroPrecision` of both Fabric namespaces; see `ShardedPrecision`.
 
     It leaves `backward` and `pre_backward` alone: Fabric forbids a plain `loss.backward()` where either is overridden.
     """

@@ -43,7 +43,7 @@ else:
 
 
 class ShardedForward(nn.Module):
-    """What Fabric calls in place of a sharded module: root parameters are whole also in methods other than forward."""
+    """Stand-in for a sharded module that Fabric calls: root parameters are whole also in methods other than forward."""
 
     def __init__(self, module: nn.Module, engine: ZeroEngine) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class ShardedForward(nn.Module):
 
 
 class BackwardSync:
-    """What `fabric.no_backward_sync` uses."""
+    """Context that `fabric.no_backward_sync` uses."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Backwards of accumulated micro-batches: gradients may stay on this rank."""
@@ -66,7 +66,7 @@ class BackwardSync:
 
 
 class FabricStrategy(FabricCheckpoints, TensorMesh, _Base):
-    """What `ZeroStrategy` of either Fabric namespace does.
+    """Common base of `ZeroStrategy` of both Fabric namespaces.
 
     Attributes:
         config: The settings, as given.

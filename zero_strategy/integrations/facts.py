@@ -1,4 +1,4 @@
-"""What the Trainer owns, as facts for the config's explanation: value and the flag it was set by."""
+"""Settings that the Trainer owns, as facts for the config's explanation: value and the flag it was set by."""
 
 from __future__ import annotations
 

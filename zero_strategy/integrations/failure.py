@@ -1,4 +1,4 @@
-"""What is still safe after an exception on one rank, while the others may wait in a collective."""
+"""Calls that are still safe after an exception on one rank, while the others may wait in a collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 class FailureAgreement:
-    """Whether all ranks are in exception handling together, as after Ctrl-C, so that they may save a checkpoint.
+    """True if all ranks are in exception handling together, as after Ctrl-C, so that they may save a checkpoint.
 
     Until `forget` is called the ranks are asked once only.
     """
@@ -36,7 +36,7 @@ class FailureAgreement:
         self._barrier: StoreBarrier | None = None
 
     def together(self, place: str) -> bool:
-        """Whether every rank has come here, at the same `place`; False at the latest after ten seconds."""
+        """True if every rank has come here, at the same `place`; False at the latest after ten seconds."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         if self._together is None:

@@ -60,7 +60,7 @@ def pipeline_strategy_class(namespace: str) -> type[Any]:
 
 
 def default_trainer_namespace() -> str:
-    """Which Trainer `zero_strategy.ZeroStrategy` is for.
+    """Kind of Trainer that `zero_strategy.ZeroStrategy` is for.
 
     The one that is imported; of both the one that the code uses which asks; else the one that is installed.
 
@@ -92,7 +92,7 @@ class OfTheTrainerInUse(ABCMeta):
 
         @property
         def __signature__(cls) -> inspect.Signature:
-            """What making one takes."""
+            """Arguments of the constructor."""
             taken = inspect.signature(cls.__init__)
             return taken.replace(parameters=list(taken.parameters.values())[1:], return_annotation=cls)
 

@@ -54,7 +54,7 @@ class StateOnDemand(MutableMapping[str, Any]):
 
     @property
     def changed(self) -> bool:
-        """Whether somebody added, removed, replaced or wrote to an entry."""
+        """True if somebody added, removed, replaced or wrote to an entry."""
         if self._made is None:
             return False
         if self._nested or self._made.keys() != self._original.keys():
@@ -86,7 +86,7 @@ class StateOnDemand(MutableMapping[str, Any]):
 
 
 def untouched(value: Any) -> bool:
-    """Whether the engine may move this state by itself: it is on demand, and nobody changed it."""
+    """True if the engine may move this state by itself: it is on demand, and nobody changed it."""
     return isinstance(value, StateOnDemand) and not value.changed
 
 

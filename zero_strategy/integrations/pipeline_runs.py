@@ -213,7 +213,7 @@ class IntegrationRunner:
 
     @property
     def waits(self) -> bool:
-        """Whether there is a loss of which no backward was called."""
+        """True if there is a loss of which no backward was called."""
         return bool(self._leaves)
 
     def forget(self) -> None:

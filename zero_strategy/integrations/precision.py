@@ -1,4 +1,4 @@
-"""What a framework's `precision=` flag means for a sharded module. Shared by Trainer and Fabric.
+"""Meaning of a framework's `precision=` flag for a sharded module. Shared by Trainer and Fabric.
 
 | precision     | parameters | optimizer works on      | steps run                 | loss scale |
 | ------------- | ---------- | ----------------------- | ------------------------- | ---------- |
@@ -104,7 +104,7 @@ class ShardedPrecision:
         return self.tensor_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What steps run in."""
+        """Context that steps run in."""
         if self.plan.autocast_dtype is not None:
             # No cache: it would hold casts of parameters that have been released since.
             return torch.autocast(self.device_type, dtype=self.plan.autocast_dtype, cache_enabled=False)

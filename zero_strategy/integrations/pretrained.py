@@ -197,7 +197,7 @@ class _Noter:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def _dtype(self, target: str) -> torch.dtype:
-        """What the model has, unless the class keeps it in float32."""
+        """Dtype of the model, unless the class keeps it in float32."""
         for pattern, dtype in self.load_config.dtype_plan.items():
             if re.search(pattern.replace("*", ".*"), target):
                 planned: torch.dtype = dtype

@@ -33,7 +33,7 @@ def own_file(state: Any, mesh: Mesh) -> dict[str, bytes]:
 
 
 def load_own(reader: StateReader, mesh: Mesh, weights_only: bool | None, what: str) -> Any:
-    """What this rank gave to `own_file`; None where rank 0's, in the framework's own file, is the one to take.
+    """Argument of this rank for `own_file`; None where rank 0's, in the framework's own file, is the one to take.
 
     Saved by another number of ranks, states cannot be handed out again; that rank 0's goes to all is told, unless all
     saved the same.

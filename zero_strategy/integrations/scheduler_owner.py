@@ -34,5 +34,5 @@ def schedulers_left_alone(module: Any) -> Iterator[None]:
 
 
 def _count(scheduler: Any) -> Any:
-    """How often a scheduler was stepped, where it tells."""
+    """Number of times a scheduler was stepped, where it tells."""
     return getattr(scheduler, "last_epoch", None)

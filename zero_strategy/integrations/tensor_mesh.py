@@ -21,7 +21,7 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 
 
 class TensorMesh(_Base):
-    """What strategies of the Trainer and of Fabric do where `mesh.tensor` is more than one."""
+    """Common part of strategies of the Trainer and of Fabric where `mesh.tensor` is more than one."""
 
     config: ZeroConfig
     _device_mesh: DeviceMesh | None = None

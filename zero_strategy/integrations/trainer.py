@@ -57,7 +57,7 @@ else:
 
 
 class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
-    """What `ZeroStrategy` of either Trainer namespace does.
+    """Common base of `ZeroStrategy` of both Trainer namespaces.
 
     Attributes:
         config: The settings, as given.
@@ -284,7 +284,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
             self._drain()
 
     def _ends_a_loader(self) -> bool:
-        """Whether this rank's loop is known to have had the last batch of a data loader.
+        """True if this rank's loop is known to have had the last batch of a data loader.
 
         Ranks without a batch must drain there: what follows is a reduction of metrics over all ranks.
         """
@@ -326,7 +326,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         self._drained = False
 
     def on_validation_end(self) -> None:
-        """Where the last batch was not known, ranks wait for the others here."""
+        """Wait for the other ranks if the last batch was not known."""
         self._drain()
 
     def on_test_end(self) -> None:
@@ -383,7 +383,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         return trainer is not None and trainer.state.status == "interrupted"
 
     def _alone(self) -> bool:
-        """Whether other ranks may be waiting elsewhere, so that no collective may be begun."""
+        """True if other ranks may be waiting elsewhere, so that no collective may be begun."""
         if not self._interrupted:
             return False
         assert self._lightning_module is not None

@@ -1,4 +1,4 @@
-"""How the Trainer's strategy saves and loads.
+"""Saving and loading of the Trainer's strategy.
 
 By default a checkpoint is a directory that all ranks write at once (see `zero_strategy.checkpoint`). It is one whole
 file in Lightning's own format, gathered and written by rank 0, where
@@ -189,7 +189,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
         return own_files(rest, self.engine)
 
     def _in_background(self, path: str) -> bool:
-        """Whether a save may go on while training does: one of a checkpoint callback, in the middle of a fit.
+        """True if a save may go on while training does: one of a checkpoint callback, in the middle of a fit.
 
         What user code saves itself, elsewhere than into a callback's folder, it may read at once. A link named `last`
         must not lead nowhere for a while.
@@ -288,7 +288,7 @@ class TrainerCheckpoints(TrainerResume, _Base):
 
 
 def _namespace(trainer: Any) -> str:
-    """Whose logger the Trainer's user sees."""
+    """Owner of the logger that the Trainer's user sees."""
     return str(type(trainer).__module__.partition(".trainer")[0])
 
 

@@ -47,7 +47,7 @@ ATTRIBUTE = "pipeline"
 
 
 class TrainerPipeline(_Base):
-    """What `PipelineStrategy` of either Trainer namespace does on top of `ZeroStrategy`."""
+    """Addition of `PipelineStrategy` of both Trainer namespaces to `ZeroStrategy`."""
 
     compares_batches = False  # but all numbers, in `_begin_loop`
 
@@ -297,7 +297,7 @@ class TrainerPipeline(_Base):
         return SameNumber(dataloader, *self._alike())
 
     def _alike(self) -> tuple[Communicator, list[int]]:
-        """Who needs the same number of batches: all ranks in training, else those of a pipeline."""
+        """Ranks that need the same number of batches: all ranks in training, else those of a pipeline."""
         if self.lightning_module.trainer.training:
             return self._engine.mesh.world_group.control, list(range(self._engine.mesh.world_group.world_size))
         return self._engine.pipe, self._engine.pipeline.mpu().pp_group
@@ -371,7 +371,7 @@ class TrainerPipeline(_Base):
 
 
 def _has_length(loader: Any) -> bool:
-    """Whether a loader knows how many batches it gives."""
+    """True if a loader knows how many batches it gives."""
     try:
         len(loader)
     except (TypeError, NotImplementedError):

@@ -17,7 +17,7 @@ else:
 
 
 class TrainerPrecision(ShardedPrecision, _Base):
-    """What `ZeroPrecision` of either Trainer namespace does; see `ShardedPrecision`.
+    """Common base of `ZeroPrecision` of both Trainer namespaces; see `ShardedPrecision`.
 
     Attributes:
         engine: That of the module.

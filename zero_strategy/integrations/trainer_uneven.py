@@ -121,7 +121,7 @@ class TrainerUneven(_Base):
 
 
 def needs_more(shortest: int, done: int, accumulation: int, steps_left: float, validates: bool) -> bool:
-    """Whether a run goes on for more batches of an epoch than some rank has.
+    """True if a run goes on for more batches of an epoch than some rank has.
 
     Args:
         shortest: Batches after which ranks part.
@@ -135,7 +135,7 @@ def needs_more(shortest: int, done: int, accumulation: int, steps_left: float, v
 
 
 def may_end_before(trainer: Any, shortest: int) -> str:
-    """What may end a run, or an epoch, before a number of batches that cannot be known here; "": nothing known of."""
+    """Cause of an end of a run, or an epoch, before a number of batches that cannot be known here; "": none known."""
     module = trainer.lightning_module
     if trainer.max_steps != -1 and not module.automatic_optimization:
         return f"max_steps={trainer.max_steps}, which counts the steps that training_step takes itself,"

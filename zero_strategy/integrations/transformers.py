@@ -47,7 +47,7 @@ _SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "co
 
 
 class ZeroTrainerMixin:
-    """What makes a Trainer shard; put it before the Trainer's class.
+    """Mixin that makes a Trainer shard; put it before the Trainer's class.
 
     Args:
         zero_config: Anything `load_config` takes; default: the file that `ZERO_STRATEGY_CONFIG` names, else stage 3.
@@ -236,7 +236,7 @@ def make_zero_trainer(trainer: type[Trainer]) -> type[Trainer]:
 
 
 def _facts(args: TrainingArguments) -> dict[str, Fact]:
-    """What the arguments decide, by DeepSpeed's names."""
+    """Settings that the arguments decide, by DeepSpeed's names."""
 
     def fact(name: str, value: Any) -> Fact:
         return Fact(value, f"TrainingArguments({name}={getattr(args, name)!r})")
@@ -266,14 +266,14 @@ def _check_schedule(config: ZeroConfig) -> None:
 
 
 def _replaceable(directory: str) -> bool:
-    """Whether a checkpoint may take the place of a directory: it is empty or not there, or holds one and no more."""
+    """True if a checkpoint may take the place of a directory: it is empty or not there, or holds one and no more."""
     path = Path(directory)
     known = not path.is_dir() or not any(path.iterdir()) or (path / MANIFEST_NAME).is_file()
     return known and not _foreign(directory)
 
 
 def _is_model(directory: str) -> bool:
-    """Whether a directory is replaceable, or holds a model and what the Trainer puts beside it, and no more."""
+    """True if a directory is replaceable, or holds a model and what the Trainer puts beside it, and no more."""
     path = Path(directory)
     return _replaceable(directory) or all(
         entry.is_file() and (_MODEL.fullmatch(entry.name) or _OWN.fullmatch(entry.name)) for entry in path.iterdir()
@@ -281,5 +281,5 @@ def _is_model(directory: str) -> bool:
 
 
 def _foreign(directory: str) -> list[str]:
-    """What lies in a directory that is neither a checkpoint's nor the Trainer's own."""
+    """Files in a directory that are neither a checkpoint's nor the Trainer's own."""
     return [path.name for path in unlisted(Path(directory)) if path.is_dir() or not _OWN.fullmatch(path.name)]

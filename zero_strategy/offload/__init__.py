@@ -1,4 +1,4 @@
-"""Where model state lives: tiers off the device, the ledger of what is held, the same computed ahead.
+"""Places of model state: tiers off the device, the ledger of what is held, the same computed ahead.
 
     ChunkStore    vectors in a tier, cut into chunks
       ChunkSlots    passes over chunks: read ahead, change in place, write behind

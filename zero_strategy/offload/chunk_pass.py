@@ -148,7 +148,7 @@ class _ReadAhead:
     known: dict[str, tuple[ChunkedVector, str, int]]
 
     def serves(self, chunk: Chunk[Any]) -> bool:
-        """Whether this is what a pass over `chunk` would read now, but for keys that it leaves unchanged."""
+        """True if this is what a pass over `chunk` would read now, but for keys that it leaves unchanged."""
         return chunk.number == self.chunk.number and self.known == _what_to_read(chunk)
 
 

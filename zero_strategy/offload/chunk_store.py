@@ -44,7 +44,7 @@ class Allowance:
         self.left = nbytes
 
     def take(self, sizes: Iterable[int]) -> int:
-        """How many of the first chunks of these sizes, in bytes, stay in memory; their bytes are taken."""
+        """Number of the first chunks of these sizes, in bytes, that stay in memory; their bytes are taken."""
         count = 0
         for size in sizes:
             pages = _whole_pages(size)
@@ -111,7 +111,7 @@ class ChunkStore:
         self._cache: OrderedDict[tuple[str, int], tuple[Tensor, list[bool]]] = OrderedDict()
 
     def cuts(self, numel: int) -> Cuts:
-        """How vectors of this many elements are cut."""
+        """Cuts of vectors of this many elements."""
         return Cuts(numel, self.chunk_numel, head_numel(numel, self.ratio))
 
     def add(self, wanted: Mapping[str, VectorSpec]) -> dict[str, OffloadedVector]:

@@ -35,7 +35,7 @@ _FIRST, _SPARE, _NONE = 0, 1, -1
 
 @dataclass(frozen=True)
 class VectorSpec:
-    """What a vector is to be.
+    """Description of a vector.
 
     Attributes:
         numel: Its elements.
@@ -67,7 +67,7 @@ def add_scaled(target: Tensor, values: Tensor, factor: float, *, first: bool) ->
 
 
 class VectorStore(Protocol):
-    """What moves the chunks of vectors; see `ChunkStore`."""
+    """Mover of the chunks of vectors; see `ChunkStore`."""
 
     tier: Tier
     memory: HostTier
@@ -126,11 +126,11 @@ class OffloadedVector:
 
     @property
     def tier(self) -> Tier:
-        """Where it lives."""
+        """Place of the values."""
         return self.store.tier
 
     def tier_of(self, number: int) -> Tier:
-        """Where the records of a chunk are."""
+        """Places of the records of a chunk."""
         return self.store.memory if number < self._first + self.staying else self.store.tier
 
     @property
@@ -157,7 +157,7 @@ class OffloadedVector:
         return chunk
 
     def is_resident(self, number: int) -> bool:
-        """Whether a chunk lies in memory."""
+        """True if a chunk lies in memory."""
         on_device = self.kept is not None and number < self.cuts.heads
         return on_device or self.tier_of(number).resident(self.record(number)) is not None
 
@@ -182,7 +182,7 @@ class OffloadedVector:
         return (self.numel - self.staying_stop) * self.dtype.itemsize
 
     def records_in(self, tier: Tier) -> dict[str, int]:
-        """What it needs in one tier: bytes by record."""
+        """Needs in one tier: bytes by record."""
         spare = self.spare_records(self.spares) if tier is self.store.tier else {}
         own = (number for number in range(self._first, len(self.chunks)) if self.tier_of(number) is tier)
         return spare | {self._place(number, _FIRST): self.chunk_bytes(number) for number in own}
@@ -203,7 +203,7 @@ class OffloadedVector:
         return (stop - start) * self.dtype.itemsize
 
     def costs(self) -> list[int]:
-        """What each chunk would take in host memory, in bytes, from the first on that is not on the device."""
+        """Bytes that each chunk would take in host memory, from the first on that is not on the device."""
         return [self.chunk_bytes(number) for number in range(self._first, len(self.chunks))]
 
     def record(self, number: int) -> str:
@@ -343,7 +343,7 @@ class OffloadedVector:
 
 
 class OffloadedPart:
-    """What stands for a tensor whose values are in a tier.
+    """Stand-in for a tensor whose values are in a tier.
 
     Attributes:
         vector: Of which it is a part.

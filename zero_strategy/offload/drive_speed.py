@@ -53,7 +53,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class DriveSpeed:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
         directory: Where.
@@ -70,7 +70,7 @@ class DriveSpeed:
     trials: tuple[Trial, ...]
 
     def seconds(self, bytes_read: int, bytes_written: int) -> float:
-        """How long a pass that reads and writes so many bytes takes at least."""
+        """Least time of a pass that reads and writes so many bytes."""
         return bytes_read / self.chosen.read + bytes_written / self.chosen.write
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class DirectRules:
 
 
 def direct_rules(fd: int) -> DirectRules | None:
-    """What a descriptor that was opened with O_DIRECT asks for; None if the file system says that it cannot."""
+    """Alignment that a descriptor that was opened with O_DIRECT needs; None if the file system says that it cannot."""
     statx: Callable[..., int] | None = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None:
         return DirectRules(PAGE, PAGE)
@@ -66,7 +66,7 @@ def direct_rules(fd: int) -> DirectRules | None:
 
 
 def can_read(fd: int, rules: DirectRules) -> bool:
-    """Whether a read by these rules works; the file must not be empty.
+    """True if a read by these rules works; the file must not be empty.
 
     Raises:
         OSError: If it fails for another reason.
@@ -150,12 +150,12 @@ class Request:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """True if it is over, well or not."""
         return self._look(0)
 
     @property
     def failed(self) -> bool:
-        """Whether it is over and has failed."""
+        """True if it is over and has failed."""
         return self.done() and self._outcome != Outcome()
 
     def wait(self) -> None:
@@ -212,7 +212,7 @@ class Request:
 
 
 class FileQueue(ABC):
-    """What all queues do. Threads may share one; a process forked from this one must open its own.
+    """Common base of all queues. Threads may share one; a process forked from this one must open its own.
 
     Args:
         depth: Most blocks under way at once.
@@ -306,7 +306,7 @@ class FileQueue(ABC):
                 self._forget(number)
 
     def look(self, number: int, milliseconds: int) -> Outcome | None:
-        """What became of a request; None if it is not over within this time."""
+        """Result of a request; None if it is not over within this time."""
         if os.getpid() != self._process:
             self._check_open()
         if self._closed:  # whatever was left has been cancelled

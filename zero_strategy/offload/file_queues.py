@@ -249,7 +249,7 @@ class ThreadQueue(FileQueue):
 
 
 class _Work:
-    """What the threads share."""
+    """State that the threads share."""
 
     def __init__(self, threads: int) -> None:
         self._changed = threading.Condition()

@@ -111,7 +111,7 @@ class Owner:
     start: int
 
     def gone(self) -> bool:
-        """Whether the process has ended for certain; False for those of other hosts, boots and PID namespaces."""
+        """True if the process has ended for certain; False for those of other hosts, boots and PID namespaces."""
         here = this_process()
         if self.host != here.host or self.boot != here.boot or here.boot == _UNKNOWN:
             return False
@@ -119,7 +119,7 @@ class Owner:
         return started is None or (started != self.start and 0 not in (started, self.start))
 
     def unseen(self) -> bool:
-        """Whether it ran on a host of this name, but in another boot or PID namespace, or in one that is not known."""
+        """True if it ran on a host of this name, but in another boot or PID namespace, or in one that is not known."""
         here = this_process()
         return self.host == here.host and (self.boot != here.boot or here.boot == _UNKNOWN)
 
@@ -144,7 +144,7 @@ def new_name(label: str, rank: int) -> str:
 
 
 def owner_of(name: str) -> Owner | None:
-    """Who made the file of this name; None if it is none of ours."""
+    """Maker of the file of this name; None if it is none of ours."""
     found = _NAME.fullmatch(name)
     return None if found is None else Owner(found[1], found[2], int(found[3]), int(found[4]))
 
@@ -172,7 +172,7 @@ def remove_stale(directory: Path) -> list[Path]:
 
 
 def _locked(path: Path) -> bool | None:
-    """Whether somebody holds the lock, and not for a moment only: a ring of a killed process ends a little after it.
+    """True if somebody holds the lock, and not for a moment only: a ring of a killed process ends a little after it.
 
     None if that cannot be asked.
     """
@@ -197,7 +197,7 @@ def _locked(path: Path) -> bool | None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since the boot; None if there is none, 0 if that cannot be known."""
+    """Start of a process, in ticks since the boot; None if there is none, 0 if that cannot be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return None if fields[0] in "ZX" else int(fields[19])  # one that has ended and only waits for its parent
@@ -257,7 +257,7 @@ class PartFile:
         return self.rules.offset if self.rules is not None else 1
 
     def free_bytes(self) -> int:
-        """What this process may still take of the file system."""
+        """Bytes that this process may still take of the file system."""
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
@@ -283,7 +283,7 @@ class PartFile:
             self.rules = None
 
     def extents(self, memory: Tensor, offset: int) -> list[Extent]:
-        """How bytes of memory get to a range of the file: past the page cache as far as both lie right.
+        """Write bytes of memory to a range of the file: past the page cache as far as both lie right.
 
         Args:
             memory: uint8, 1-D, on the CPU.

@@ -100,7 +100,7 @@ class StateLayout:
         return -(-nbytes // self.alignment) * self.alignment
 
     def places(self, name: str, start: int, stop: int) -> list[Place]:
-        """Where bytes [start, stop) of a record lie, in their order; `stop` may be in the padding."""
+        """Ranges of bytes [start, stop) of a record, in their order; `stop` may be in the padding."""
         record, found = self._records[name], []
         stripe = self._stripe if self._directories > 1 else max(self.padded(record.nbytes), 1)
         while start < stop:
@@ -135,11 +135,11 @@ class Transfer:
 
     @property
     def stop(self) -> int:
-        """Where it ends in the record."""
+        """End of it in the record."""
         return self.start + self.memory.numel()
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """True if `wait` would return, or raise, at once."""
         return self._request.done()
 
     def wait(self, lock: AbstractContextManager[object] | None = None) -> None:
@@ -319,7 +319,7 @@ class StateFile:
         return self._begin("write", name, flat, start)
 
     def meeting(self, kind: Kind, name: str, start: int, stop: int) -> list[Transfer]:
-        """What is under way and must be over before bytes [start, stop) of a record are read or written.
+        """Requests under way that must be over before bytes [start, stop) of a record are read or written.
 
         `read` and `write` wait for it by themselves. A file that threads share would be locked meanwhile.
         """

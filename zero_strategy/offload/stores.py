@@ -30,7 +30,7 @@ def chunk_numel(staging_bytes: int) -> int:
 
 
 class OffloadStores:
-    """Where an engine keeps what is offloaded; vectors of one bucket are cut alike in all of them. A collective.
+    """Tiers of an engine; vectors of one bucket are cut alike in all of them. A collective.
 
     Args:
         offload: The settings.
@@ -78,7 +78,7 @@ class OffloadStores:
         return self._made.get(key)
 
     def _stays(self, tier: str) -> bool:
-        """Whether what is to be in this tier may stay in host memory."""
+        """True if what is to be in this tier may stay in host memory."""
         return tier == "nvme" and self._offload.resident_bytes > 0
 
     def _new_store(self, tier: str, *, may_stay: bool) -> ChunkStore | None:
@@ -141,7 +141,7 @@ class OffloadStores:
         )
 
     def in_files(self) -> bool:
-        """Whether anything is kept in files."""
+        """True if anything is kept in files."""
         return self.files is not None
 
     @property

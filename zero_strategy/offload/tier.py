@@ -41,7 +41,7 @@ from zero_strategy.runtime.observer import Observed
 
 
 class Streams(Protocol):
-    """What copies need of a device's queues. Streams and events have the methods of CUDA's in torch."""
+    """Needs of copies from a device's queues. Streams and events have the methods of CUDA's in torch."""
 
     def new(self) -> Any:
         """A stream."""
@@ -148,7 +148,7 @@ class PendingIO(Protocol):
 
 
 class Tier(Protocol):
-    """Where records are kept. Memory that is handed in is uint8, 1-D, page-aligned and of the record's size."""
+    """Places of records. Memory that is handed in is uint8, 1-D, page-aligned and of the record's size."""
 
     name: str
 
@@ -171,7 +171,7 @@ class Tier(Protocol):
         """Refuse to read records until they are written anew: they are of two states."""
 
     def is_partially_applied(self, record: str) -> bool:
-        """Whether a record is refused."""
+        """True if a record is refused."""
 
     def release(self, records: Iterable[str]) -> None:
         """Give the room of records back."""
@@ -222,7 +222,7 @@ class HostMemory:
 
     @staticmethod
     def rounded(nbytes: int) -> int:
-        """What `nbytes` take: whole pages."""
+        """Size that `nbytes` take: whole pages."""
         return -(-nbytes // PAGE) * PAGE
 
     def _pin(self) -> None:
@@ -405,7 +405,7 @@ class NvmeTier:
                 self._files[record].mark_partially_applied([record], reason)
 
     def is_partially_applied(self, record: str) -> bool:
-        """Whether a record is refused."""
+        """True if a record is refused."""
         with self._lock:
             return record in self._files[record].partially_applied
 

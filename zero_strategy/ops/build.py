@@ -261,7 +261,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one library is made.
+    """Recipe of one library.
 
     Attributes:
         name: "cpu", "cuda" or "io".

@@ -98,13 +98,13 @@ def philox(a: Tensor, b: Tensor, c: Tensor, d: Tensor, *, seed: int) -> tuple[Te
 
 
 def kept(state: Tensor, p: float, like: Tensor) -> Tensor:
-    """Where dropout with probability p keeps an element, in the shape and on the device of `like`."""
+    """Mask of the elements that dropout with probability p keeps, in the shape and on the device of `like`."""
     threshold = min(int(p * 2.0**32 + 0.5), WORD)
     return (philox_words(state, like.numel(), like.device) >= threshold).view(like.shape)
 
 
 def keep_scale(p: float) -> float:
-    """What the kept elements are multiplied by, a float32."""
+    """Factor of the kept elements, a float32."""
     return 0.0 if p >= 1 else float(torch.tensor(1 / (1 - p), dtype=torch.float32))
 
 

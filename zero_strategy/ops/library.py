@@ -144,7 +144,7 @@ def check_apart(written: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> 
 
 
 def _lie_apart(lists: Iterable[Tensors]) -> bool:
-    """Whether it can be told in little time that no two of them share memory at all; False says nothing."""
+    """True if it can be told in little time that no two of them share memory at all; False says nothing."""
     if torch.compiler.is_compiling():  # traced ones have no memory
         return True
     spans: list[tuple[int, int]] = []
@@ -230,7 +230,7 @@ def op_names() -> list[str]:
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """Whether op `name` has a native kernel under dispatch key `key` ("CPU", "CUDA")."""
+    """True if op `name` has a native kernel under dispatch key `key` ("CPU", "CUDA")."""
     return torch_private.has_kernel(f"{NAMESPACE}::{name}", key)
 
 

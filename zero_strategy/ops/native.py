@@ -23,7 +23,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 @dataclass(frozen=True)
 class Status:
-    """What became of one library in this process.
+    """State of one library in this process.
 
     Attributes:
         name: "cpu" or "cuda".
@@ -55,7 +55,7 @@ class NativeLibraries:
             return self._status[name]
 
     def status(self, name: str) -> Status | None:
-        """What became of a library; None if nobody asked for it."""
+        """State of a library; None if nobody asked for it."""
         return self._status.get(name)
 
     def _load(self, name: str) -> Status:

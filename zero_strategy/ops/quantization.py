@@ -61,7 +61,7 @@ def dequantize_blocks(
     block_size: int = BLOCK_SIZE,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What `quantize_blocks` made, as a tensor of that shape and dtype; int8 or int4 is seen from the codes' dtype."""
+    """Tensor of that shape and dtype from the result of `quantize_blocks`; the codes' dtype tells int8 from int4."""
     numel = _numel(shape)
     _check_quantized([codes], [scales], numel, block_size)
     if dtype not in FLOATS:

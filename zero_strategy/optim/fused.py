@@ -55,7 +55,7 @@ _NOT_OURS = {"foreach": None, "fused": None, "capturable": False, "differentiabl
 
 
 class FusedOptimizer(Optimizer):
-    """What the fused optimizers share.
+    """Common base of the fused optimizers.
 
     Args:
         params: Parameters or param groups; float32, bfloat16 or float16, dense.

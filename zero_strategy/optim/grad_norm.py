@@ -42,7 +42,7 @@ class GradientNorm:
     finite: bool
 
     def coefficient(self, max_norm: float) -> float:
-        """What gradients are multiplied by so that their norm is at most `max_norm`; 1.0 below it.
+        """Factor of gradients so that their norm is at most `max_norm`; 1.0 below it.
 
         The formula is `torch.nn.utils.clip_grad_norm_`'s: max_norm / (norm + 1e-6), at most 1.
         """
@@ -51,7 +51,7 @@ class GradientNorm:
 
 @dataclass(frozen=True)
 class GradientStats:
-    """What the pass over the gradients that a norm takes found on this rank, part by part.
+    """Findings of the pass over the gradients that a norm takes, on this rank, part by part.
 
     Attributes:
         names: The parameter of each part.
@@ -182,7 +182,7 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Ten
     return sums, nonfinite
 
 class OwnGradients:
-    """What clipping and unscaling ask of an optimizer.
+    """Needs of clipping and unscaling from an optimizer.
 
     Args:
         model: The sharded model.
@@ -216,7 +216,7 @@ class OwnGradients:
         }
 
     def _places(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int]]:
-        """Where the parameters' gradients are, whether they have one or not: bucket, index."""
+        """Places of the parameters' gradients, whether they have one or not: bucket, index."""
         place_of, gradient_of = self._model.place, self._model.gradient_of
         for parameter in self._parameters():
             if only is None or id(parameter) in only:

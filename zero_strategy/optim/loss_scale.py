@@ -118,7 +118,7 @@ class NonfiniteSteps:
                 self._known[id(sharded)] = (self._model.reducer.reductions, found)
 
     def skips(self, sharded: ShardedOptimizer, step: int) -> bool:
-        """Whether an optimizer's step is not to be taken. A collective, where no norm has told.
+        """True if an optimizer's step is not to be taken. A collective, where no norm has told.
 
         Args:
             sharded: The optimizer; its gradients are reduced.

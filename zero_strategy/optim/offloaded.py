@@ -155,7 +155,7 @@ def _trial_value(value: Tensor, parameter_dtype: torch.dtype) -> Tensor:
 def rule_for_parts(
     optimizer: Optimizer, asserted: Sequence[str], begins_with: dict[str, Any] | None = None
 ) -> UpdateRule | None:
-    """What takes an optimizer's steps on parts of parameters: a rule of ours, or its own code; None: nothing can.
+    """Stepper of parts of parameters: a rule of ours, or its own code; None: nothing can.
 
     Args:
         optimizer: The optimizer.
@@ -284,7 +284,7 @@ class OffloadedStates:
             self._vectors.setdefault(identity, {})[key] = vector
 
     def place(self, bucket: ParameterBucket, cut: Piece, key: str, shape: torch.Size) -> OffloadedPart | None:
-        """Where a state of one piece lies; None if it is not kept in the tier."""
+        """Place of a state of one piece; None if it is not kept in the tier."""
         vector = self._vectors.get(id(bucket), {}).get(key)
         return None if vector is None else vector.part(cut.offset if cut.numel else 0, shape)
 
@@ -333,5 +333,5 @@ def as_tensor(value: Any) -> Any:
 
 
 def is_per_element(value: Any, shape: torch.Size) -> bool:
-    """Whether a state of a piece of `shape` has a value per element."""
+    """True if a state of a piece of `shape` has a value per element."""
     return isinstance(value, (Tensor, OffloadedPart)) and value.shape == shape and len(value.shape) > 0

@@ -44,7 +44,7 @@ _REASONS = {
 
 
 def is_elementwise(optimizer: Optimizer, asserted: Sequence[str] = ()) -> bool:
-    """Whether an optimizer of torch or of the user updates every element by itself."""
+    """True if an optimizer of torch or of the user updates every element by itself."""
     try:
         check_elementwise(optimizer, asserted)
     except TypeError:

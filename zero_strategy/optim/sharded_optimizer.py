@@ -179,7 +179,7 @@ class ShardedOptimizer:
         self.state[piece] = kept
 
     def offloaded_place(self, parameter: nn.Parameter, key: str) -> OffloadedPart | None:
-        """Where a per-element state of this rank's piece of `parameter` is kept in a tier; None: it is in memory."""
+        """Place of a per-element state of this rank's piece of `parameter` in a tier; None: it is in memory."""
         place, piece = self.model.place(parameter), self.piece(parameter)
         assert place is not None
         bucket, index = place
@@ -190,7 +190,7 @@ class ShardedOptimizer:
     # ---- the step ----
 
     def _rule(self) -> UpdateRule | None:
-        """What takes the steps in place of the optimizer's own code."""
+        """Stepper in place of the optimizer's own code."""
         optimizer, model = self.optimizer, self.model
         if model.optimizer_store is not None:
             return rule_for_parts(optimizer, model.config.elementwise_optimizers, self._begins_with)
@@ -425,7 +425,7 @@ class ShardedOptimizer:
 
     @property
     def partially_applied(self) -> bool:
-        """Whether a step began and did not end."""
+        """True if a step began and did not end."""
         return self._whole is not None
 
     def restore(self) -> None:
@@ -481,7 +481,7 @@ def _segments(updates: Sequence[Update]) -> list[Segment]:
 
 
 def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
+    """True if a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
     return isinstance(value, Tensor) and value.shape == shape and (len(shape) > 0 or key not in SCALAR_STATES)
 
 

@@ -92,7 +92,7 @@ class StepCopies:
         self._fetch_until(1)
 
     def take(self) -> list[Tensor]:
-        """What the next chunk asked for, in host memory; it stays until the chunk after it is taken."""
+        """Requests of the next chunk, in host memory; they stay until the chunk after it is taken."""
         number, self._taken = self._taken, self._taken + 1
         self._fetch_until(number + 1)
         for landing in self._down[number % _ROOMS].landings:
@@ -135,7 +135,7 @@ _HOST = torch.device("cpu")
 
 @dataclass
 class Update:
-    """What a step does to this rank's part of one parameter.
+    """Update of this rank's part of one parameter in a step.
 
     Attributes:
         group: Its param group.
@@ -160,7 +160,7 @@ class Update:
 
 @dataclass
 class Work(Chunk[OffloadedVector]):
-    """What is updated in a chunk; with the state of one `on_device`, where the bucket is.
+    """Tensors that are updated in a chunk; with the state of one `on_device`, where the bucket is.
 
     Attributes:
         on_device: Its state is kept there.
@@ -173,7 +173,7 @@ class Work(Chunk[OffloadedVector]):
 
 @dataclass
 class _Brought:
-    """What a device has given for the update of a part of a parameter on the host, and where new weights go.
+    """Data from a device for the update of a part of a parameter on the host, and where new weights go.
 
     Attributes:
         gradient: In host memory; None: it is in a tier.
@@ -269,11 +269,11 @@ class StreamedStep:
         return self._copies
 
     def _is_away(self, chunk: Work, update: Update) -> bool:
-        """Whether the bucket is on a device, and the chunk is updated on the host."""
+        """True if the bucket is on a device, and the chunk is updated on the host."""
         return not chunk.on_device and (self._forced or update.bucket.device != _HOST)
 
     def _wanted(self, chunk: Work) -> list[Tensor]:
-        """What an update of the chunk on the host needs of the device, in the order in which `_brought` takes it."""
+        """Data from the device for an update of the chunk on the host, in the order in which `_brought` takes it."""
         found = []
         for update in chunk.updates if not chunk.on_device else ():
             if self._is_away(chunk, update):
@@ -285,7 +285,7 @@ class StreamedStep:
         return found
 
     def _brought(self, chunk: Work, copies: StepCopies) -> dict[int, _Brought]:
-        """What was brought for a chunk, by the position of the update, with room for new weights."""
+        """Data of a chunk on the device, by the position of the update, with room for new weights."""
         away = [number for number, update in enumerate(chunk.updates) if self._is_away(chunk, update)]
         arrived, found = iter(copies.take()), {number: _Brought() for number in away}
         if WEIGHTS not in chunk.vectors:

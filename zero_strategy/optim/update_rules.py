@@ -25,7 +25,7 @@ Combine = Callable[[Sequence["Segment"], Tensor], Tensor]
 
 @dataclass
 class Segment:
-    """What one step does to one parameter, or to a piece of one; tensors are contiguous and of one size.
+    """Update of one parameter, or of a piece of one, in one step; tensors are contiguous and of one size.
 
     Attributes:
         group: The param group's hyper-parameters.

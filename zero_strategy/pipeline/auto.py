@@ -36,7 +36,7 @@ _EQUAL = 1.01
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a micro-batch costs in a layer, as measured.
+    """Cost of a micro-batch in a layer, as measured.
 
     Attributes:
         forward: Seconds of its forward.
@@ -134,7 +134,7 @@ def predictions(
     latency: float = 0.0,
     most_chunks: int = 4,
 ) -> list[Choice]:
-    """What is expected of every schedule that there can be, in the order of SCHEDULES."""
+    """Expected figures of every schedule that there can be, in the order of SCHEDULES."""
     found = []
     for name, count in _candidates(chunks, min(most_chunks, len(layers) // stages)):
         table = build_table(name, stages, micro_batches, count)
@@ -155,7 +155,7 @@ def _candidates(chunks: int | None, most: int) -> Iterable[tuple[str, int]]:
 
 
 def _summed(layers: Sequence[LayerCost], bounds: Sequence[int]) -> list[LayerCost]:
-    """What each stage costs."""
+    """Cost of each stage."""
     parts = [layers[first:end] for first, end in pairwise(bounds)]
     return [
         LayerCost(
@@ -194,7 +194,7 @@ _MARGIN = 0.8
 
 
 def first_schedule(placement: Placement) -> str:
-    """What is run until there are measurements."""
+    """Schedule that is run until there are measurements."""
     return _FIRST[placement.shape][placement.chunks > 1]
 
 
@@ -229,7 +229,7 @@ class ActivationBytes:
 def measured_costs(
     placement: Placement, events: Sequence[Sequence[Event]], activation_bytes: Sequence[dict[int, int]]
 ) -> list[LayerCost]:
-    """What every global stage costs, in the median over the micro-batches.
+    """Cost of every global stage, in the median over the micro-batches.
 
     Args:
         placement: Of the stages.

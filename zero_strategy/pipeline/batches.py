@@ -21,7 +21,7 @@ else:
 
 
 class BatchRunner(Protocol):
-    """What trains a module in parts."""
+    """Trainer of a module in parts."""
 
     def loss(self, batch: Any) -> Tensor:
         """See `WholeBatches.loss`."""
@@ -31,7 +31,7 @@ class BatchRunner(Protocol):
 
 
 class WholeBatches(_Base):
-    """What a `PipelineModule` does with whole batches.
+    """Methods of a `PipelineModule` on whole batches.
 
     Attributes:
         runner: Who carries batches out; None: the module itself, which then has to have all layers.
@@ -59,7 +59,7 @@ class WholeBatches(_Base):
         return loss
 
     def outputs(self, inputs: Any, *, everywhere: bool = False) -> Any:
-        """What the last layer gives for a batch of inputs, without gradients; all ranks call it.
+        """Outputs of the last layer for a batch of inputs, without gradients; all ranks call it.
 
         Args:
             inputs: What the first layer takes.

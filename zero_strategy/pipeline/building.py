@@ -89,7 +89,7 @@ class BuiltLayer:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether anything in it is trained, or could be."""
+        """True if anything in it is trained, or could be."""
         return any(True for module in self.modules.values() for _ in module.parameters())
 
     def state(self, exclude_frozen: bool = False) -> dict[str, Tensor] | None:

@@ -398,7 +398,7 @@ class PipelineEngine(ZeroEngine):
 
 
 class _Hooks(ExecutorHooks):
-    """What the engine does around instructions."""
+    """Work of the engine around instructions."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine, self._scope, self._left = engine, ExitStack(), 0
@@ -458,5 +458,5 @@ class _Hooks(ExecutorHooks):
         self._engine.reduce_tied_gradients()
 
     def reduce_grads(self) -> None:
-        """What is not reduced yet is."""
+        """Reduce all gradients that are not reduced yet."""
         self._engine.model.reducer.settle()

@@ -126,7 +126,7 @@ def check_divided(module: PipelineModule) -> None:
 
 
 def prefix_of(module: PipelineModule, root: nn.Module) -> str:
-    """What names in the root begin with."""
+    """Prefix of names in the root."""
     name = next((name for name, child in root.named_modules() if child is module), None)
     if name is None:
         raise ValueError(f"the PipelineModule is not below the {type(root).__name__} that is passed as its root")
@@ -159,7 +159,7 @@ def with_units(resolved: ResolvedConfig, module: PipelineModule, prefix: str) ->
 
 
 def part_of(module: PipelineModule, root: nn.Module, prefix: str, ties: TiedWeights, timeout: float) -> ModelPart:
-    """What joins this rank's layers to those of the other stages.
+    """Link between this rank's layers and those of the other stages.
 
     Args:
         module: The layers.
@@ -197,7 +197,7 @@ def _rank_labels(module: PipelineModule) -> RankLabels:
 
 
 def order_of(module: PipelineModule, root: nn.Module, prefix: str) -> Callable[[str], tuple[int, ...]]:
-    """Where a tensor comes in the whole model: by its layer, then as in the layer."""
+    """Place of a tensor in the whole model: by its layer, then as in the layer."""
     places = {}
     for number, (name, _) in enumerate(state_dict_entries(root)):
         places[name] = module.layer_of(name.removeprefix(prefix)), number

@@ -144,7 +144,7 @@ class ExecutorHooks:
         """Called after every computation."""
 
     def scale_loss(self, loss: Tensor, micro_batches: int) -> Tensor:
-        """What the backward of a micro-batch begins at."""
+        """Tensors that the backward of a micro-batch begins at."""
         return loss / micro_batches
 
     def forwarded(self, micro_batch: int, outputs: Any, loss: Tensor | None) -> None:
@@ -170,7 +170,7 @@ LossFunction = Callable[[Any, Any], Any]
 
 @dataclass
 class Run:
-    """What one batch gave.
+    """Result of one batch.
 
     Attributes:
         loss: Mean of the micro-batches' losses, on every rank, on the CPU; None if there was nothing to average.
@@ -384,7 +384,7 @@ class Executor:
         self._hooks.after(computation)
 
     def _needed(self, kind: Kind, chunk: Chunk, micro_batch: int, training: bool, stage_inputs: StageInputs) -> Any:
-        """What a computation starts from: of the data, of a neighbouring stage of this rank, or of a message."""
+        """Start of a computation: of the data, of a neighbouring stage of this rank, or of a message."""
         stage = chunk.stage
         if kind is Kind.BACKWARD_WEIGHT or (kind is not Kind.FORWARD and chunk.last):
             return ()
@@ -442,7 +442,7 @@ class Executor:
             result.events.append(Event(self.rank, started, time.perf_counter(), kind, micro_batch, chunk))
 
     def _change(self) -> str:
-        """Whether a stage has just been given something that looks different, in words."""
+        """True if a stage has just been given something that looks different, in words."""
         for chunk in self.chunks:
             if (changed := chunk.changed) is not None:
                 before, now = map(describe, changed)

@@ -181,37 +181,37 @@ class PipeSchedule(ABC):
         """Yields the instructions of each step."""
 
     def num_pipe_buffers(self) -> int:
-        """How many buffers the instructions use; a schedule that needs fewer than one per micro-batch says so."""
+        """Number of buffers that the instructions use; a schedule that needs fewer than one per micro-batch says so."""
         return self.micro_batches
 
     @property
     def stage(self) -> int:
-        """Which rank of the pipeline this is for."""
+        """Rank of the pipeline that this is for."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
-        """How many ranks the pipeline has."""
+        """Number of ranks in the pipeline."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
-        """How many micro-batches make the batch."""
+        """Number of micro-batches in the batch."""
         return self.micro_batches
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are: one on each rank."""
+        """Placement of the stages: one on each rank."""
         return Placement(self.stages)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the rank takes the model's inputs."""
+        """True if the rank takes the model's inputs."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the rank makes the model's outputs."""
+        """True if the rank makes the model's outputs."""
         return self.stage_id == self.stages - 1
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
@@ -274,7 +274,7 @@ class TrainSchedule(PipeSchedule):
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _computes(self, step: int) -> tuple[bool, int]:
-        """Whether a step is a forward, and of which micro-batch; one that does not exist before and after the batch.
+        """Micro-batch of a step, and whether it is a forward; one that does not exist before and after the batch.
 
         Forwards come in the steps of the stage's own parity. A micro-batch moves on by a stage per step.
         """
@@ -378,12 +378,12 @@ class TableSchedule(PipeSchedule):
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the rank has the first of all stages."""
+        """True if the rank has the first of all stages."""
         return self.placement.rank_of(0) == self.stage_id
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the rank has the last of all stages."""
+        """True if the rank has the last of all stages."""
         return self.placement.rank_of(self.placement.stages - 1) == self.stage_id
 
 
@@ -449,7 +449,7 @@ def read_program(schedules: Sequence[PipeSchedule]) -> Program:
 
 
 def read_ops(schedule: PipeSchedule) -> Ops:
-    """What a schedule's instructions say.
+    """Content of a schedule's instructions.
 
     Micro-batches of instructions that name none, which DeepSpeed's do not, are counted per kind of instruction.
 

@@ -82,7 +82,7 @@ def lower(table: Table) -> tuple[TableSchedule, ...]:
 
 
 def _run(table: Table) -> Numbers:
-    """When computations end, -1 where there is none: [forward; whole backward or input half; weight half] x
+    """Times at which computations end, -1 where there is none: [forward; whole backward or input half; weight half] x
     [stage and micro-batch]. Ranks get on by turns, each as far as it can."""
     places = table.placement.stages * table.micro_batches
     ends = [-1] * (3 * places)
@@ -142,7 +142,7 @@ def _plan(table: Table, rank: int) -> list[dict[Kind, tuple[int, int, int]]]:
 
 
 def _stuck(table: Table, next_action: list[int]) -> str:
-    """Who waits with which action, in words."""
+    """Ranks that wait, with their actions, in words."""
     waits = [
         f"rank {rank} at its action {at} ({row[at]})"
         for rank, (row, at) in enumerate(zip(table.rows, next_action))
@@ -153,7 +153,7 @@ def _stuck(table: Table, next_action: list[int]) -> str:
 
 @dataclass(frozen=True)
 class _Events:
-    """What happens, by rank, and then in the common order."""
+    """Events by rank, and then in the common order."""
 
     rank: Numbers
     code: Numbers
@@ -255,7 +255,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Orders:
-    """What one rank carries out in one batch.
+    """Actions of one rank in one batch.
 
     Attributes:
         schedule: Where they are from.

@@ -149,7 +149,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class Stamp(NamedTuple):
-    """What a message belongs to.
+    """Place in the batch that a message belongs to.
 
     Attributes:
         run: Number of the sender's run of the pipeline.
@@ -182,7 +182,7 @@ class TensorKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in a message of this description.
+    """Layout of a message of this description.
 
     Attributes:
         description: Structure and tensors, as bytes.
@@ -223,7 +223,7 @@ def _place(description: bytes, structure: Structure, tensors: tuple[TensorKind, 
 
 
 def kind_of(tensor: Tensor, wants_gradient: bool) -> TensorKind:
-    """What there is to know of a tensor.
+    """Description of a tensor.
 
     Raises:
         TypeError: If it is of a kind that is not only elements in memory: sparse, quantized, on the meta device.
@@ -263,7 +263,7 @@ class Header(NamedTuple):
 
 
 def read_header(buffer: Tensor) -> Header:
-    """What a received message says of itself.
+    """Description that a received message has of itself.
 
     Raises:
         ValueError: If these bytes are no message.

@@ -18,7 +18,7 @@ from zero_strategy.pipeline.split_backward import Entrance, SplitBackward, whole
 
 
 class StageMessage(NamedTuple):
-    """What goes from a stage to its neighbour.
+    """Data of a message from a stage to its neighbour.
 
     Attributes:
         structure: Around the tensors.
@@ -78,7 +78,7 @@ class Chunk:
         return found
 
     def pack(self, micro_batch: int, outputs: Any, training: bool) -> StageMessage:
-        """What goes to the next stage; of the outputs, only their places in the graph are kept.
+        """Tensors that go to the next stage; of the outputs, only their places in the graph are kept.
 
         Raises:
             TypeError: If something in the outputs cannot be sent.

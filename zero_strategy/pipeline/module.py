@@ -254,7 +254,7 @@ class PipelineModule(WholeBatches, nn.Module):
 
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
-        """What runs this rank's layers, in their order."""
+        """Runner of this rank's layers, in their order."""
         return [layer.call for layer in self._built]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -282,7 +282,7 @@ class PipelineModule(WholeBatches, nn.Module):
     # ---- where things are ----
 
     def topology(self) -> ProcessTopology:
-        """Which rank is where."""
+        """Topology of the ranks."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
@@ -380,7 +380,7 @@ class PipelineModule(WholeBatches, nn.Module):
     # ---- layer files ----
 
     def ckpt_prefix(self, checkpoints_path: str | Path, tag: object) -> str:
-        """What names of this rank's files in a checkpoint begin with, path included; the same for all copies."""
+        """Prefix of this rank's files in a checkpoint, path included; the same for all copies."""
         place = self._topo.get_rank_repr(self.global_rank, omit_axes=["data"])
         return os.path.join(checkpoints_path, str(tag), f"module-{place}" if place else "module")
 

@@ -136,7 +136,7 @@ def checked_bounds(bounds: Sequence[int], layers: int, stages: int) -> list[int]
 
 
 class _Fits:
-    """Whether layers i to j - 1 may be a stage, by their bytes there."""
+    """True if layers i to j - 1 may be a stage, by their bytes there."""
 
     def __init__(self, bytes_of_stage: Sequence[Sequence[int]], limit: int) -> None:
         self._sums = [[0, *accumulate(sizes)] for sizes in bytes_of_stage]
@@ -225,7 +225,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, type)
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer takes.
+    """Cost of one layer.
 
     Attributes:
         seconds: Forward and backward of a micro-batch.
@@ -450,7 +450,7 @@ def divide(
 
 
 def _measured(measure: Callable[[], T], together: bool) -> T:
-    """What the first rank measures, on all ranks: each by itself would find another division."""
+    """Measurements of the first rank, on all ranks: each by itself would find another division."""
     if not together:
         return measure()
     found: tuple[T | None, str] = (None, "")

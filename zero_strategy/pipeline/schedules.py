@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple, get_args
 
 
 class Kind(str, Enum):
-    """What is computed; the value is its letter in drawings and CSV tables."""
+    """Kind of computation; the value is its letter in drawings and CSV tables."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -140,7 +140,7 @@ class Table:
 
     @property
     def ranks(self) -> int:
-        """How many pipeline ranks, which is how many rows."""
+        """Number of pipeline ranks, and so of rows."""
         return self.placement.ranks
 
     @property
@@ -150,7 +150,7 @@ class Table:
 
     @property
     def forward_only(self) -> bool:
-        """Whether this is a table for inference."""
+        """True if this is a table for inference."""
         return all(action.kind is Kind.FORWARD for row in self.rows for action in row)
 
     def _seen(self, rank: int, row: Row) -> list[int]:
@@ -172,7 +172,7 @@ class Table:
         return f"schedule {self.name}, rank {rank}: {what}"
 
 def round_sizes(ranks: int, micro_batches: int) -> list[int]:
-    """How many micro-batches each round through the chunks has: no fewer than there are ranks, which would leave ranks
+    """Number of micro-batches in each round through the chunks: no fewer than there are ranks, which would leave ranks
     idle, and otherwise as few and as equal as can be, the larger ones first. Fewer than ranks are one round."""
     rounds = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, rounds)
@@ -405,7 +405,7 @@ _CSV = "csv:"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a schedule is made, and with how many chunks per rank it can be."""
+    """Builder of a schedule, and the numbers of chunks per rank that it takes."""
 
     make: Callable[[int, int, int], Table]
     chunks: tuple[int, int | None]
@@ -460,7 +460,7 @@ def build_table(name: str, stages: int, micro_batches: int, chunks: int | None =
 
 
 def placement_of(name: str, stages: int, chunks: int | None = None) -> Placement:
-    """Where a schedule has its stages; see `build_table`."""
+    """Placement of a schedule's stages; see `build_table`."""
     if name.startswith(_CSV):
         table = read_csv(name.removeprefix(_CSV))
         return _from_file(name, stages, table.micro_batches, chunks).placement

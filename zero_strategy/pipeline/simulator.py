@@ -62,13 +62,13 @@ class Event:
 
     @property
     def computes(self) -> bool:
-        """Whether the rank is busy with the model, and not with waiting or with the end of the batch."""
+        """True if the rank is busy with the model, and not with waiting or with the end of the batch."""
         return self.kind in _COMPUTES
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a rank does with its time, in the unit of the timeline.
+    """Times of a rank by activity, in the unit of the timeline.
 
     Attributes:
         start: When its first computation begins.
@@ -111,7 +111,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first computation of all begins."""
+        """Beginning of the first computation of all."""
         return min((event.start for event in self.events if event.computes), default=0.0)
 
     @property
@@ -280,7 +280,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Times:
-    """How long a micro-batch takes in a stage, in any unit: that of the result.
+    """Time of a micro-batch in a stage, in any unit: that of the result.
 
     Attributes:
         forward: The forward.
@@ -388,7 +388,7 @@ class _Runner:
         return woken
 
     def _needs(self, code: int, stage: int, micro_batch: int) -> tuple[int, int, int] | None:
-        """What has to come from another stage before a computation."""
+        """Inputs of a computation that come from another stage."""
         if code == FORWARD and stage > 0:
             return RECV_ACTIVATION, stage, micro_batch
         if code in (BACKWARD, BACKWARD_INPUT) and stage < self._last:
@@ -466,7 +466,7 @@ def text(timeline: Timeline, width: int = 160) -> str:
 
 
 def scale_of(timeline: Timeline) -> tuple[float, str]:
-    """What to multiply its times by, and the unit they have then: of a run ms, or s where it is long."""
+    """Factor of its times, and the unit they have then: of a run ms, or s where it is long."""
     if not timeline.unit:
         return 1.0, ""
     return (1.0, "s") if timeline.makespan >= _LONG else (1e3, "ms")

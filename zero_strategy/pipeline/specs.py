@@ -166,7 +166,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 def layer_class_name(layer: object) -> str:
-    """What a layer is called in `partition_method="type:..."` and in messages: its class, or a function's name."""
+    """Name of a layer in `partition_method="type:..."` and in messages: its class, or a function's name."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):

@@ -160,7 +160,7 @@ class SplitBackward:
 
 
 class _Graph:
-    """What lies under the roots, and which of it leads to the inputs."""
+    """Nodes under the roots, and those of them that lead to the inputs."""
 
     def __init__(self, roots: Sequence[_Edge], inputs: Sequence[_Edge]) -> None:
         self.edges: dict[Any, list[_Edge]] = {}
@@ -188,11 +188,11 @@ class _Graph:
                 waiting += self.parents.get(node, ())
 
     def has(self, kind: str) -> bool:
-        """Whether there is a node of a class of this name."""
+        """True if there is a node of a class of this name."""
         return kind in self._kinds
 
     def parts(self) -> list[_Part]:
-        """What is off the way, in connected parts: each is run as a whole."""
+        """Nodes off the way, in connected parts: each is run as a whole."""
         parts: list[_Part] = []
         early = self.has(_COMPILED)
         for node in self.edges:
@@ -215,7 +215,7 @@ class _Graph:
         return parts
 
     def _must_be_early(self, node: Any) -> bool:
-        """Whether what comes to a node from the way can only be had while the way is run."""
+        """True if what comes to a node from the way can only be had while the way is run."""
         parents = self.parents.get(node, [])
         crossing = [parent for parent in parents if parent in self.on_the_way]
         if not crossing:
@@ -326,7 +326,7 @@ def _edge_of(root: Root) -> _Edge:
 
 
 def _runs_once(node: Any) -> bool:
-    """Whether a second run would do again what the first one did, or could not be done."""
+    """True if a second run would do again what the first one did, or could not be done."""
     if isinstance(node, FunctionNode):
         return True
     return any(saved.unpack_hook is not None for saved in _saved(node))

@@ -138,7 +138,7 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True)
 class StageGroups:
-    """What one stage's optimizer has.
+    """State of one stage's optimizer.
 
     Attributes:
         groups: Names of the parameters of each param group, in order.
@@ -231,7 +231,7 @@ def join_states(stages: Sequence[StageGroups], states: Sequence[StateDict], pref
 
 
 def part_of_state(stages: Sequence[StageGroups], own: StageGroups, whole: StateDict, prefix: str = "") -> StateDict:
-    """What one stage's optimizer takes of the whole model's state.
+    """Part of the whole model's state that one stage's optimizer takes.
 
     Args:
         stages: What each stage's optimizer has.

@@ -291,7 +291,7 @@ class PipelineParallelGrid:
         return self  # a copy of a module is in the same place, and process groups cannot be copied
 
     def topology(self) -> ProcessTopology:
-        """Which rank is where."""
+        """Topology of the ranks."""
         return self._topo
 
     def control(self) -> Communicator:
@@ -321,7 +321,7 @@ class PipelineParallelGrid:
         return self._place_on("pipe")
 
     def get_data_parallel_id(self) -> int:
-        """Which of the pipelines this rank is in."""
+        """Number of this rank's pipeline."""
         return self._place_on("data")
 
     def get_pipe_parallel_rank(self) -> int:
@@ -341,7 +341,7 @@ class PipelineParallelGrid:
     get_pipeline_model_parallel_group = get_pipe_parallel_group
 
     def get_data_parallel_rank(self) -> int:
-        """Which of the pipelines this rank is in."""
+        """Number of this rank's pipeline."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
@@ -369,7 +369,7 @@ class PipelineParallelGrid:
         return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
-        """Which slice of its layers this rank has, of tensor parallelism."""
+        """Number of this rank's slice of its layers, of tensor parallelism."""
         return self._place_on("model")
 
     def get_slice_parallel_world_size(self) -> int:
@@ -377,7 +377,7 @@ class PipelineParallelGrid:
         return self.slice_parallel_size
 
     def pipeline_id(self) -> int:
-        """Which pipeline this rank is in: copies have several each where layers are divided."""
+        """Number of this rank's pipeline: copies have several each where layers are divided."""
         return self.get_data_parallel_id() * self.slice_parallel_size + self.get_slice_parallel_rank()
 
     def tensor_mesh(self) -> DeviceMesh | None:

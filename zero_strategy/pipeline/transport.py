@@ -64,7 +64,7 @@ class DataEndedError(StopIteration):
 
 
 def failure_of(error: BaseException, rank: int, where: str, more: str = "") -> Failure:
-    """What the other ranks are told of an error.
+    """Message to the other ranks about an error.
 
     Args:
         error: Raised here.
@@ -83,7 +83,7 @@ def failure_of(error: BaseException, rank: int, where: str, more: str = "") -> F
 
 
 def error_of(failure: Failure) -> Exception:
-    """What is raised on the other ranks."""
+    """Error that is raised on the other ranks."""
     if failure.kind == "data":
         return DataEndedError(failure.text, **failure.details)
     return OutOfStepError(failure.text) if failure.kind == "step" else PipelineError(failure.text)
@@ -358,11 +358,11 @@ class PipelinePeers:
         self._come_to[at] += 1
 
     def activation(self, stage: int, micro_batch: int) -> StageMessage:
-        """What the stage before `stage` has sent; waits for it."""
+        """Message of the stage before `stage`; waits for it."""
         return self._take(True, stage, micro_batch)
 
     def gradients(self, stage: int, micro_batch: int) -> StageMessage:
-        """What the stage after `stage` has sent; waits for it."""
+        """Message of the stage after `stage`; waits for it."""
         return self._take(False, stage, micro_batch)
 
     def share_loss(self, loss: Tensor | None, micro_batches: int) -> Tensor | None:

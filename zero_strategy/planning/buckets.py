@@ -77,7 +77,7 @@ class Offload:
 
     @classmethod
     def of(cls, config: OffloadConfig) -> Offload:
-        """What a config says."""
+        """Settings of a config."""
         explicit = None if config.is_derived("gradients") else config.gradients
         return cls(
             config.optimizer,
@@ -99,7 +99,7 @@ class Offload:
 
     @property
     def in_files(self) -> bool:
-        """Whether anything is kept in files."""
+        """True if anything is kept in files."""
         return "nvme" in (self.optimizer, self.parameters, self.gradients)
 
     def gradient_tier(self, reduction: str) -> str:
@@ -112,7 +112,7 @@ class Offload:
         return chunk_numel(self.staging_bytes)
 
     def cuts(self, numel: int) -> Cuts:
-        """How the vectors of a bucket are cut of which a rank owns `numel` elements."""
+        """Cuts of the vectors of a bucket of which a rank owns `numel` elements."""
         return Cuts(numel, self.chunk_numel, head_numel(numel, self.ratio if self.optimizer != "none" else 1.0))
 
     def describe(self) -> str:
@@ -171,7 +171,7 @@ class BucketFacts:
         return self.layout.slice_bounds(shard_rank) if placement.shard_optimizer else (0, self.layout.numel)
 
     def keeps_whole(self, config: ZeroConfig, accumulation: int) -> bool:
-        """Whether a buffer of whole gradients stays from step to step, as `GradientBucket.keeps_whole` says."""
+        """True if a buffer of whole gradients stays from step to step, as `GradientBucket.keeps_whole` says."""
         all_owned = not PLACEMENTS[config.stage].shard_optimizer or self.layout.slice_numel == self.layout.numel
         return config.gradient_reduction == "per_step" and (accumulation > 1 or all_owned)
 
@@ -226,7 +226,7 @@ class Staying:
 
 
 def staying(units: Units, resolved: ResolvedConfig, offload: Offload) -> dict[int, Staying]:
-    """What stays of every bucket, by its id: of parameters first, unit by unit, then of gradients."""
+    """Bytes of every bucket that stay, by its id: of parameters first, unit by unit, then of gradients."""
     return _given(units, resolved, offload)[0]
 
 
@@ -236,7 +236,7 @@ def staying_bytes(units: Units, resolved: ResolvedConfig, offload: Offload) -> i
 
 
 def _given(units: Units, resolved: ResolvedConfig, offload: Offload) -> tuple[dict[int, Staying], int]:
-    """What stays, and the bytes that are left."""
+    """Buckets that stay, and the bytes that are left."""
     buckets = [bucket for unit in units for bucket in unit]
     allowance = Allowance(offload.resident_bytes)
     weights, gradients = dict[int, int](), dict[int, int]()
@@ -305,7 +305,7 @@ def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
 
 
 def held_whole(sizes: Sequence[int], pipeline: PipelineConfig) -> list[int]:
-    """Which units a rank of a pipeline holds whole during a step, instead of gathering them for each micro-batch.
+    """Units that a rank of a pipeline holds whole during a step, instead of gathering them for each micro-batch.
 
     Args:
         sizes: Bytes of each unit when it is whole, the root's first.

@@ -99,7 +99,7 @@ class Budget:
 
     @classmethod
     def of(cls, machine: Machine) -> Budget:
-        """What a machine has now."""
+        """Memory that a machine has now."""
         return cls(machine.gpu_free, machine.host_free, machine.disk_free, machine.gpus)
 
 
@@ -119,12 +119,12 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """Whether it is enough, or not known."""
+        """True if it is enough, or not known."""
         return self.there is None or self.needed <= self.there
 
 
 def needs(plan: MemoryPlan, budget: Budget, ledger: Ledger | None = None) -> list[Need]:
-    """What the fullest rank needs of each kind of memory, peaks included, with what there is."""
+    """Needs of the fullest rank by kind of memory, peaks included, with what there is."""
     ledger = plan.ledger() if ledger is None else ledger
     device, host, nvme = (ledger.tier_bytes(tier) for tier in TIERS)
     ranks, keep = plan.ranks_per_host, 1.0 - budget.margin
@@ -145,7 +145,7 @@ def needs(plan: MemoryPlan, budget: Budget, ledger: Ledger | None = None) -> lis
 
 
 def fits(plan: MemoryPlan, budget: Budget) -> bool:
-    """Whether everything fits that is known."""
+    """True if everything fits that is known."""
     return all(need.fits for need in needs(plan, budget))
 
 
@@ -209,7 +209,7 @@ def _largest_resident(plan: MemoryPlan, budget: Budget, low: int, high: int | No
 
 
 def suggestions(plan: MemoryPlan, budget: Budget) -> list[str]:
-    """What a plan that fits could do with the memory that is left."""
+    """Changes that a plan that fits could make with the memory that is left."""
     if not plan.offload.in_files or budget.host is None or not fits(plan, budget):
         return []
     most = _largest_resident(plan, budget, plan.offload.resident_bytes)
@@ -298,7 +298,7 @@ def _offloaded(before: Offload, optimizer: str | None = None, parameters: str | 
 
 
 def notes(plan: MemoryPlan, machine: Machine, ledger: Ledger | None = None) -> list[str]:
-    """What the machine's limits mean for the plan, beside its sizes."""
+    """Consequences of the machine's limits for the plan, beside its sizes."""
     ledger = plan.ledger() if ledger is None else ledger
     found = []
     pinned = ledger.tier_bytes("host")

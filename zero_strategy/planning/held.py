@@ -191,7 +191,7 @@ class Measured:
 
     @property
     def other(self) -> int:
-        """What the ledger does not know of; negative where pages of a buffer were never touched."""
+        """Memory that the ledger does not know of; negative where pages of a buffer were never touched."""
         return self.now - self.known
 
 

@@ -52,7 +52,7 @@ def allocated(nbytes: int, device_type: str) -> int:
 
 
 class Owner(NamedTuple):
-    """Whose buffer it is."""
+    """Owner of the buffer."""
 
     unit: str
     """Module name of the unit ("" for the root), or another user of memory, such as "reduce"."""
@@ -131,11 +131,11 @@ class Ledger:
         return len(self._entries)
 
     def held(self) -> Ledger:
-        """What lives from step to step."""
+        """Entries that live from step to step."""
         return Ledger((entry for entry in self if not entry.peak), self.device_type)
 
     def peaks(self) -> Ledger:
-        """What lives inside a step only, each at its largest."""
+        """Entries that live inside a step only, each at its largest."""
         return Ledger((entry for entry in self if entry.peak), self.device_type)
 
     def only(self, *, category: Category | None = None, tier: Tier | None = None) -> Ledger:

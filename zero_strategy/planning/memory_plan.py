@@ -50,7 +50,7 @@ Otherwise ranks differ by the counters of their pieces."""
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What each rank of a run will hold.
+    """Memory that each rank of a run will hold.
 
     Attributes:
         model: Shapes of the model.
@@ -193,7 +193,7 @@ class MemoryPlan:
             yield Entry("communication", "device", Owner(name), kept, kept)
 
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
-        """What a step on state in files has in memory: for every vector in files, a chunk in each slot that is used."""
+        """Memory of a step on state in files: for every vector in files, a chunk in each slot that is used."""
         slots, number = dict[tuple[int, str], int](), 0
         gradients_in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
         placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
@@ -310,7 +310,7 @@ def _fill_slots(slots: dict[int, int], turns: Iterable[int], nbytes: int) -> Non
 
 
 class _BucketEntries:
-    """What one rank holds of one bucket from step to step."""
+    """Memory that one rank holds of one bucket from step to step."""
 
     def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
         self.plan, self.bucket, self.stays = plan, bucket, stays

@@ -59,7 +59,7 @@ class BufferShape(NamedTuple):
 
 
 class TokenCosts(NamedTuple):
-    """What a forward of a transformer keeps for backward, in elements per token; no matrix of attention scores."""
+    """Elements that a forward of a transformer keeps for backward, per token; no matrix of attention scores."""
 
     layers: int
     """Blocks."""

@@ -77,7 +77,7 @@ def _in_large_pages(nbytes: int) -> torch.Tensor:
 
 
 def is_aligned(memory: torch.Tensor, offset: int) -> bool:
-    """Whether CPU memory lies as bytes at `offset` of a file do."""
+    """True if CPU memory lies as bytes at `offset` of a file do."""
     return (memory.data_ptr() - offset) % PAGE == 0
 
 if sys.byteorder != "little":

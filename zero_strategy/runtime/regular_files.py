@@ -74,7 +74,7 @@ def size_of(path: str | os.PathLike[str]) -> int | None:
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether a regular file is there.
+    """True if a regular file is there.
 
     Raises:
         ValueError, OSError: As `open_regular`, but not where nothing is.

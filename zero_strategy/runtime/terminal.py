@@ -89,7 +89,7 @@ DELAY_SECONDS = 1.0
 
 
 def is_shown(rank: int) -> bool:
-    """Whether bars are drawn: by the first rank, if somebody may be looking at its standard error."""
+    """True if bars are drawn: by the first rank, if somebody may be looking at its standard error."""
     return rank == 0 and sys.stderr.isatty()
 
 
@@ -142,7 +142,7 @@ def report(logger: logging.Logger, message: str, *values: object) -> None:
 
 
 def _configured(logger: logging.Logger) -> bool:
-    """Whether somebody has given the logger, or one that it hands lines to, a handler; or a package's one a level."""
+    """True if somebody has given the logger, or one that it hands lines to, a handler; or a package's one a level."""
     current: logging.Logger | None = logger
     while current is not None and current.parent is not None:  # the root's level is never unset
         if current.level != logging.NOTSET:

@@ -45,7 +45,7 @@ FunctionNode: type = torch._C._FunctionBase
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward."""
+    """True if this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -59,7 +59,7 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor, or another one that shares its version counter, was written to in place."""
+    """Number of times that the tensor, or another one that shares its version counter, was written to in place."""
     return tensor._version
 
 
@@ -69,7 +69,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether hooks on its gradient are registered."""
+    """True if hooks on its gradient are registered."""
     return bool(tensor._backward_hooks)
 
 
@@ -94,7 +94,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def is_used_elsewhere(tensor: Tensor) -> bool:
-    """Whether something beside this object keeps the tensor or its memory: a view, an autograd graph."""
+    """True if something beside this object keeps the tensor or its memory: a view, an autograd graph."""
     storage = tensor.untyped_storage()  # a holder as well
     counted: Any = tensor
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or counted._use_count() > 1)
@@ -122,7 +122,7 @@ foreach_zero_: Any = torch._foreach_zero_
 
 
 def has_kernel(qualified: str, key: str) -> bool:
-    """Whether the op "namespace::name" has a kernel of its own under a dispatch key ("CPU", "CUDA")."""
+    """True if the op "namespace::name" has a kernel of its own under a dispatch key ("CPU", "CUDA")."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key)
 
 
@@ -170,7 +170,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def saves_tensors_itself(cls: type[nn.Module]) -> bool:
-    """Whether a class of modules writes its own tensors into the state dict in a way of its own."""
+    """True if a class of modules writes its own tensors into the state dict in a way of its own."""
     return cls._save_to_state_dict is not nn.Module._save_to_state_dict
 
 
@@ -190,7 +190,7 @@ def replace_map_tensors(module: nn.Module, make: Callable[[Any], Any]) -> None:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called."""
+    """True if `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -228,7 +228,7 @@ def default_store() -> Any:
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> Any:
-    """What carries a group's messages between devices of a type ("cpu", "cuda").
+    """Carrier of a group's messages between devices of a type ("cpu", "cuda").
 
     Raises:
         RuntimeError: If nothing does.

@@ -53,7 +53,7 @@ class Difference:
 
     @property
     def times(self) -> float | None:
-        """How many times what re-ordered summation explains."""
+        """Difference as a multiple of re-ordered summation's."""
         if self.largest is None or self.explained is None:
             return None
         if math.isinf(self.explained):
@@ -112,7 +112,7 @@ class Comparison:
     def phase(
         self, step: int, phase: str, mine: Tensors, expected: Callable[[int], Tensors] | None
     ) -> list[Difference]:
-        """What differs too much in a phase, the same list on all ranks. A collective.
+        """Differences of a phase that are too large, the same list on all ranks. A collective.
 
         Args:
             step: Counted from 0.
@@ -250,7 +250,7 @@ def _on_host(tensor: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class PhaseCount:
-    """How many tensors of a phase were compared over all steps.
+    """Number of tensors of a phase that were compared over all steps.
 
     Attributes:
         phase: Its name.
@@ -291,7 +291,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs too much."""
+        """True if nothing differs too much."""
         return not self.differences
 
     @property

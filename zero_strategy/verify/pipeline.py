@@ -62,7 +62,7 @@ Parts = dict[tuple[int, int], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Who runs what.
+    """Roles of the ranks.
 
     Attributes:
         table: What every rank of a pipeline computes, in order.
@@ -177,7 +177,7 @@ class PipelineReferenceRun(Twin):
         return {name: gradient for name, gradient in found.items() if self._owners[name] == place}
 
     def _of_replicas(self, parts: Parts) -> dict[str, Tensor]:
-        """What ranks give that hold copies of others' weights: each its own sum, added up in the ranks' order."""
+        """Gradients of ranks that hold copies of others' weights: each its own sum, added up in the ranks' order."""
         sums: dict[int, dict[str, Tensor]] = {}
         for place, stage, micro in self._backwards():
             found = parts[stage, micro]

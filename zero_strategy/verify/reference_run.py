@@ -127,7 +127,7 @@ rank's buffers, "buffer"."""
 
 @dataclass
 class StepRecord:
-    """What a step made, by phase and name.
+    """Result of a step, by phase and name.
 
     Attributes:
         phases: What all ranks are to have.
@@ -144,7 +144,7 @@ class StepRecord:
     taken: bool = True
 
     def of(self, phase: str, rank: int) -> Tensors:
-        """What a rank is to have."""
+        """Values that a rank is to have."""
         if phase == "loss":
             return self.losses[rank]
         return self.buffers[rank] if phase == "buffer" else self.phases.get(phase, {})
@@ -185,7 +185,7 @@ class Twin:
         self.steps_taken = 0
 
     def _make_masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates: float32 copies of low-precision parameters, else the parameters themselves."""
+        """Tensors that the optimizer updates: float32 copies of low-precision parameters, else the parameters."""
         precision, dtype = self.config.config.precision, self.settings.compute_dtype
         masters: dict[str, nn.Parameter] = {}
         for name, parameter in self.named.items():

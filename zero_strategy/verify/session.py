@@ -175,12 +175,12 @@ class ShardedRun:
         return (bucket.layout.segments[index].offset + element) // bucket.layout.slice_numel
 
     def title(self, rank: int) -> str:
-        """What a rank is called."""
+        """Name of a rank."""
         return f"rank {rank}"
 
 
 def place_to_train(ranks: int) -> torch.device:
-    """Where ranks of this host compute: on a GPU each if there are enough and their group takes it, else on the CPU."""
+    """Devices of the ranks of this host: a GPU each if there are enough and their group takes it, else the CPU."""
     if group_takes_gpu() and torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -282,7 +282,7 @@ class Verification:
         return self.comparison.phase(step, phase, mine, lambda rank: self._expected(phase, rank))
 
     def _expected(self, phase: str, rank: int) -> Tensors:
-        """What a rank is to have."""
+        """Values that a rank is to have."""
         return self._record.of(phase, rank)
 
     # ---- what re-ordered summation explains ----

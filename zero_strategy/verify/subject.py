@@ -80,19 +80,19 @@ class VerifySettings:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether losses are scaled, and steps skipped that overflow."""
+        """True if losses are scaled, and steps skipped that overflow."""
         return torch.float16 in (self.compute_dtype, self.autocast)
 
     def batches(self, ranks: int) -> int:
-        """How many batches a run takes."""
+        """Number of batches that a run takes."""
         return self.steps * self.accumulation * ranks
 
     def number(self, step: int, micro: int, rank: int, ranks: int) -> int:
-        """Which batch it is."""
+        """Number of the batch."""
         return (step * self.accumulation + micro) * ranks + rank
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """What forwards run in."""
+        """Context that forwards run in."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast)
@@ -122,7 +122,7 @@ _ACCEPTED = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained.
+    """Subject of the training.
 
     Attributes:
         model: The module, built the same at every call of the factory.
@@ -160,7 +160,7 @@ def make_subject(factory: Factory, seed: int, wanted: int) -> Subject:
 
 
 def call_factory(factory: Factory, seed: int) -> Any:
-    """What a factory returns under a seed; a mapping with the right keys as a tuple.
+    """Return value of a factory under a seed; a mapping with the right keys as a tuple.
 
     Raises:
         ValueError: If it cannot be found, or returned a mapping with other keys.
@@ -323,7 +323,7 @@ def _from_package(place: str) -> Any:
 
 
 def place_of(factory: Factory) -> str:
-    """Where another process finds a factory.
+    """Place at which another process finds a factory.
 
     Raises:
         ValueError: If it is not at the top of a module.

@@ -34,7 +34,7 @@ class Failure:
 
 
 class FailureBoard:
-    """Where one failure can be posted; the first one stays.
+    """Board for one failure; the first one stays.
 
     Args:
         store: The process group's store, through a connection of its own; None: for one rank.
@@ -108,7 +108,7 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits in.
+    """Operation that a rank waits in.
 
     Attributes:
         what: In words: "all_gather of `layers.3`".
@@ -129,7 +129,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a rank is.
+    """Position of a rank.
 
     Attributes:
         rank: Its number in the world.
@@ -215,7 +215,7 @@ def find_failure(
 
 
 def positions(reports: Iterable[Report], rank_labels: RankLabels = rank_label) -> str:
-    """Who is where, ranks at the same place together."""
+    """Positions of the ranks, ranks at the same place together."""
     groups: dict[str, list[int]] = {}
     for report in sorted(reports, key=lambda report: report.rank):
         groups.setdefault(report.position(), []).append(report.rank)
@@ -311,7 +311,7 @@ def _has_come(report: Report | None, wait: Wait) -> bool:
 def _locked(
     own: Report, reports: Mapping[int, Report], fresh: Collection[int], rank_labels: RankLabels
 ) -> Failure | None:
-    """Whether ranks wait for each other: none of those that this one waits for can get on."""
+    """True if ranks wait for each other: none of those that this one waits for can get on."""
     waiting = {
         rank: report
         for rank, report in reports.items()

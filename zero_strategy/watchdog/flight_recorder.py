@@ -26,7 +26,7 @@ class TransportError(RuntimeError):
 
 
 class Waiting(Protocol):
-    """What a thread waits in."""
+    """Operation that a thread waits in."""
 
     def wait(self) -> Wait:
         """In words and numbers."""
@@ -88,7 +88,7 @@ class CollectiveRecord:
         watchdog.waiting.pop(self.thread, None)
 
     def wait(self) -> Wait:
-        """What is waited in."""
+        """Operation that is waited in."""
         begun = self.track.begun_at(self.number)
         what = "a collective" if begun is None else named(*begun[:2])
         return Wait(what, self.track.ranks, self.track.key, self.number)
@@ -118,7 +118,7 @@ _PASS = (KeyboardInterrupt, SystemExit)
 
 
 class CollectiveLog:
-    """What one group of ranks does together.
+    """Collectives of one group of ranks.
 
     Args:
         watchdog: Whose it is.
@@ -207,7 +207,7 @@ class _DeviceEnd:
         self._event = event
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """True if it is over."""
         return bool(self._event.query())
 
 
@@ -216,7 +216,7 @@ def _begun(kind: str, of: Subject, nbytes: int, dtype: Any) -> Begun:
 
 
 def subject(names: Sequence[str]) -> str:
-    """What parameters have in common: the name of their module, else that of the first."""
+    """Common name of parameters: the name of their module, else that of the first."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".")[:-1] for name in names]

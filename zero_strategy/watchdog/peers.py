@@ -35,7 +35,7 @@ _STATE, _STARTED = 0, 19
 
 
 class ProcessCard(NamedTuple):
-    """What a process can be found by.
+    """Identity by which a process can be found.
 
     Attributes:
         host: Of this boot of its machine, and its PID namespace; empty where that cannot be said.
@@ -238,7 +238,7 @@ class StoreClient:
 
     @property
     def _reachable(self) -> bool:
-        """Whether the store is there, as far as is known, and owes no answer that was waited for."""
+        """True if the store is there, as far as is known, and owes no answer that was waited for."""
         return not self._lost and all(answer.done() for answer in self._late)
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """What this rank tells ranks of other hosts, and hears of them.
+    """Messages between this rank and ranks of other hosts.
 
     Args:
         rank: This one, in the world.

@@ -144,7 +144,7 @@ class Foreign(NamedTuple):
 
 
 class CallSite(NamedTuple):
-    """Where a thread is.
+    """Position of a thread.
 
     Attributes:
         phase: "forward", "backward", "step", or "".
@@ -164,7 +164,7 @@ Stacks = dict[int, list[Call]]
 
 
 def call_site_of(thread: int | None, found: Stacks | None = None) -> CallSite:
-    """Where a thread is, by its identifier; None: the main thread. What it cannot say, the main thread may.
+    """Position of a thread, by its identifier; None: the main thread. What it cannot say, the main thread may.
 
     Args:
         thread: Which.
@@ -186,7 +186,7 @@ def phases(found: Stacks) -> set[str]:
 
 
 def call_site_of_error(error: BaseException) -> CallSite:
-    """Where an exception was raised, which this thread has caught."""
+    """Place at which an exception was raised, which this thread has caught."""
     calls, trace = list[Call](), error.__traceback__
     outer = None if trace is None else trace.tb_frame.f_back
     while trace is not None:
@@ -256,7 +256,7 @@ def _phase(file: str, function: str) -> str:
 
 @cache
 def _is_library(file: str) -> bool:
-    """Whether it is ours, Python's, or of a framework that calls the user's code."""
+    """True if it is ours, Python's, or of a framework that calls the user's code."""
     standard = sysconfig.get_paths()["stdlib"]
     if file.startswith(("<", _torch_folder())) or (file.startswith(standard) and "site-packages" not in file):
         return True

@@ -85,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Awaited:
-    """What is waited for.
+    """Operation that is waited for.
 
     Attributes:
         what: In words: "the activation of micro-batch 3".

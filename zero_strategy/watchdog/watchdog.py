@@ -57,7 +57,7 @@ _EXIT_SECONDS = 2.0
 
 
 class Looker(Protocol):
-    """What is looked at."""
+    """Operation that is looked at."""
 
     def look(self) -> float:
         """Have a look; returns the seconds until the next one, `math.inf`: not before `Watch.poke`."""
@@ -286,7 +286,7 @@ class Watchdog:
 
     @property
     def tracks(self) -> list[CollectiveLog]:
-        """What is numbered, as far as somebody uses it."""
+        """Operations with numbers, as far as somebody uses it."""
         return [track for reference in self._tracks if (track := reference()) is not None]
 
     def check(self) -> None:
@@ -340,7 +340,7 @@ class Watchdog:
         return self.failure
 
     def explained(self, error: BaseException | None, watched: CollectiveRecord) -> DesyncError:
-        """What to raise where a collective has failed."""
+        """Error to raise where a collective has failed."""
         if self.failure is None:
             found = self._store_client.first(_REASON_SECONDS)
             found = self.fail(found or self._cause(error, watched))
@@ -455,7 +455,7 @@ class Watchdog:
         return True
 
     def _evidence(self, own: Report, wait: Wait, now: float) -> Failure | None:
-        """What the processes of this host show, and the silence of those of others."""
+        """Signs of the processes of this host, and the silence of those of others."""
         gone = []
         for rank in self._peers(wait.ranks):
             state = condition(self._cards[rank])
@@ -476,7 +476,7 @@ class Watchdog:
         return self._heartbeats.silent(self._peers(wait.ranks), own, now_there, self.rank_labels)
 
     def _confirmed(self, own: Report) -> Failure | None:
-        """What the reports say, if they say it twice; that ranks wait for each other, if they do in later reports."""
+        """Finding of the reports, if they say it twice; that ranks wait for each other, if they do in later reports."""
         others, fresh = self._store_client.reports(4 * self._interval + 1.0)
         found = find_failure(own, others, fresh=fresh, silence=self._silence, rank_labels=self.rank_labels)
         if found is None:
@@ -494,7 +494,7 @@ class Watchdog:
         return found if found is not None and found.kind == kind else None
 
     def _to_read(self, wait: Wait, beat: int) -> list[int]:
-        """Whose reports this rank reads now: those that it waits for if they are few, those of all in its turn.
+        """Ranks whose reports this rank reads now: those that it waits for if they are few, those of all in its turn.
 
         Whoever is stuck finds the same, and one is enough to tell all; the store is one thread.
         """
@@ -505,7 +505,7 @@ class Watchdog:
         return awaited if len(awaited) <= _READERS else []
 
     def _wait_now(self, now: float, found: Stacks) -> tuple[Wait | None, int | None]:
-        """What this rank waits in, and which thread does."""
+        """Operation that this rank waits in, and the thread that does."""
         for thread, waiting in list(self.waiting.items()):
             return waiting.wait(), thread
         for track in self.tracks:

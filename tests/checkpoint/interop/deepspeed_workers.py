@@ -1,4 +1,4 @@
-"""What the ranks of the real DeepSpeed do in tests: load, look inside, take a step."""
+"""Work of the ranks of the real DeepSpeed in tests: load, look inside, take a step."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def batch(step: int, rows: slice) -> torch.Tensor:
 
 
 def go_on(case: str, source: Path, stage: int) -> dict[str, Any]:
-    """What the engine has after loading, and the fp32 weights after some further steps; on any number of ranks."""
+    """State of the engine after loading, and the fp32 weights after some further steps; on any number of ranks."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = net(case)
     config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=20.0)

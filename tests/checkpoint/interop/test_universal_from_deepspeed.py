@@ -1,4 +1,4 @@
-"""What DeepSpeed's own converter makes of DeepSpeed's own checkpoints is read in every bit, in both of its layouts."""
+"""Checkpoints from DeepSpeed's own converter are read in every bit, in both of its layouts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass
 class Truth:
-    """What a directory holds, by name.
+    """Contents of a directory, by name.
 
     Attributes:
         groups: Parameter shapes of each param group, in the order of the data.

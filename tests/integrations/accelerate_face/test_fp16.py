@@ -23,7 +23,7 @@ POISONED = 4
 
 @dataclass
 class Scaled(Run):
-    """What a training in fp16 left."""
+    """Results of a training in fp16."""
 
     scales: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
@@ -118,7 +118,7 @@ def test_all_ranks_skip_what_one_cannot_take(ranks: Launcher, stage: int) -> Non
 
 
 def test_small_gradients_survive(ranks: Launcher) -> None:
-    """What the scale is for: without one they underflow in fp16."""
+    """Purpose of the scale: without one they underflow in fp16."""
     with_scale, without = ranks(2)(tiny, True)[0], ranks(2)(tiny, False)[0]
     assert with_scale > 0 and without == 0
 

@@ -1,4 +1,4 @@
-"""What `prepare` does besides sharding: compiling, and telling how often a schedule steps; what cannot be adopted."""
+"""Work of `prepare` besides sharding: compiling, and telling how often a schedule steps; what cannot be adopted."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_compiled_models(ranks: Launcher, stage: int) -> None:
 
 
 def edit(model: Any, how: str) -> None:
-    """What a loop may do to gradients without the accelerator, after a backward."""
+    """Changes of gradients in a loop without the accelerator, after a backward."""
     weight = next(iter(model.parameters()))
     if how == "removed":
         weight.grad = None

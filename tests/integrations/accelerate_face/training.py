@@ -77,7 +77,7 @@ def loader(rows: int = 44, batch: int = 4, shuffle: bool = True) -> DataLoader[A
 
 @dataclass
 class Run:
-    """What a training left."""
+    """Results of a training."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass
 class Job:
-    """What a script prepares."""
+    """Objects that a script prepares."""
 
     accelerator: Any
     model: Any

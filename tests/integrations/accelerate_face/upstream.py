@@ -36,7 +36,7 @@ def seeded(seed: int | None = None, make: Any = np.random.default_rng) -> np.ran
 
 
 def run(name: str, stage: int, reduction: str | None = None) -> str:
-    """What it prints in the end; the script raises where it is not satisfied."""
+    """Output at the end; the script raises where it is not satisfied."""
     processes = ZeroAccelerator().num_processes  # the scripts ask for the state before they make one
     script: Any = importlib.import_module(f"accelerate.test_utils.scripts.{name.removesuffix('_matrix')}")
     ours = patch.object(script, "Accelerator", staged(stage, reduction), create=name == "test_ops")  # which makes none

@@ -1,4 +1,4 @@
-"""Who writes what: every slice is written once, by as many ranks as the unit says; and DeepSpeed decides the same."""
+"""Writers of slices: every slice is written once, by as many ranks as the unit says; and DeepSpeed decides the same."""
 
 from __future__ import annotations
 

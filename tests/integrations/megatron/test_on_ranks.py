@@ -1,4 +1,4 @@
-"""What the utilities do among ranks: one run of two, against the whole tensors that both know."""
+"""Results of the utilities among ranks: one run of two, against the whole tensors that both know."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def train(folder: str, kill: int | None, resumed: bool = False) -> list[dict[str
 
 
 def complete(checkpoint: Path) -> bool:
-    """Whether every byte that a save wrote is there; the Trainer puts files of its own beside them."""
+    """True if every byte that a save wrote is there; the Trainer puts files of its own beside them."""
     return all("the manifest does not list it" in problem for problem in verify(checkpoint).problems)
 
 

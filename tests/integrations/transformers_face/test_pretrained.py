@@ -45,7 +45,7 @@ def all_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def compare(path: str, model_class: Any, stages: list[int], options: dict[str, Any]) -> list[str]:
-    """What differs from transformers' own loading: values, dtypes, ties, mode, outputs."""
+    """Differences from transformers' own loading: values, dtypes, ties, mode, outputs."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(3)
     plain = model_class.from_pretrained(path, **options)
@@ -321,7 +321,7 @@ def test_what_needs_the_weights_is_refused(ranks: Launcher, tmp_path: Path) -> N
 
 
 def in_place(model: Any) -> None:
-    """What torch lets through, though the parameter has no memory for it."""
+    """Calls that torch lets through, though the parameter has no memory for it."""
     with torch.no_grad():
         model.lm_head.weight[0].zero_()
 
@@ -331,7 +331,7 @@ def replaced(model: Any) -> None:
 
 
 def changed(path: str) -> dict[str, Any]:
-    """What becomes of values that a parameter is given before the others are read."""
+    """Values that a parameter is given before the others are read."""
     found: dict[str, Any] = {}
     for change in (in_place, replaced):
         model = deferred(path, "llama")
@@ -466,7 +466,7 @@ def test_under_lightning(ranks: Launcher, tmp_path: Path, precision: str) -> Non
 
 
 def other_weights(path: str, other: str) -> bool:
-    """What the engine is told to read counts; what has no memory and no source is refused."""
+    """Weights that the engine is told to read count; a parameter without memory and source is refused."""
     model = deferred(path, "llama")
     engine = ZeroEngine(model, {"stage": 3}, weights=other)
     found = engine.full_state_dict()

@@ -78,7 +78,7 @@ def saved_twice(folder: str) -> list[list[str]]:
 
 
 def test_save_model_writes_a_model_and_no_checkpoint(ranks: Launcher, tmp_path: Path) -> None:
-    """What is uploaded: no manifest, no random states of ranks, nothing of an earlier save."""
+    """Files of an upload: no manifest, no random states of ranks, nothing of an earlier save."""
     model = ["config.json", "generation_config.json", "model.safetensors", "training_args.bin"]
     beside = ["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"]
     for found in ranks(2, timeout=120)(saved_twice, str(tmp_path)):

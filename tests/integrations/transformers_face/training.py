@@ -87,7 +87,7 @@ def trainer_of(
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
-    """What it logged of the training itself."""
+    """Metrics of the training itself."""
     kept = ("loss", "grad_norm", "learning_rate", "eval_loss")
     return [{key: record[key] for key in kept if key in record} for record in trainer.state.log_history]
 

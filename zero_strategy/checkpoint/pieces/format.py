@@ -36,7 +36,7 @@ def rank_path(folder: str, rank: int) -> str:
 
 
 def small_path(folder: str, path: str) -> str:
-    """Where a small file lies, relative to the checkpoint."""
+    """Path of a small file, relative to the checkpoint."""
     return f"{folder}/files/{path}"
 
 
@@ -52,7 +52,7 @@ class Slice:
 
 @dataclass
 class PieceTable:
-    """Where all bytes of one save are.
+    """Places of all bytes of one save.
 
     Attributes:
         folder: The folder of all files of the save.
@@ -92,7 +92,7 @@ class PieceTable:
 
     @classmethod
     def from_json(cls, value: Any) -> PieceTable:
-        """What `to_json` made.
+        """Read the result of `to_json`.
 
         Raises:
             ValueError: If it is something else, or slices leave elements out; says what and where.
@@ -129,7 +129,7 @@ def slices_to_json(slices: Mapping[str, Mapping[str, Iterable[Slice]]]) -> dict[
 
 
 def slices_from_json(value: Mapping[str, Any]) -> dict[str, dict[str, list[Slice]]]:
-    """What `slices_to_json` made.
+    """Read the result of `slices_to_json`.
 
     Raises:
         ValueError: Naming the tensor with a malformed entry.

@@ -152,7 +152,7 @@ class HostPieceWriter(PieceWriter):
         self._point(update_latest)
 
     def is_committed(self) -> bool:
-        """Whether this host's directory is what this save wrote."""
+        """True if this host's directory is what this save wrote."""
         try:
             return Manifest.read(self.directory).save == self._token
         except (OSError, ValueError):
@@ -200,7 +200,7 @@ class HostPieceWriter(PieceWriter):
         sync(self.temporary)
 
     def _is_off(self) -> bool:
-        """Whether it is certain that rank 0 has not decided to rename and never will: a rank failed before that."""
+        """True if it is certain that rank 0 has not decided to rename and never will: a rank failed before that."""
         ranks = range(self.world_size)
         failed = [rank for rank in ranks if rank == self.rank or self._board.posted("failed", rank)]
         return any(rank == 0 or not self._board.posted("sealed", rank) for rank in failed)
@@ -340,7 +340,7 @@ def _complete_beside(reader: PieceReader) -> dict[str, str]:
 
 
 def _may_differ(engine: TrainState, reader: StateReader) -> bool:
-    """Whether other ranks may see other pieces than this one; all ranks say the same, see `check_one_save`."""
+    """True if other ranks may see other pieces than this one; all ranks say the same, see `check_one_save`."""
     return (
         isinstance(reader, PieceReader)
         and isinstance(reader.directory, Path)
@@ -379,7 +379,7 @@ def _read(reader: PieceReader, entry: _Slice) -> torch.Tensor:
 
 
 def _exchange(engine: TrainState, read: Callable[[], list[tuple[Any, Any]]]) -> Iterator[tuple[Any, Any]]:
-    """What all ranks read, on all ranks."""
+    """Contents of a file, on all ranks."""
     mine: list[tuple[Any, Any]] = []
     error: str | None = None
     try:

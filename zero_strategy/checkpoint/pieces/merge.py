@@ -28,7 +28,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Merged:
-    """What was made.
+    """Result of the merge.
 
     Attributes:
         directory: The ordinary checkpoint.

@@ -179,7 +179,7 @@ class PieceReader(StateReader):
         return [path for path in sorted(self._pieces.owners) if self._storage.size(small_path(folder, path)) is None]
 
     def slices_of(self, name: str, kind: FileKind, start: int, stop: int) -> list[Slice]:
-        """Where elements [start, stop) of a tensor are."""
+        """Places of elements [start, stop) of a tensor."""
         layout, stored = self._find(name, kind)
         return self._pieces.overlapping(layout.path, stored, start, stop)
 
@@ -218,7 +218,7 @@ class PieceReader(StateReader):
     def _parts(
         self, layout: FileLayout, name: str, one: Slice, start: int, stop: int, item: int
     ) -> Iterator[_Part]:
-        """What must be read for elements [start, stop) of one slice."""
+        """Reads for elements [start, stop) of one slice."""
         size = layout.specs[name].dtype.itemsize
         blocks: list[tuple[int, int, str | None]] = [(start, stop, None)]
         if self._verify:

@@ -44,7 +44,7 @@ from zero_strategy.runtime.host_bytes import Seen, checksum_of
 
 
 class Board(Protocol):
-    """What ranks tell each other; `distributed.save_board.SaveBoard` is one."""
+    """Messages between ranks; `distributed.save_board.SaveBoard` is one."""
 
     def post(self, phase: str) -> None:
         """This rank has finished a phase."""
@@ -53,7 +53,7 @@ class Board(Protocol):
         """Returns when a rank, or every rank if None, has finished a phase."""
 
     def posted(self, phase: str, rank: int) -> bool:
-        """Whether a rank has finished a phase."""
+        """True if a rank has finished a phase."""
 
     def send(self, name: str, content: bytes) -> None:
         """Leave a message."""
@@ -73,7 +73,7 @@ class Sink(Protocol):
 
 
 class PieceWriter(SaveWriter):
-    """What piece writers have in common.
+    """Common base of piece writers.
 
     Args:
         rank: this rank.
@@ -201,7 +201,7 @@ class PieceWriter(SaveWriter):
 
 @dataclass
 class _Report:
-    """What a rank wrote."""
+    """Files that a rank wrote."""
 
     size: int
     header: str

@@ -104,15 +104,15 @@ class DeepSpeedCheckpoint:
     # ---- what changed ----
 
     def is_change_tp_degree(self) -> bool:
-        """Whether another number of tensor-parallel ranks asks than saved."""
+        """True if the number of tensor-parallel ranks differs from that of the save."""
         return self.tp_degree != self.zero_checkpoint.get_src_tp_degree()
 
     def is_change_pp_degree(self) -> bool:
-        """Whether another number of pipeline stages asks than saved."""
+        """True if the number of pipeline stages differs from that of the save."""
         return self.pp_degree != self.zero_checkpoint.get_src_pp_degree()
 
     def is_change_dp_degree(self) -> bool:
-        """Whether another number of data-parallel ranks asks than saved."""
+        """True if the number of data-parallel ranks differs from that of the save."""
         return self.dp_degree != self.zero_checkpoint.get_src_dp_degree()
 
     # ---- model files ----

@@ -27,7 +27,7 @@ Values = float | Sequence[float]
 
 
 class BatchSchedule:
-    """What the schedules share: `step()` sets the learning rates that `get_lr()` gives.
+    """Base that the schedules share: `step()` sets the learning rates that `get_lr()` gives.
 
     Args:
         optimizer: The optimizer whose groups get learning rates.

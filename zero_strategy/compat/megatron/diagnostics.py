@@ -262,7 +262,7 @@ def _joined(message: str, suffix: str | None) -> str:
 
 
 def _range(name: str, color: str | None) -> AbstractContextManager[Any]:
-    """What shows a range in the profiler that this machine has."""
+    """Tool that shows a range in the profiler that this machine has."""
     if not torch.cuda.is_available():
         return torch.profiler.record_function(name)
     if color is not None and importlib.util.find_spec("nvtx") is not None:
@@ -305,7 +305,7 @@ def log_on_each_pipeline_stage(
 
 
 def _listens(logger: logging.Logger, arguments: tuple[Any, ...]) -> bool:
-    """Whether the level is wanted; asked first, as it costs least. What is no level the logger refuses itself."""
+    """True if the level is wanted; asked first, as it costs least. What is no level the logger refuses itself."""
     return not arguments or not isinstance(arguments[0], int) or logger.isEnabledFor(arguments[0])
 
 

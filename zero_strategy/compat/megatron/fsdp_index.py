@@ -35,7 +35,7 @@ ProcessGroup = dist.ProcessGroup
 
 
 class FSDPDistributedIndex:
-    """Which mesh and groups a sharded model's collectives use.
+    """Mesh and groups that a sharded model's collectives use.
 
     Args:
         device_mesh: With the axes named below.
@@ -75,7 +75,7 @@ class FSDPDistributedIndex:
 
     @property
     def use_hybrid_fsdp(self) -> bool:
-        """Whether there is an outer axis."""
+        """True if there is an outer axis."""
         return self.dp_outer_dim is not None
 
     def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:
@@ -133,7 +133,7 @@ class FSDPDistributedIndex:
         return self.expt_device_mesh
 
     def get_logical_hybrid_fsdp_rank(self) -> int:
-        """Which part of a parameter this process has in the full hybrid; see above.
+        """Part of a parameter that this process has in the full hybrid; see above.
 
         Raises:
             AssertionError: If parameters are not divided along the outer axis (`hsdp_outer_dp_shard`).

@@ -195,7 +195,7 @@ def _communicators(*groups: dist.ProcessGroup | None) -> list[Communicator]:
 
 
 def _group(mpu: Any, names: Sequence[str], *, optional: bool = False) -> dist.ProcessGroup | None:
-    """What a unit answers to the first of these methods that it has."""
+    """Answer of a unit to the first of these methods that it has."""
     if mpu is None:
         return None
     for name in names:
@@ -207,7 +207,7 @@ def _group(mpu: Any, names: Sequence[str], *, optional: bool = False) -> dist.Pr
     raise TypeError(f"mpu must have one of {', '.join(f'{name}()' for name in names)}; {type(mpu).__name__} has none")
 
 class DrainConfig(Protocol):
-    """What of a model's configuration the drain looks at."""
+    """Part of a model's configuration that the drain looks at."""
 
     sequence_parallel: bool
     """Each rank's inputs are a part of the rows."""

@@ -97,7 +97,7 @@ def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
 
 
 def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None) -> bool:
-    """Whether a mesh has all axes of these names, flattened ones included.
+    """True if a mesh has all axes of these names, flattened ones included.
 
     Args:
         device_mesh: The mesh; None has no axes.

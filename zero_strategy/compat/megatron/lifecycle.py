@@ -40,7 +40,7 @@ class ExperimentalNotEnabledError(Exception):
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """What is marked on a function or class.
+    """Mark on a function or class.
 
     Attributes:
         stage: "experimental", "internal" or "deprecated".
@@ -64,7 +64,7 @@ def lifecycle_of(thing: object) -> Lifecycle | None:
 
 
 def experimental_enabled() -> bool:
-    """Whether the environment says ENABLE_EXPERIMENTAL; asked anew each time.
+    """True if the environment says ENABLE_EXPERIMENTAL; asked anew each time.
 
     Raises:
         ValueError: If it says something else than yes or no.
@@ -233,7 +233,7 @@ def package_version(module: str, distribution: str) -> Version | None:
 
 
 def is_min_version(found: Version | None, version: str, check_equality: bool = True) -> bool:
-    """Whether `found` is at least `version`, or, without `check_equality`, later; False for None.
+    """True if `found` is at least `version`, or, without `check_equality`, later; False for None.
 
     Raises:
         ValueError: If `version` is none.
@@ -253,7 +253,7 @@ def get_torch_version() -> Version:
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether torch's is at least, or later than, `version`; a local suffix (`+cpu`) makes it later."""
+    """True if torch's is at least, or later than, `version`; a local suffix (`+cpu`) makes it later."""
     return is_min_version(get_torch_version(), version, check_equality)
 
 
@@ -263,7 +263,7 @@ def get_te_version() -> Version | None:
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether it is at least, or later than, `version`; False where it is not installed."""
+    """True if it is at least, or later than, `version`; False where it is not installed."""
     return is_min_version(get_te_version(), version, check_equality)
 
 
@@ -273,7 +273,7 @@ def get_fa_version() -> Version | None:
 
 
 def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether it is at least, or later than, `version`; False where it is not installed."""
+    """True if it is at least, or later than, `version`; False where it is not installed."""
     return is_min_version(get_fa_version(), version, check_equality)
 
 
@@ -283,7 +283,7 @@ def get_mamba_version() -> Version | None:
 
 
 def is_mamba_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether it is at least, or later than, `version`; False where it is not installed."""
+    """True if it is at least, or later than, `version`; False where it is not installed."""
     return is_min_version(get_mamba_version(), version, check_equality)
 
 
@@ -293,12 +293,12 @@ def get_causal_conv1d_version() -> Version | None:
 
 
 def is_causal_conv1d_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether it is at least, or later than, `version`; False where it is not installed."""
+    """True if it is at least, or later than, `version`; False where it is not installed."""
     return is_min_version(get_causal_conv1d_version(), version, check_equality)
 
 
 def check_mamba_sequence_packing_support() -> tuple[bool, str | None]:
-    """Whether causal_conv1d and mamba_ssm take packed sequences, and if not, what is missing."""
+    """True if causal_conv1d and mamba_ssm take packed sequences, and else what is missing."""
     checks = {"causal_conv1d": is_causal_conv1d_min_version, "mamba_ssm": is_mamba_min_version}
     for package, wanted in _PACKING.items():
         if not checks[package](wanted):

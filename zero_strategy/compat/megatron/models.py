@@ -129,7 +129,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
-    """Whether `module` is `parent_module`'s or that of one below it.
+    """True if `module` is `parent_module`'s or that of one below it.
 
     Args:
         module: The object that is looked for.
@@ -188,7 +188,7 @@ def get_model_type(model: Any) -> Any:
 
 
 def get_model_xattn(model: Any) -> bool:
-    """Whether a model, perhaps wrapped, says `xattn_needed`; False if it says nothing of it."""
+    """True if a model, perhaps wrapped, says `xattn_needed`; False if it says nothing of it."""
     try:
         return bool(get_attr_wrapped_model(model, "xattn_needed"))
     except AttributeError:
@@ -209,12 +209,12 @@ _DIM_OF_MODE = {"column": 0, "row": 1}
 
 
 def is_mcore_tensor_model_parallel(param: Tensor) -> bool:
-    """Whether Megatron has divided this parameter among tensor-parallel ranks."""
+    """True if Megatron has divided this parameter among tensor-parallel ranks."""
     return any(bool(getattr(param, mark, False)) for mark in _DIVIDED) or getattr(param, _MODE, None) in _DIM_OF_MODE
 
 
 def is_mcore_tensor_parallel_duplicated(param: Tensor) -> bool:
-    """Whether this parameter of a tensor-parallel layer is whole on each of its ranks."""
+    """True if this parameter of a tensor-parallel layer is whole on each of its ranks."""
     return bool(getattr(param, "_tp_duplicated", False))
 
 
@@ -239,12 +239,12 @@ def get_mcore_tensor_parallel_partition_dim(param: Tensor) -> int | None:
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:
-    """Whether this parameter is divided among model-parallel ranks, by DeepSpeed's mark or Megatron's."""
+    """True if this parameter is divided among model-parallel ranks, by DeepSpeed's mark or Megatron's."""
     return bool(getattr(p, "model_parallel", False)) or is_mcore_tensor_model_parallel(p)
 
 
 def is_expert_parameter(p: Tensor) -> bool:
-    """Whether it is an expert's, which ranks of an expert-parallel group do not share."""
+    """True if it is an expert's, which ranks of an expert-parallel group do not share."""
     return getattr(p, "allreduce", True) is False
 
 
@@ -285,7 +285,7 @@ def deprecate_inference_params(inference_context: Any, inference_params: Any) ->
 
 @dataclass(frozen=True)
 class MambaInferenceStateConfig:
-    """What a hybrid model keeps per request while it generates.
+    """State that a hybrid model keeps per request while it generates.
 
     Attributes:
         layer_type_list: A letter per layer; "M" is a Mamba layer.

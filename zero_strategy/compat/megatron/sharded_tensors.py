@@ -112,11 +112,11 @@ class ShardedTensor:
 
     @property
     def is_main_replica(self) -> bool:
-        """Whether this copy is the one that is written."""
+        """True if this copy is the one that is written."""
         return self.replica_id == 0 if isinstance(self.replica_id, int) else not any(self.replica_id)
 
     def global_slice(self) -> tuple[slice | int, ...]:
-        """Where the part lies: `whole[part.global_slice()]` has the shape of `data`."""
+        """Place of the part: `whole[part.global_slice()]` has the shape of `data`."""
         places: list[slice | int] = list(self.global_offset[: self.prepend_axis_num])
         lengths = zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
         return (*places, *(slice(start, start + length) for start, length in lengths))

@@ -257,7 +257,7 @@ class GlobalSymmetricMemoryBuffer:
         return self._allocate(numel, dtype).view(tuple(tensor_shape))
 
     def _can_allocate(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether so many elements fit."""
+        """True if so many elements fit."""
         return self.symm_buffer is not None and numel * dtype.itemsize <= self.symm_buffer.numel()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -274,7 +274,7 @@ class GlobalSymmetricMemoryBuffer:
 
 
 def _unavailable(group: dist.ProcessGroup | None) -> str | None:
-    """What is known before anything is tried; the same on all ranks of one kind of machine."""
+    """Guess before anything is tried; the same on all ranks of one kind of machine."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if not dist.is_initialized():

@@ -1,1 +1,1 @@
-"""What DeepSpeed's JSON config says, key by key. `zero_strategy.config.deepspeed.read` is the way in."""
+"""DeepSpeed's JSON config, key by key. `zero_strategy.config.deepspeed.read` is the way in."""

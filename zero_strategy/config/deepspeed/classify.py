@@ -188,7 +188,7 @@ def classify(layer: Layer) -> dict[str, KeyReport]:
 
 
 class _Around(NamedTuple):
-    """What the section above says about a key."""
+    """Text of the section above about a key."""
 
     off: str = ""
     """Why nothing in the section has an effect."""

@@ -90,7 +90,7 @@ def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer
 
 
 def is_deepspeed(values: Mapping[Any, Any], origin: str) -> bool:
-    """Whether a mapping is a DeepSpeed config: it has one of DeepSpeed's keys that are none of ours.
+    """True if a mapping is a DeepSpeed config: it has one of DeepSpeed's keys that are none of ours.
 
     Raises:
         ValueError: If it has keys of both.
@@ -113,7 +113,7 @@ def own_keys(values: Mapping[Any, Any]) -> list[str]:
 
 
 def _kind(name: str, value: Any) -> Literal["ours", "theirs", "either"]:
-    """Whose key it is; a section that both have is told by what is in it."""
+    """Owner of the key; a section that both have is told by what is in it."""
     sections = {field.name: hint for field, hint in typed_fields(ZeroConfig)}
     if name not in sections:
         return "theirs" if name in TOP_LEVEL else "either"
@@ -203,7 +203,7 @@ def dtype_fact(compute_dtype: object) -> dict[str, Fact]:
 
 
 def _idle(key: str, setting: Setting) -> bool:
-    """Whether a value asks nobody to do anything."""
+    """True if a value asks nobody to do anything."""
     return (key, setting.value) in (
         ("gradient_clipping", 0.0),
         ("gradient_accumulation_steps", 1),

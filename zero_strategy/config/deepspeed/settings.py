@@ -23,7 +23,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What a config says about batch sizes, in samples; of the three numbers, two give the third.
+    """Batch sizes of a config, in samples; of the three numbers, two give the third.
 
     None: ``"auto"``, or not there.
 
@@ -271,7 +271,7 @@ def _check_params(kind: str, params: Mapping[str, Any], known: list[str], path: 
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """What a DeepSpeed config says. Made by `read_deepspeed` and `inspect_deepspeed`."""
+    """Contents of a DeepSpeed config. Made by `read_deepspeed` and `inspect_deepspeed`."""
 
     origin: str
     """Where it was read from, such as ``user: ds_config.json``."""

@@ -79,7 +79,7 @@ class Translation:
         return default if report is None or report.value is None or report.value == AUTO else report.value
 
     def is_auto(self, key: str) -> bool:
-        """Whether a key is there and ``"auto"``."""
+        """True if a key is there and ``"auto"``."""
         report = self.reports.get(key)
         return report is not None and report.value == AUTO
 
@@ -134,7 +134,7 @@ class Translation:
         return Setting(stage, self.from_key(_ZERO + "stage"))
 
     def _state_dtypes(self) -> dict[str, Setting]:
-        """What weights and gradients are kept and summed in."""
+        """Dtypes in which weights and gradients are kept and summed."""
         made: dict[str, Setting] = {}
         low = self.value("bf16.bf16_master_weights_and_grads", False)
         states = self.value("bf16.bf16_optimizer_states", False)
@@ -171,7 +171,7 @@ class Translation:
         return made
 
     def _offload(self) -> dict[str, Setting]:
-        """What is kept off the device."""
+        """State that is kept off the device."""
         made: dict[str, Setting] = {}
         paths: dict[str, str] = {}
         for ours, section, old in (
@@ -253,7 +253,7 @@ class Translation:
         return Setting(clip, self.from_key(key))
 
     def precision(self) -> Setting:
-        """What is computed in; None for ``"auto"``."""
+        """Dtype of computations; None for ``"auto"``."""
         names = ("fp16", "bf16")
         chosen = [name for name in names if self.value(f"{name}.enabled", False)]
         if len(chosen) == 2:
@@ -315,7 +315,7 @@ class Translation:
         return {key.removeprefix(prefix): value for key, value in found.items() if value is not None}
 
     def owned(self) -> dict[str, Setting]:
-        """What is set, not ``"auto"``, and may be owned by a framework, by DeepSpeed's key."""
+        """Settings that are set, not ``"auto"``, and may be owned by a framework, by DeepSpeed's key."""
         values: dict[str, Any] = {name: self.value(name, None) for name in (*_BATCH, "gradient_clipping")}
         values["dataloader_drop_last"] = self.value("dataloader_drop_last", None)
         made = {name: Setting(value, self.from_key(name)) for name, value in values.items() if value is not None}

@@ -180,7 +180,7 @@ def check_scheduler_of(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def _optimizers_of(scheduler: Any) -> list[Optimizer]:
-    """What a scheduler was made for, or the schedulers that it holds, if it is made of others."""
+    """Optimizer that a scheduler was made for, or the schedulers that it holds, if it is made of others."""
     held = [scheduler, *getattr(scheduler, "__dict__", {}).values()]
     inner = [entry for value in held if isinstance(value, (list, tuple)) for entry in value]
     found = (getattr(one, "optimizer", None) for one in (*held, *inner) if callable(getattr(one, "step", None)))
@@ -188,7 +188,7 @@ def _optimizers_of(scheduler: Any) -> list[Optimizer]:
 
 
 def _count(scheduler: Any) -> int | None:
-    """How often a scheduler was stepped, where it tells."""
+    """Number of times a scheduler was stepped, where it tells."""
     count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
     return count if isinstance(count, int) else None
 

@@ -213,7 +213,7 @@ class ScriptEngine(ScriptCheckpoints):
     # ---- the step ----
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last of a step, so that `step()` updates the weights."""
+        """True if this micro-batch is the last of a step, so that `step()` updates the weights."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
@@ -270,7 +270,7 @@ class ScriptEngine(ScriptCheckpoints):
         self.global_samples += self.settings.batch.train_batch_size or 0
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the weights."""
+        """True if the last `step()` changed the weights."""
         return self._applied
 
     def get_global_grad_norm(self) -> float | None:
@@ -394,7 +394,7 @@ class ScriptEngine(ScriptCheckpoints):
         return [] if self.optimizer is None else [group.get(key, 0.0) for group in self.optimizer.param_groups]
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """True if anything is sharded."""
         return self.zero.stage > 0
 
     def zero_optimization_stage(self) -> int:
@@ -402,11 +402,11 @@ class ScriptEngine(ScriptCheckpoints):
         return self.zero.stage
 
     def fp16_enabled(self) -> bool:
-        """Whether the module is in fp16."""
+        """True if the module is in fp16."""
         return self.settings.compute_dtype == torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the module is in bf16."""
+        """True if the module is in bf16."""
         return self.settings.compute_dtype == torch.bfloat16
 
     def dynamic_loss_scale(self) -> bool:
@@ -439,7 +439,7 @@ class ScriptEngine(ScriptCheckpoints):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by: 1 unless in fp16."""
+        """Factor of losses: 1 unless in fp16."""
         return 1.0 if self.zero.scaler is None else self.zero.scaler.scale
 
     @property

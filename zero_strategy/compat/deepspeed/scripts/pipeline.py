@@ -220,7 +220,7 @@ class ScriptPipelineEngine(ScriptEngine):
         _refuse("scale")
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether gradients are being clipped, or the optimizer is stepping: only inside of a `train_batch`."""
+        """True if gradients are being clipped, or the optimizer is stepping: only inside of a `train_batch`."""
         return self._stepping
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
@@ -251,7 +251,7 @@ class ScriptPipelineEngine(ScriptEngine):
 
     @property
     def batch_fn(self) -> BatchFunction | None:
-        """What makes pairs of inputs and labels."""
+        """Function that makes pairs of inputs and labels."""
         return self.zero.executor.batch_fn
 
     def take_training_data(self, dataset: Dataset[Any]) -> None:
@@ -317,25 +317,25 @@ class ScriptPipelineEngine(ScriptEngine):
 
     @property
     def is_pipe_parallel(self) -> bool:
-        """Whether a pipeline has several ranks."""
+        """True if a pipeline has several ranks."""
         return self.num_stages > 1
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether there are several pipelines."""
+        """True if there are several pipelines."""
         return self.grid.data_parallel_size > 1
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether layers are divided among ranks (tensor parallelism)."""
+        """True if layers are divided among ranks (tensor parallelism)."""
         return self.grid.model_parallel_size > 1
 
     def is_first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
+        """True if this rank has the first layers."""
         return 0 in self.module.stages
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last layers, which give outputs and losses."""
+        """True if this rank has the last layers, which give outputs and losses."""
         return self.module.placement.stages - 1 in self.module.stages
 
     # ---- weights ----

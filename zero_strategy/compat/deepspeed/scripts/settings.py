@@ -286,7 +286,7 @@ def settings_of(config: Any, world: int, *, pipeline: bool = False) -> ScriptSet
 
 
 def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
-    """What DeepSpeed's JSON says; in a script there is nobody else to decide what it leaves open."""
+    """Contents of DeepSpeed's JSON; in a script there is nobody else to decide what it leaves open."""
     deciding = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16.", "bf16.", "optimizer.", "scheduler.")
     open_keys = [r.path for r in settings.found if r.value == "auto" and r.key.startswith(deciding)]
     for section, made in (("optimizer", settings.optimizer), ("scheduler", settings.scheduler)):

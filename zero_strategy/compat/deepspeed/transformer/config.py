@@ -28,7 +28,7 @@ _CHOICES = MappingProxyType({"norm": NORMS, "activation": ACTIVATIONS, "position
 
 @dataclass
 class TransformerConfig:
-    """What a `TransformerLayer` is made of.
+    """Settings of a `TransformerLayer`.
 
     Attributes:
         batch_size: The most sequences of a call; a larger batch is refused. Nothing is allocated for it.
@@ -231,7 +231,7 @@ class TransformerConfig:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """What is computed in; None: what the input and autocast say."""
+        """Dtype of computations; None: as the input and autocast say."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
 

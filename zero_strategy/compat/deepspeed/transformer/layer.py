@@ -373,7 +373,7 @@ class TransformerLayer(nn.Module):
         )
 
     def _limited(self, mask: Tensor | None) -> bool:
-        """Whether the causal limit comes on top of the mask, which is as `prepared_mask` returns it."""
+        """True if the causal limit comes on top of the mask, which is as `prepared_mask` returns it."""
         return self.config.causal
 
     @staticmethod
@@ -388,14 +388,14 @@ class TransformerLayer(nn.Module):
         return ops.layer_norm(x, width, weight, bias, eps, invertible=invertible)
 
     def extra_repr(self) -> str:
-        """What the config says otherwise than by default."""
+        """Settings of the config that differ from the defaults."""
         default = {field.name: field.default for field in dataclasses.fields(self.config)}
         told = {name: getattr(self.config, name) for name in default if getattr(self.config, name) != default[name]}
         return ", ".join(f"{name}={value}" for name, value in told.items())
 
 
 def _device(config: TransformerConfig) -> torch.device | None:
-    """What `local_rank` asks for, unless somebody builds the model elsewhere (on the meta device, say)."""
+    """Device that `local_rank` asks for, unless somebody builds the model elsewhere (on the meta device, say)."""
     if config.local_rank == -1 or not torch.cuda.is_available() or torch.get_default_device().type != "cpu":
         return None
     if config.local_rank >= torch.cuda.device_count():

@@ -240,7 +240,7 @@ _OPTIONS = ("normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint"
 
 
 class ReplacedBlock(TransformerLayer):
-    """What all replaced blocks have in common.
+    """Settings that all replaced blocks have in common.
 
     Args:
         block: What is replaced; its parameters' values are copied.
@@ -274,7 +274,7 @@ class ReplacedBlock(TransformerLayer):
 
     @property
     def family(self) -> Family:
-        """What is known of the replaced block."""
+        """Facts about the replaced block."""
         return FAMILIES[_original(type(self)).__name__]
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
