@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CommunicationCounters:
-    """What this rank sent since the last `reset`.
+    """Counts of bytes and elements that this rank sent since the last `reset`.
 
     Attributes:
         calls: Number of collectives by kind ("all_gather", "reduce_scatter", "broadcast", "control").
@@ -96,7 +96,7 @@ class Communicator:
 
     @property
     def on_host(self) -> bool:
-        """Whether the ranks can exchange what is in host memory."""
+        """True if the ranks can exchange what is in host memory."""
         return self._host.available
 
     @property
@@ -110,7 +110,7 @@ class Communicator:
 
     @property
     def observed(self) -> Observed:
-        """Who is told what this does; a mesh has one for all of its communicators."""
+        """The observers; a mesh has one object for all of its communicators."""
         return self._instrumentation.observed
 
     @observed.setter
@@ -182,7 +182,7 @@ class Communicator:
         return self._start("reduce_scatter", of, flat, carrier, carrier.reduce_scatter(flat, into, factor))
 
     def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
+        """True if `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
         return self._host.takes_scattered(numel, dtype)
 
     def reduce_scatter_scattered(
@@ -224,7 +224,7 @@ class Communicator:
             return self._control.all_gather_small(value)
 
     def all_to_all(self, outgoing: list[Tensor], of: Subject = "") -> list[Tensor]:
-        """What every rank has sent to this one, in rank order; outgoing[r] goes to rank r.
+        """Exchange tensors with all ranks: outgoing[r] goes to rank r; returns those sent here, in rank order.
 
         On the CPU, contiguous; all tensors of all ranks have one shape and dtype.
         """
@@ -245,7 +245,7 @@ class Communicator:
             return self._control.all_gather_objects(value)
 
     def _carrier(self, tensor: Tensor) -> Collectives:
-        """What carries such a tensor: one group may have connections for either kind of device."""
+        """The transport for such a tensor: one group may have connections for either kind of device."""
         return self._host if tensor.is_cpu else self._device
 
     def _start(

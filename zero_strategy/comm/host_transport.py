@@ -74,7 +74,7 @@ class HostCollectives(Collectives):
         return Job(partial(self._sum_in_rank_order, slices, total, factor))
 
     def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
+        """True if `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
         shared, nbytes = self._shared, numel // self.size * dtype.itemsize
         return shared is not None and shared.available and nbytes >= LEAST_BYTES
 
@@ -105,7 +105,7 @@ class HostCollectives(Collectives):
             return sealed.all_gather_objects(value, self.group, torch.device("cpu"))
 
     def all_to_all(self, outgoing: list[Tensor]) -> list[Tensor]:
-        """What every rank has sent to this one, in rank order; all tensors have one shape and dtype."""
+        """Exchange tensors of one shape and dtype with all ranks; returns those sent here, in rank order."""
         incoming = self._room_for_all(outgoing[self.rank])
         sent = [tensor.view(torch.uint8) for tensor in outgoing]  # gloo does not know all dtypes
         self.exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
@@ -176,7 +176,7 @@ class HostCollectives(Collectives):
         return buffer[:needed].view(like.dtype)
 
     def _shared_memory(self, message: Tensor) -> SharedMemoryExchange | None:
-        """What large messages go through where all ranks share a host."""
+        """The shared memory for large messages, if all ranks share a host."""
         if message.numel() * message.element_size() < LEAST_BYTES:
             return None
         if self._shared is None:

@@ -61,7 +61,7 @@ class Instrumentation:
         return self.begin(kind, of, tensor) or _UNWATCHED
 
     def compare(self, watched: CollectiveRecord | None) -> None:
-        """Where a watchdog is strict, wait until all ranks have told theirs.
+        """Wait until all ranks have told theirs, if a watchdog is strict.
 
         Raises:
             DesyncError: If they differ.
@@ -73,7 +73,7 @@ class Instrumentation:
     def around(
         self, run: Run, kind: Transfer, sent: int, watched: CollectiveRecord | None, device: torch.device
     ) -> Run:
-        """What is to be run, with those who look on.
+        """The job with watchdog and observer around it.
 
         Args:
             run: The transport's.

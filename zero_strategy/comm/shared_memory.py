@@ -304,7 +304,7 @@ def used_bytes(message: int, parts: int) -> int:
 
 
 def _is_wanted() -> bool:
-    """Whether this system has such memory and nobody has switched it off."""
+    """True if this system has such memory and nobody has switched it off."""
     off = os.environ.get(VARIABLE, "1").lower() in ("0", "false", "no", "off")
     return sys.platform.startswith("linux") and hasattr(os, "memfd_create") and not off
 

@@ -36,7 +36,7 @@ _CARD_BYTES = 256
 
 
 class Message(Protocol):
-    """What goes to a peer, wherever it lies."""
+    """A message to a peer, wherever its values lie."""
 
     @property
     def nbytes(self) -> int:
@@ -144,13 +144,13 @@ def decode_card(card: Tensor) -> str:
     return bytes(card.tolist()).rstrip(b"\0").decode()
 
 class Work(Protocol):
-    """What a device has under way."""
+    """Work that a device has under way."""
 
     def wait(self) -> object:
         """Let the current stream see its result."""
 
     def is_completed(self) -> bool:
-        """Whether it is over, on the device."""
+        """True if it is over, on the device."""
 
 
 Run = Callable[[], "Work | None"]

@@ -21,7 +21,7 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 
 
 class BufferReuse:
-    """What buckets gave back; it is of use only while a backward runs."""
+    """Buffers that buckets gave back; they are of use only while a backward runs."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []

@@ -163,7 +163,7 @@ class GradientBucket:
             self._reduction = Reduction(self.bucket, work, sent, total, divides=divides)
 
     def _takes_the_mean(self) -> bool:
-        """Whether the reduction's result is all of the reduced gradients, so that it can be written there at once."""
+        """True if the reduction's result is all of the reduced gradients, so that it can be written there at once."""
         alone = self.reduced.empty and self.reduced.in_memory and self.bucket.mesh.replicate.size == 1
         return alone and self._divides_later and self.reduce_dtype == self.dtype
 
@@ -175,13 +175,13 @@ class GradientBucket:
 
     @property
     def _mean_factor(self) -> float:
-        """What the sum is multiplied by as it arrives, while it is in a cache; copies of the slices sum it up yet."""
+        """The factor of a sum as it arrives, while it is in a cache; replicas sum it up yet."""
         mesh = self.bucket.mesh
         return 1.0 if mesh.replicate.size > 1 else 1.0 / mesh.world_size
 
     @property
     def _divides_later(self) -> bool:
-        """Whether the sum becomes a mean on its way into the reduced gradients, without a pass over it."""
+        """True if the sum becomes a mean on its way into the reduced gradients, without a pass over it."""
         return self.bucket.placement.shard_optimizer and not self.keeps_whole
 
     @torch.no_grad()
@@ -243,7 +243,7 @@ class GradientBucket:
         self.bucket.parameters[index].grad = self._handle(index)
 
     def _show_all(self) -> None:
-        """Whether `p.grad` is the gradient itself changed: it is not while a part of the sum is set aside."""
+        """True if `p.grad` is the gradient itself changed: it is not while a part of the sum is set aside."""
         if self._shows_gradient:
             for index in self.live:
                 self.show(index)
@@ -320,7 +320,7 @@ class GradientBucket:
         self.show(index)
 
     def _replaced(self) -> ShardStorage:
-        """Where a gradient from the user takes the place of a reduced one."""
+        """Put a gradient from the user in the place of a reduced one."""
         owned = self.bucket.owned
         if self.keeps_whole and self.own.live:  # the buffer is in use: this joins the sums of earlier backwards
             return self.reduced.apart(self.own.zeros()[owned])
@@ -333,7 +333,7 @@ class GradientBucket:
         return self.reduced.room()
 
     def local_sum(self, index: int) -> Tensor | None:
-        """What `no_sync` keeps back of a gradient on this rank, None if nothing."""
+        """The part of a gradient that `no_sync` keeps back on this rank, None if nothing."""
         return self.own.sum_of(index)
 
     def reduced_part(self, index: int) -> Tensor | None:
@@ -427,7 +427,7 @@ class GradientBucket:
             self.late = {index: move(gradient) for index, gradient in self.late.items()}
 
     def offloaded(self) -> Iterator[OffloadedVector]:
-        """What is in a tier."""
+        """The vectors that are in a tier."""
         if self.reduced.sum is not None:
             yield from self.reduced.sum.offloaded()
 

@@ -39,7 +39,7 @@ Reduction = Literal["per_step", "per_micro_batch"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which parts of the model state are divided among the ranks of the shard axis.
+    """The parts of the model state that are divided among the ranks of the shard axis.
 
     Attributes:
         stage: The ZeRO stage this row is named after.
@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def reduction(self) -> Reduction:
-        """When gradients are reduced unless the config says otherwise.
+        """The time of reductions, unless the config says otherwise.
 
         Ranks that keep whole gradients can wait for the last micro-batch; ranks that keep a slice cannot.
         """
@@ -207,7 +207,7 @@ def build_layout(
 
 
 def cuts(pieces: Sequence[Piece], numel: int) -> PieceCuts:
-    """How `torch.split` cuts a rank's owned elements into its pieces.
+    """Sizes for `torch.split`, which cuts a rank's owned elements into its pieces.
 
     Args:
         pieces: All of the range, in order.
@@ -235,7 +235,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class _Grouped(Protocol):
-    """What a parameter is grouped by."""
+    """The key by which parameters share a bucket."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -286,5 +286,5 @@ def gradient_dtypes(dtype: torch.dtype, precision: PrecisionConfig) -> tuple[tor
 
 
 def wants_master(dtype: torch.dtype, precision: PrecisionConfig) -> bool:
-    """Whether trainable parameters of `dtype` have an fp32 copy for the optimizer."""
+    """True if trainable parameters of `dtype` have an fp32 copy for the optimizer."""
     return precision.master_weights and dtype in LOW_PRECISION

@@ -117,7 +117,7 @@ class ParameterBucket:
 
     @property
     def _slice_apart(self) -> bool:
-        """Whether the slice has a place of its own, and `flat` memory only while it is gathered."""
+        """True if the slice has a place of its own, and `flat` memory only while it is gathered."""
         return self.placement.shard_parameters and not self.placement.in_place
 
     def _place_slice(self, *, blank: bool) -> None:
@@ -139,12 +139,12 @@ class ParameterBucket:
 
     @property
     def keeps_master(self) -> bool:
-        """Whether there are master weights from the first gradient on."""
+        """True if there are master weights from the first gradient on."""
         return self._keep_master
 
     @property
     def has_master(self) -> bool:
-        """Whether the master weights are a copy of their own."""
+        """True if the master weights are a copy of their own."""
         return self.master is not self.weights and self.master.numel > 0
 
     @torch.no_grad()
@@ -177,7 +177,7 @@ class ParameterBucket:
 
     @property
     def _first(self) -> bool:
-        """Whether this rank's values are taken."""
+        """True if this rank's values are taken."""
         return self.mesh.gather.rank == 0 and self.mesh.replicate.rank == 0
 
     def _join(self, source: Tensor) -> None:
@@ -229,7 +229,7 @@ class ParameterBucket:
 
     @property
     def pending(self) -> bool:
-        """Whether a gather is under way."""
+        """True if a gather is under way."""
         return self._pending is not None
 
     def start_unshard(self) -> None:
@@ -378,11 +378,11 @@ class ParameterBucket:
 
     @property
     def follows_edits(self) -> bool:
-        """Whether what all ranks write to whole parameters in place becomes the parameters."""
+        """True if what all ranks write to whole parameters in place becomes the parameters."""
         return not self.placement.shard_parameters or self.kept or self.placement.in_place
 
     def note_versions(self) -> None:
-        """What was written to whole parameters so far is in their master copy already."""
+        """Note that writes to whole parameters so far are in their master copy already."""
         self._versions = self.present_versions()
 
     def present_versions(self) -> list[tuple[int, int]]:
@@ -405,7 +405,7 @@ class ParameterBucket:
                 )
 
     def offloaded(self) -> Iterator[tuple[str, OffloadedVector]]:
-        """What is in a tier, with its category in the ledger."""
+        """The vectors that are in a tier, with their categories in the ledger."""
         for vector in self.shard.offloaded():
             yield "parameters", vector
         if self.has_master:

@@ -97,7 +97,7 @@ class ReducedSums:
         return True
 
     def apart(self, part: Tensor) -> ShardStorage:
-        """What is set aside, or zeros for it, like `part` of the buffer."""
+        """The sum that is set aside, or zeros for it, like `part` of the buffer."""
         if self.earlier is None:
             self.earlier = InMemory(torch.zeros_like(part))
         return self.earlier
@@ -123,7 +123,7 @@ class ReducedSums:
     # ---- parts of parameters ----
 
     def parts(self, index: int) -> list[Tensor]:
-        """What adds up to this rank's part of a parameter's gradient, flat; nothing if it owns none."""
+        """Sums that add up to this rank's part of a parameter's gradient, flat; none if it owns none."""
         piece = self._bucket.piece_of.get(index)
         return [] if piece is None else [place.read(piece.offset, piece.offset + piece.numel) for place in self._places]
 
@@ -178,7 +178,7 @@ class PowerSums:
         self._found: dict[int, tuple[float, int]] = {}
 
     def begin(self, pieces: Sequence[Piece]) -> Callable[[int, Tensor], None]:
-        """What takes the chunks of a new pass."""
+        """A function that takes the chunks of a new pass."""
         self._pieces, self._found = pieces, {piece.index: (0.0, 0) for piece in pieces}
         return self._take
 

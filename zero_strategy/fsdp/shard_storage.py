@@ -1,4 +1,4 @@
-"""Where one rank's part of a bucket lives: in memory, or in a tier below it.
+"""The storage of one rank's part of a bucket: in memory, or in a tier below it.
 
 A bucket holds one `ShardStorage` each for its slice, its master weights and its reduced gradients, and reads and writes
 ranges of them without asking where they are. `OffloadedVector` moves what is in a tier; this is what buckets see of it.
@@ -117,7 +117,7 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def moved(self, move: Callable[[Tensor], Tensor]) -> ShardStorage:
-        """Where the values are once memory lies where `move` puts it."""
+        """The values' place once memory lies where `move` puts it."""
 
 
 class InMemory(ShardStorage):
@@ -199,7 +199,7 @@ class InTier(ShardStorage):
         self._vector.write(start, values)
 
     def bring_into(self, out: Tensor) -> Callable[[], None]:
-        """What reads all values into `out`, in whatever thread it is called."""
+        """A function that reads all values into `out`, in whatever thread it is called."""
         return partial(self._vector.read_all, out)
 
     def change(self, start: int, stop: int, how: Callable[[Tensor], object]) -> None:
@@ -227,7 +227,7 @@ class InTier(ShardStorage):
         return self
 
     def split(self, cuts: PieceCuts, powers: Callable[[int], Powers | None]) -> Mapping[int, Tensor | OffloadedPart]:
-        """What stands for each piece, with what is known of it."""
+        """A stand-in of each piece, with what is known of it."""
         sizes, places = cuts
         starts = list(accumulate(sizes, initial=0))
         found: dict[int, Tensor | OffloadedPart] = {}
@@ -238,13 +238,13 @@ class InTier(ShardStorage):
         return found
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> InTier:
-        """Where it is: a vector is in its tier for the whole run."""
+        """The tier: a vector is in it for the whole run."""
         return self
 
 
 @dataclass(frozen=True)
 class StorageSite:
-    """Where a storage is to be: in memory, or under a name in a store.
+    """The place of a storage to be made: memory, or a name in a store.
 
     Attributes:
         store: The tier's; None: memory.
@@ -256,7 +256,7 @@ class StorageSite:
 
     @property
     def in_memory(self) -> bool:
-        """Whether values take one tensor, which others may read and fill directly."""
+        """True if values take one tensor, which others may read and fill directly."""
         return self.store is None
 
     def reserved(self) -> ShardStorage | None:

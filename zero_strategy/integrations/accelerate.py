@@ -417,7 +417,7 @@ class ZeroAccelerator(Accelerator):
         self._prepared.before_step(prepared, self.unscale_gradients)
 
     def _after_step(self, prepared: ZeroOptimizer) -> None:
-        """What was recorded and measured of a step goes to the trackers, if there are any."""
+        """Log figures of a step to the trackers, if there are any."""
         engine = prepared.engine
         found = self._prepared.after_step(engine)
         if self.zero_config.diagnostics.log and self.trackers:

@@ -1,4 +1,4 @@
-"""What a `ZeroAccelerator` keeps of what it has prepared: an engine for each model, to which optimizers attach."""
+"""Prepared models of a `ZeroAccelerator`: an engine for each, to which optimizers attach."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
 def facts_of_prepared(
     facts: Mapping[str, Fact], loaders: Sequence[Any], optimizers: Sequence[Any], copies: int, accumulation: int
 ) -> dict[str, Fact]:
-    """What the prepared objects say beside these facts.
+    """Settings that the prepared objects add to these facts.
 
     Args:
         facts: What is known of the launch.

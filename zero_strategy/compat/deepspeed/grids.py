@@ -100,7 +100,7 @@ class meg_2d_parallel_map:
 def reshape_meg_2d_parallel(
     old_pp_degree: int, old_tp_degree: int, new_pp_degree: int, new_tp_degree: int, verbose: bool = False
 ) -> meg_2d_parallel_map:
-    """Which old model files each position of a smaller grid merges.
+    """Map each position of a smaller grid to the old model files that it merges.
 
     Raises:
         ValueError: If a degree would grow, or is no multiple of the new one.
@@ -121,7 +121,7 @@ class model_3d_desc:
         self.dp_degree = dp_degree
 
     def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[meg_2d_parallel_map]:
-        """Which optimizer files each position of a smaller grid merges, one map per data rank.
+        """Map each position of a smaller grid to the optimizer files that it merges, one map per data rank.
 
         Raises:
             ValueError: If the grids do not fit, saying where.
@@ -144,13 +144,13 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Whether there is such a rank, and if not, why."""
+        """True if there is such a rank, and if not, why."""
         indices = (("PP", pp_index, self.pp_degree), ("TP", tp_index, self.tp_degree), ("DP", dp_index, self.dp_degree))
         found = [f"{name} index {index} is not within {size}" for name, index, size in indices if index >= size]
         return not found, found
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Whether files can be merged for this grid, and if not, why."""
+        """True if files can be merged for this grid, and if not, why."""
         found = parallel_grid.obstacles(self._degrees(), target_3d_desc._degrees())
         return not found, found
 
@@ -353,7 +353,7 @@ class DataParallelWriterFactory:
         self._ranks_each = max(1, uni_parallel_info.global_world_size // self._resources)
 
     def create_config(self, zero_stage: Any, has_moe_layers: bool = False) -> DataParallelWriterConfig | None:
-        """What this rank writes.
+        """The part that this rank writes.
 
         Args:
             zero_stage: 0 to 3, or an object with a `stage`.
@@ -421,7 +421,7 @@ class DataParallelWriterFactory:
         return self._writer(machines, self._info.machine_rank) if rank % each == 0 else None
 
     def _resources_of_peers(self, mpu: MPUInfo) -> list[int]:
-        """Where a machine or socket has fewer ranks than there are slices: those of the data peers, shared."""
+        """Resources of the data peers, shared: a machine or socket has fewer ranks than there are slices."""
         on = _stretched([rank // self._ranks_each for rank in mpu.dp_peer_ranks], self._ranks_each)
         position = mpu.pp_rank * mpu.tp_world_size + mpu.tp_rank
         return parts(on, self._ranks_each, f"places of data ranks ({self._unit})")[position % self._ranks_each]

@@ -185,7 +185,7 @@ class FP16Config(Config):
     """Bound on the gradient norm."""
 
     def is_valid(self) -> bool:
-        """Whether `enabled` is a truth value and `clip` no negative number, where they are set."""
+        """True if `enabled` is a truth value and `clip` no negative number, where they are set."""
         number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool) and self.clip >= 0
         return super().is_valid() and isinstance(self.enabled, (bool, type(None))) and (self.clip is None or number)
 
