@@ -14,7 +14,7 @@ from zero_strategy.checkpoint import random_state
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.uneven_batches import OwnBatches, joined_pass, length_of
 
-STATE_KEY = "zero_strategy.fsdp.uneven_batches"
+STATE_KEY = "zero_strategy.joined"
 """Beside the loader's own state: batches given in the pass, and whether the rank had run out."""
 
 _OWN = frozenset({"_loader", "_length", "_mesh", "_policy", "_weights", "_own", "_resumed"})

@@ -418,7 +418,7 @@ def _printing(name: str) -> logging.Logger:
     return found
 
 
-logger = _printing("zero_strategy.compat.deepspeed.scripts.log")
+logger = _printing("zero_strategy.scripts.log")
 """Prints from INFO on."""
 
 
