@@ -24,7 +24,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "activation.seeds": "activation.rng",
         "activation.timings": "activation.settings",
         "activation.tracking": "activation.functional",
-        "checkpoint.interop": "convert.convert",
+        "checkpoint.interop": "convert",
         "checkpoint.interop.deepspeed": "convert.deepspeed",
         "deferred": "checkpoint.deferred",
         "diagnostics.gradient_norms": "diagnostics.norms",
