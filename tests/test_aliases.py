@@ -40,3 +40,10 @@ def test_keys_in_checkpoints_keep_their_names() -> None:
     assert (STATE_KEY, EXTRA_KEY, COUNTERS_KEY) == (
         "zero_strategy.joined", "zero_strategy.extra_state", "zero_strategy.script"
     )  # fmt: skip
+
+
+def test_megatron_s_norms_are_found_in_optim_as_before() -> None:
+    from zero_strategy.compat.megatron import gradients
+    from zero_strategy.optim import clip_grad_norm_, get_grad_norm
+
+    assert clip_grad_norm_ is gradients.clip_grad_norm_ and get_grad_norm is gradients.get_grad_norm
