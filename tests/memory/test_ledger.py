@@ -142,7 +142,7 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
         return sum(bytes_of(tensor) for bucket in gradients for tensor in bucket.own.held())
 
     undo = [
-        watch(ParameterBucket, "start_gather", "gather", lambda: sum(bytes_of(bucket.flat) for bucket in buckets)),
+        watch(ParameterBucket, "start_unshard", "gather", lambda: sum(bytes_of(bucket.flat) for bucket in buckets)),
         watch(GradientBucket, "accumulate", "local", local),
         watch(GradientBucket, "launch", "local", local),
     ]
