@@ -36,7 +36,7 @@ from zero_strategy.checkpoint.disk import (
     sync,
     write_file,
 )
-from zero_strategy.checkpoint.folders import remove_leftovers, remove_leftovers_of, sign
+from zero_strategy.checkpoint.folders import make_signed, remove_leftovers, remove_leftovers_of
 from zero_strategy.checkpoint.layout import FileLayout, folders_above, is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import (
     LATEST_NAME,
@@ -296,8 +296,7 @@ class CheckpointWriter(SaveWriter):
         remove_leftovers_of(self.directory, RECEIPTS_NAME)
         remove_leftovers(self.directory.parent, RECEIPTS_NAME)
         check_free_space(self.directory.parent, plan.total_bytes)
-        (self.temporary / RECEIPTS_NAME).mkdir(parents=True)
-        sign(self.temporary / RECEIPTS_NAME)
+        make_signed(self.temporary / RECEIPTS_NAME)
         for layout in plan.layouts:
             path = self.temporary / layout.path
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ from zero_strategy.checkpoint.disk import (
     sync,
     write_file,
 )
-from zero_strategy.checkpoint.folders import remove_leftovers, remove_leftovers_of, sign
+from zero_strategy.checkpoint.folders import make_signed, remove_leftovers, remove_leftovers_of
 from zero_strategy.checkpoint.layout import FileLayout
 from zero_strategy.checkpoint.manifest import (
     LATEST_NAME,
@@ -98,8 +98,7 @@ class HostPieceWriter(PieceWriter):
             sealed = [path for path in all_beside(self.directory, "tmp") if (path / MANIFEST_NAME).exists()]
             remove_leftovers_of(self.directory, RECEIPTS_NAME, keep={self.temporary, *sealed})
             remove_leftovers(self.directory.parent, RECEIPTS_NAME)
-            (self.temporary / RECEIPTS_NAME).mkdir(parents=True, exist_ok=True)
-            sign(self.temporary / RECEIPTS_NAME)
+            make_signed(self.temporary / RECEIPTS_NAME, exist_ok=True)
         (self.temporary / self.folder).mkdir(parents=True, exist_ok=True)
 
     def commit(
