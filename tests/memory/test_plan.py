@@ -299,7 +299,7 @@ TIERS = [
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_offloaded_is_planned(ranks: Launcher, tmp_path: Path, world: int) -> None:
-    """Every tier on two ranks, at stage 3 with both optimizers; on others, where only slices differ, a third of them."""
+    """Every tier on two ranks, at stage 3 with both optimizers; on others, a third of them."""
     common = {"nvme_path": [str(tmp_path)], "staging_bytes": 1 << 19, "probe_seconds": 0}
     both = ["adamw", "lion bf16"]
     cases = [
