@@ -9,6 +9,7 @@
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
 # make lint           ruff, import-linter, mypy, and the prose of docs and docstrings
+# make wheel          the sdist, and a binary wheel with the CPU ops and the file I/O built in, into dist/
 # make clean          removes the environment, caches and outputs
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance wheel lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -104,6 +105,15 @@ $(CONFORMANCE_VENV)/.installed: pyproject.toml constraints.txt
 conformance: export OMP_NUM_THREADS = 1
 conformance: $(CONFORMANCE_VENV)/.installed
 	$(CONFORMANCE_VENV)/bin/python -m tests.conformance --output docs/conformance.md $(ARGS)
+
+# Both of one tree; the tag says which systems' C library is new enough. torch's libraries are the user's own.
+wheel: export PATH := $(abspath $(BIN)):$(PATH)
+wheel: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf build dist
+	ZERO_STRATEGY_WHEEL=binary $(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun

@@ -51,6 +51,31 @@ def test_what_is_not_installed_is_named(name: str, needed: str) -> None:
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said, done.stderr
 
 
+FRAMEWORKS = ["lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "peft"]
+BARE = f"""
+import importlib, pkgutil
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+absent = {[*FRAMEWORKS, "hydra", "matplotlib", "deepspeed"]}
+PathFinder.find_spec = lambda name, path=None, target=None: None if name in absent else find(name, path, target)
+import zero_strategy
+for module in pkgutil.walk_packages(zero_strategy.__path__, "zero_strategy."):
+    if not module.name.startswith("zero_strategy.integrations.") and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+try:
+    zero_strategy.ZeroStrategy
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_all_but_the_integrations_does_without_frameworks() -> None:
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    needed = "zero_strategy.ZeroStrategy needs PyTorch Lightning: pip install lightning (or pytorch-lightning)"
+    assert done.stdout.strip() == needed
+
+
 CHECKED = """
 import zero_strategy
 from zero_strategy import FusedAdamW, ZeroAccelerator, ZeroConfig, ZeroEngine, ZeroStrategy, initialize

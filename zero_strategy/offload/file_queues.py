@@ -27,8 +27,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from zero_strategy.offload.file_io import FILE_ENDED, Extent, FileQueue, Kind, Outcome
-from zero_strategy.ops import build as cache
-from zero_strategy.ops.build import BuildError, build, recipe
+from zero_strategy.ops.build import BuildError, obtain
 from zero_strategy.ops.native import NATIVE_VARIABLE
 from zero_strategy.runtime.host_bytes import memory_of
 
@@ -67,13 +66,7 @@ def load_library() -> ctypes.CDLL:
     mode = os.environ.get(NATIVE_VARIABLE, "1").lower()
     if mode in ("0", "false", "no", "off"):
         raise BuildError(f"{NATIVE_VARIABLE}={mode}")
-    made = recipe("io")
-    path = cache.find(made.source_key, made.compiler_key)
-    if path is None:
-        if mode == "cached":
-            raise BuildError(f"not built, and {NATIVE_VARIABLE}=cached")
-        path = build(made)
-    library = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(obtain("io", mode)))
     handle, number, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "open": (handle, [ctypes.c_int, ctypes.c_uint, size, ctypes.POINTER(ctypes.c_int)]),

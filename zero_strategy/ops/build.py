@@ -243,6 +243,8 @@ IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread"
 COMMON_ARCHITECTURES = ("80", "90")
 """What is built where there is no device to ask: A100 and H100/H200."""
 LIBRARIES = ("cpu", "cuda", "io")
+CARRIED = ("cpu", "io")
+"""Those that a binary wheel carries."""
 _TITLES = {"cpu": "cpu ops", "cuda": "cuda ops", "io": "file I/O"}
 
 
@@ -315,6 +317,30 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
     chosen = tuple(architectures) or _device_architectures()
     flags = (*CUDA_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in chosen))
     return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, nvcc, _version_of(nvcc))
+
+
+def carried_path(made: Recipe, package: Path = _PACKAGE) -> Path:
+    """Place of a library in a package that a binary wheel installs; one of other sources would lie elsewhere."""
+    return package / "native" / made.source_key / f"{made.name}.so"
+
+
+def obtain(name: str, mode: str) -> Path:
+    """The library that the installed wheel carries, else the one in the cache, else a freshly built one.
+
+    Args:
+        name: "cpu", "cuda" or "io".
+        mode: Value of `ZERO_STRATEGY_NATIVE`: with "cached" nothing is built.
+
+    Raises:
+        BuildError: If it has to be built, and that is not allowed or fails.
+        UntrustedCacheError: If another user owns or may write the cache.
+    """
+    made = recipe(name)
+    carried = carried_path(made)
+    path = carried if carried.is_file() else find(made.source_key, made.compiler_key)
+    if path is None and mode == "cached":
+        raise BuildError("not built, and ZERO_STRATEGY_NATIVE=cached")
+    return path or build(made)
 
 
 def build(made: Recipe, *, anew: bool = False, announce: bool = True) -> Path:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from zero_strategy.ops import build as cache
 from zero_strategy.ops import library
-from zero_strategy.ops.build import BuildError, build, recipe
+from zero_strategy.ops.build import BuildError, obtain
 
 NATIVE_VARIABLE = "ZERO_STRATEGY_NATIVE"
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
@@ -65,12 +64,7 @@ class NativeLibraries:
         if name == "cuda" and not torch.cuda.is_available():
             return _reference(name, "this torch sees no CUDA device", say=False)
         try:
-            made = recipe(name)
-            path = cache.find(made.source_key, made.compiler_key)
-            if path is None:
-                if mode == "cached":
-                    raise BuildError(f"not built, and {NATIVE_VARIABLE}=cached")
-                path = build(made)
+            path = obtain(name, mode)
             torch.ops.load_library(str(path))
         except (BuildError, OSError) as error:
             return _reference(name, str(error).splitlines()[0] if str(error) else type(error).__name__)
