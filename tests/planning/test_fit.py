@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from zero_strategy.cli.plan import family_shape
-from zero_strategy.config import load_config
-from zero_strategy.offload.chunk_store import PAGE_BYTES
-from zero_strategy.planning.buckets import Offload
-from zero_strategy.planning.fit import (
+from zero_strategy.cli.plan_fit import (
     Budget,
     changes_that_fit,
     fits,
@@ -24,6 +21,9 @@ from zero_strategy.planning.fit import (
     suggestions,
     with_resident,
 )
+from zero_strategy.config import load_config
+from zero_strategy.offload.chunk_store import PAGE_BYTES
+from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan

@@ -375,8 +375,8 @@ def run_plan_command(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from zero_strategy.cli.plan_fit import Budget
     from zero_strategy.cli.plan_report import report, report_text
-    from zero_strategy.planning.fit import Budget
     from zero_strategy.planning.machine import Machine
 
     machine = Machine.here(options.nvme_path)
@@ -474,7 +474,7 @@ def _model(options: argparse.Namespace, config: Any) -> Any:
 
 
 def _largest(plan: Any, budget: Any, options: argparse.Namespace) -> int:
-    from zero_strategy.planning.fit import largest_json, largest_models, largest_table
+    from zero_strategy.cli.plan_fit import largest_json, largest_models, largest_table
 
     vocabulary = options.vocabulary or VOCABULARY
     models = list(

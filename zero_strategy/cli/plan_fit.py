@@ -1,9 +1,4 @@
-"""A plan held against memory: whether it fits, the cheapest changes after which it does, the largest model.
-
-the largest `offload.resident_bytes` that fits.
-
-whether it fits, and the changes after which it does, cheapest first.
-"""
+"""A plan held against memory: what it needs, the cheapest changes after which it fits, the largest model."""
 
 from __future__ import annotations
 
@@ -73,6 +68,7 @@ def moved_bytes(plan: MemoryPlan, rank: int = 0) -> int:
             left = stop - start - (stop_of(cuts, cuts.heads + here.gradients))
             total += 2 * left * bucket.gradient_dtype.itemsize
     return total
+
 
 _MOST_RANKS = 4096
 _SMALL_SHM = 1 << 30
@@ -319,6 +315,7 @@ def notes(plan: MemoryPlan, machine: Machine, ledger: Ledger | None = None) -> l
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
 
 _MOST_STEPS = 1 << 14
 """Bound of the search: a hidden size of a million."""
