@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero_strategy.comm.sealed import KEY_VARIABLE, new_key
+from zero_strategy.comm.transport import KEY_VARIABLE, new_key
 from zero_strategy.runtime.torch_private import FileStore
 
 _HEAD = "Traceback (most recent call last):\n"

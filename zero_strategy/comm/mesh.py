@@ -183,7 +183,7 @@ class Mesh:
     def __post_init__(self) -> None:
         groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.world_group.control)
         for communicator in (*groups, self.tensor):
-            communicator.observed = self.observed
+            communicator.observed_by(self.observed)
 
     @property
     def world_size(self) -> int:
@@ -322,7 +322,7 @@ class Mesh:
         """Take groups in that others have made."""
         self.further.update(further)
         for name, communicator in further.items():
-            communicator.observed = self.observed
+            communicator.observed_by(self.observed)
             if self.watchdog is not None:
                 communicator.guarded(self.watchdog, name)
 
@@ -350,12 +350,9 @@ class Mesh:
         ):  # fmt: skip
             twin = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
             communicator.guarded(watchdog, what, twin)
-        for meeting in (self.world_group.barrier, self.barrier):
-            if meeting.world_size > 1 and meeting.track is None:
-                ranks = dist.get_process_group_ranks(
-                    (world_group if meeting is self.world_group.barrier else self.control).group
-                )
-                meeting.track = watchdog.track("meeting", ranks, compared=False)
+        for meeting, control in ((self.world_group.barrier, world_group), (self.barrier, self.control)):
+            assert control.group is not None
+            meeting.guarded(watchdog, dist.get_process_group_ranks(control.group))
 
 
 def _check_dp_groups(dp_groups: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:
