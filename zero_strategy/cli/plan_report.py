@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_strategy.cli.plan_fit import Budget, Change, changes_that_fit, needs, notes, suggestions
+from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import CATEGORIES, TIERS, Key, Ledger, Tier
-from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.runtime.terminal import size, table
 

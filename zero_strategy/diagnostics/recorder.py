@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_strategy.config import DiagnosticsConfig
-from zero_strategy.diagnostics.forward_hooks import watch_forwards
 from zero_strategy.diagnostics.memory_use import sample_memory
 from zero_strategy.diagnostics.run_files import Interval, RunWriter, StepRecord, facts_of
 from zero_strategy.diagnostics.step_clock import (
@@ -40,8 +39,9 @@ from zero_strategy.diagnostics.step_clock import (
     peak_operations,
 )
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.runtime.observer import Mark, Span, Transfer
-from zero_strategy.runtime.torch_private import in_backward
+from zero_strategy.runtime.torch_private import in_backward, uncompiled
 
 if TYPE_CHECKING:
     from zero_strategy.diagnostics.monitor import Monitor
@@ -169,11 +169,11 @@ class StepRecorder:
         self._metrics: StepRecord | None = None
         self.last: StepRecord | None = None
         self._forget_work()
-        self._unhook = watch_forwards(engine.module, self.forward, self._forward_gave)
+        self._hooks = _ForwardHooks(engine.module, self.forward, self._forward_gave)
 
     def close(self) -> None:
         """Stop listening, and close the files."""
-        self._unhook()
+        self._hooks.remove()
         self._writer.close()
         engine = self._engine()
         if engine is not None and engine.observed.observer is self:
@@ -397,6 +397,56 @@ class StepRecorder:
                 self._outputs.append(loss.detach())
 
 
+class _ForwardHooks:
+    """Hooks that enter `around(inputs)` for every forward of a module, and call `gave` with what it returns."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Callable[[Any], AbstractContextManager[None]],
+        gave: Callable[[Any], object],
+    ) -> None:
+        scopes: list[AbstractContextManager[None]] = []
+
+        def before(args: Any, kwargs: Any) -> None:
+            scope = around((args, kwargs))
+            scope.__enter__()
+            scopes.append(scope)
+
+        def after(args: Any, output: Any) -> None:
+            if scopes:
+                scopes.pop().__exit__(None, None, None)
+            if output is not None:
+                gave(output)
+
+        self._handles = (
+            module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True),
+            module.register_forward_hook(_Hook(after), always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hook:
+    """A hook of a whole module, whoever calls that; a copy of the module has none."""
+
+    def __init__(self, told: Callable[[Any, Any], None]) -> None:
+        self._told = told
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any, more: Any) -> None:
+        self._told(args, more)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        return InertHook, ()
+
+
 def _nothing() -> None:
     pass
 
@@ -430,7 +480,6 @@ def install_diagnostics(engine: ZeroEngine) -> Installed:
     recorder: StepRecorder | None = None
     monitor: Monitor | None = None
     if settings.diagnostics.run_dir:
-
         recorder = record(engine)
     if settings.deepspeed is not None and settings.deepspeed.observers:
         from zero_strategy.diagnostics.monitor import Monitor
