@@ -88,9 +88,9 @@ class PointToPoint:
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
-        end = self._break_connections
-        self._senders = {group: _DeviceSender() if group.on_device else _Sender(end) for group in groups}
         self.waits = BoundedWaits(self.ranks[self.rank], title, groups, board, timeout, patience, watchdog)
+        end = self.waits.break_connections
+        self._senders = {group: _DeviceSender() if group.on_device else _Sender(end) for group in groups}
         weakref.finalize(self, self.waits.stop)
 
     def post(self, buffer: Tensor, channel: Channel) -> Any:
@@ -140,9 +140,6 @@ class PointToPoint:
     def close(self) -> None:
         """End all connections."""
         self.waits.stop()
-        self.waits.break_connections()
-
-    def _break_connections(self) -> None:
         self.waits.break_connections()
 
     def _awaited(self, what: str, rank: int) -> Awaited:

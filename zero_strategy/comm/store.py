@@ -19,7 +19,7 @@ from typing import Any
 
 from zero_strategy.runtime.torch_private import default_store
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _LONGEST_PAUSE = 0.01
 _TELL_SECONDS = 5.0
 _PATIENCE = 10
@@ -105,7 +105,7 @@ class SaveBoard:
         """This rank gets on; called often, told at most once a second, by any thread."""
         now = time.monotonic()
         with self._lock:
-            due = self._store is not None and now - self._told > _BEAT_SECONDS
+            due = self._store is not None and now - self._told > _HEARTBEAT_SECONDS
             if due:
                 self._told = now
         if due:
@@ -119,12 +119,12 @@ class SaveBoard:
             return
         over = threading.Event()
 
-        def beat() -> None:
+        def heartbeat() -> None:
             with contextlib.suppress(Exception):  # the store is gone: who waits here will notice
-                while not over.wait(_BEAT_SECONDS):
+                while not over.wait(_HEARTBEAT_SECONDS):
                     self._store.add(f"{self._key}/alive/{self.rank}", 1)
 
-        thread = threading.Thread(target=beat, name="checkpoint-alive", daemon=True)
+        thread = threading.Thread(target=heartbeat, name="checkpoint-alive", daemon=True)
         thread.start()
         try:
             yield
@@ -216,7 +216,7 @@ class _Watch:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + _BEAT_SECONDS
+        self._next = now + _HEARTBEAT_SECONDS
         for rank in ranks:
             if rank == own:
                 continue

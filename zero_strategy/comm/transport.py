@@ -336,7 +336,7 @@ class HostCollectives(Collectives):
     ) -> None:
         """Total becomes the sum of all, in rank order, times the factor.
 
-        It may be the first part; if it is this rank's own, `spare` is memory of its size, where that is set aside.
+        It may be the first part; if it is this rank's own, `spare` is memory of its size, where that may wait.
         """
         parts = {**others, self.rank: own}
         if spare is not None and self.rank > 1:  # until its turn in the sum comes

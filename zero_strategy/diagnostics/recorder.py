@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -128,15 +128,6 @@ def record(engine: ZeroEngine, settings: DiagnosticsConfig | None = None) -> Ste
     recorder = StepRecorder(engine, settings)
     engine.observed.observer = recorder
     return recorder
-
-
-class _Lap(NamedTuple):
-    """Measurements of a step."""
-
-    seconds: float
-    parts: Mapping[str, float]
-    flows: dict[str, Flow]
-    intervals: list[Interval]
 
 
 class StepRecorder:
@@ -307,28 +298,26 @@ class StepRecorder:
         if engine is None:
             return
         self._stepping, self._depth = False, 0
-        lap = self._lap() if self._recording and self._clock.running else None
-        self._recorded += lap is not None
+        measured = None
+        if self._recording and self._clock.running:
+            measured = *self._clock.end(), self._traffic.take(), self._intervals.take()
+        self._recorded += measured is not None
         self._recording = self._due(step + 1)
         if self._recording:
             self._start("diagnostics")
-        if lap is not None:
-            self._write(engine, step, lap)
+        if measured is not None:
+            seconds, parts, moved, intervals = measured
+            self.last = self._metrics = self._record(engine, step, seconds, parts, moved)
+            self._writer.step(self.last)
+            if intervals:
+                self._writer.trace(step, intervals)
         self._forget_work()
         if self._recording:
             self._turn("data_wait")
 
-    def _lap(self) -> _Lap:
-        seconds, parts = self._clock.end()
-        return _Lap(seconds, parts, self._traffic.take(), self._intervals.take())
-
-    def _write(self, engine: ZeroEngine, step: int, lap: _Lap) -> None:
-        self.last = self._metrics = self._record(engine, step, lap)
-        self._writer.step(self.last)
-        if lap.intervals:
-            self._writer.trace(step, lap.intervals)
-
-    def _record(self, engine: ZeroEngine, step: int, lap: _Lap) -> StepRecord:
+    def _record(
+        self, engine: ZeroEngine, step: int, seconds: float, parts: Mapping[str, float], flows: Mapping[str, Flow]
+    ) -> StepRecord:
         tokens = [tokens for tokens, _ in self._amounts if tokens is not None]
         samples = [samples for _, samples in self._amounts if samples is not None]
         counted = [count for count in self._operations if count is not None]
@@ -337,14 +326,14 @@ class StepRecorder:
             step=step,
             rank=engine.mesh.world_group.rank,
             time=time.time(),
-            seconds=lap.seconds,
-            parts=lap.parts,
-            flows=lap.flows | self._messages_sent(engine),
+            seconds=seconds,
+            parts=parts,
+            flows={**flows, **self._messages_sent(engine)},
             loss=_mean(self._losses or self._outputs),
             tokens=sum(tokens) if tokens else None,
             samples=sum(samples) if samples else None,
             operations=sum(counted) if counted and len(counted) == len(self._operations) else None,
-            peak=None if peak is None else peak * lap.seconds,
+            peak=None if peak is None else peak * seconds,
             copies=engine.mesh.world_size,
             memory=sample_memory(engine) if self._memory_due() else None,
         )

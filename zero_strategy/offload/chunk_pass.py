@@ -12,7 +12,8 @@ the next ones are read and the last ones written while one is worked on.
     write      chunk i-1, i-2 <--  [slot][slot]
 
 Memory is that of the slots, whatever the number of chunks; a chunk that is resident is worked on where it lies. A pass
-that fails leaves chunks of two states, which are marked torn: their tier refuses them until they are written anew.
+that fails leaves chunks of two states, which are marked partially applied: their
+tier refuses them until they are written anew.
 
 The first chunks of a pass to come may be read before it (`read_ahead`), as many as there are slots. Whether they still
 are what was read is told by the versions of their vectors.
@@ -251,7 +252,7 @@ class ChunkSlots:
                 self.settle()
         except BaseException as error:
             # What is being raised matters more. Nothing stays under way: a write that ended later would be taken for
-            # one that mends what is torn, and a read would come into memory of the next pass.
+            # one that mends what is partially applied, and a read would come into memory of the next pass.
             with contextlib.suppress(Exception):
                 wait_all([pending for part in reads.values() for pending in part])
             with contextlib.suppress(Exception):

@@ -258,7 +258,7 @@ class StateFile:
 
     @property
     def partially_applied(self) -> Mapping[str, str]:
-        """Records that cannot be read until they have been written anew as a whole -> why."""
+        """Records that cannot be read until they have been written anew from end to end -> why."""
         return self._partially_applied
 
     def nbytes_of(self, name: str) -> int:
@@ -285,14 +285,14 @@ class StateFile:
 
         Raises:
             ValueError: If the range is not one.
-            PartialRecordError: If the record is torn.
+            PartialRecordError: If the record is partially written.
         """
         flat = self._range(name, memory, start)
         self._settle_before("read", name, start, start + flat.numel())
         if name in self._partially_applied:
             raise PartialRecordError(
-                f"record {name!r} in {self._where()} is torn: {self._partially_applied[name]}; load a checkpoint, "
-                "which writes all records anew"
+                f"record {name!r} in {self._where()} is partially written: {self._partially_applied[name]}; load a "
+                "checkpoint, which writes all records anew"
             )
         return self._begin("read", name, flat, start)
 

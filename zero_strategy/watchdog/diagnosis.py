@@ -204,7 +204,7 @@ def find_failure(
         others: The last reports of other ranks.
         fresh: Of which of them it is known that they still hold.
         silence: Seconds after which a rank that something has befallen is not expected back.
-        titles: Ranks in words.
+        rank_labels: Ranks in words.
     """
     reports = {report.rank: report for report in [*others, own]}
     return (
@@ -272,7 +272,7 @@ def mismatch(
         where: What else is known.
         number: Of the collective.
         begun: By rank, what it began.
-        titles: Ranks in words.
+        rank_labels: Ranks in words.
     """
     told = ", ".join(f"{rank_labels(each)} began {shown(one)}" for each, one in sorted(begun.items()))
     text = f"ranks came to different collectives: as number {number} of the same group {told}"

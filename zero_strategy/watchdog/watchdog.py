@@ -90,7 +90,7 @@ class Watchdog:
         silence_seconds: That a rank may be stopped, or be away after an exception, before the others give it up.
         unheard_seconds: That a rank of another host may not be heard of while it is waited for.
         strict: Compare each collective with the other ranks' before it.
-        titles: Ranks in words.
+        rank_labels: Ranks in words.
 
     Attributes:
         failure: Why these ranks cannot go on.
