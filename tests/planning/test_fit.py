@@ -13,6 +13,7 @@ from zero_strategy.cli.plan_fit import (
     Budget,
     changes_that_fit,
     fits,
+    gpt_shape,
     kept_bytes,
     largest_models,
     moved_bytes,
@@ -27,7 +28,7 @@ from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.memory_plan import MemoryPlan
-from zero_strategy.planning.shapes import ModelShape, gpt_shape
+from zero_strategy.planning.shapes import ModelShape
 from zero_strategy.runtime.terminal import size
 
 GB = 10**9

@@ -126,6 +126,7 @@ class Offload:
             parts.append(f"resident bytes {self.resident_bytes}")
         return ", ".join(parts) or "none"
 
+
 @dataclass(frozen=True)
 class BucketFacts:
     """One bucket.
@@ -196,9 +197,7 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
     ]
 
 
-def _facts(
-    unit: str, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int
-) -> BucketFacts:
+def _facts(unit: str, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int) -> BucketFacts:
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
     layout = build_layout([(name, shape.shape) for name, shape in named], dtype.itemsize, resolved.shard, replicas)
@@ -211,6 +210,7 @@ def _facts(
 def placement_of(resolved: ResolvedConfig) -> Placement:
     """The row of the stage; where own slices are (`Placement.in_place`) is for the plan's offload to say."""
     return PLACEMENTS[resolved.config.stage]
+
 
 @dataclass(frozen=True)
 class Staying:
@@ -262,6 +262,7 @@ def _weights_costs(bucket: BucketFacts, offload: Offload) -> list[int]:
     """Bytes of each chunk of the slice."""
     chunks = offload.cuts(bucket.layout.slice_numel).chunks
     return [(stop - start) * bucket.dtype.itemsize for start, stop in chunks]
+
 
 T = TypeVar("T")
 

@@ -80,6 +80,7 @@ def is_aligned(memory: torch.Tensor, offset: int) -> bool:
     """True if CPU memory lies as bytes at `offset` of a file do."""
     return (memory.data_ptr() - offset) % PAGE == 0
 
+
 if sys.byteorder != "little":
     raise ImportError("checkpoints are little-endian, and this machine is not")
 
