@@ -1,6 +1,4 @@
 """`zero-strategy checkpoint ...`: inspect, verify, diff, convert, merge, prune.
-
-tools for checkpoint directories, one module per action.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
 """`zero-strategy plan`: the settings and the model of a plan, and the command.
-
-a config file of either kind, with the command line on top of it.
-
-a factory, a Hugging Face config, plain numbers.
 """
 
 from __future__ import annotations

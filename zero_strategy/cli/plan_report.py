@@ -1,6 +1,4 @@
 """A plan as text, as JSON and as a picture.
-
-stacked bars, one panel per tier, one bar per stage.
 """
 
 from __future__ import annotations

@@ -403,9 +403,9 @@ class Communicator:
         """
         if self.size == 1:
             return outgoing
-        own = outgoing[self.rank]
-        self._count("control", own)
-        with self._instrumentation.begin_here("all_to_all", of, own) as watched:
+        local = outgoing[self.rank]
+        self._count("control", local)
+        with self._instrumentation.begin_here("all_to_all", of, local) as watched:
             self._instrumentation.compare(watched)
             return self._host.all_to_all(outgoing)
 

@@ -266,14 +266,14 @@ class Mesh:
         meeting = StoreBarrier(dist.get_rank(), world, barrier_seconds, name)
         dp_group = next(number for number, ranks in enumerate(dp_groups) if dist.get_rank() in ranks)
         rank = list(dp_groups[dp_group]).index(dist.get_rank())
-        own = StoreBarrier(rank, replicate * shard, barrier_seconds, f"{name}.lane{dp_group}")
+        local = StoreBarrier(rank, replicate * shard, barrier_seconds, f"{name}.lane{dp_group}")
         mesh = cls(
             gather=group_of(rows) if shard > 1 else Communicator(None, counters),
             reduce=group_of(rows) if shard > 1 else Communicator(None, counters),
             replicate=group_of(columns) if replicate > 1 else Communicator(None, counters),
             control=control,
             shard_control=shard_control,
-            barrier=meeting if len(dp_groups) == 1 else own,
+            barrier=meeting if len(dp_groups) == 1 else local,
             world_group=WorldGroup(everyone, meeting),
             tensor=divided,
             counters=counters,

@@ -228,7 +228,7 @@ def _make_groups(
     """
     if len(ranks) == 1:
         return {}
-    own, timeout = ranks.index(dist.get_rank()), timedelta(seconds=seconds)
+    local, timeout = ranks.index(dist.get_rank()), timedelta(seconds=seconds)
     store: Any = default_store()
 
     def place(name: str) -> PrefixStore:
@@ -236,16 +236,16 @@ def _make_groups(
 
     if device.type == "cpu":
         down, up = (
-            Group(dist.ProcessGroupGloo(place(way), own, len(ranks), timeout), list(range(len(ranks))))
+            Group(dist.ProcessGroupGloo(place(way), local, len(ranks), timeout), list(range(len(ranks))))
             for way in ("down", "up")
         )
         return {channel: down if channel.source < channel.target else up for channel in channels}
     found = {}
     for channel in channels:
         pair = sorted(channel[:2])
-        if own in pair:
+        if local in pair:
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            backend = dist.ProcessGroupNCCL(place("-".join(map(str, channel))), pair.index(own), 2, options)
+            backend = dist.ProcessGroupNCCL(place("-".join(map(str, channel))), pair.index(local), 2, options)
             found[channel] = Group(backend, pair)
     return found

@@ -1,7 +1,5 @@
 """Process groups: rank and world size, start from the launcher's environment, subgroups.
 
-what the launcher said is found in its environment variables.
-
 | launcher | rank | ranks | rank on its host |
 | --- | --- | --- | --- |
 | torchrun and its like | RANK | WORLD_SIZE | LOCAL_RANK |

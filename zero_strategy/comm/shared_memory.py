@@ -1,8 +1,6 @@
 """Exchange of large tensors between ranks of one host through shared memory, and the pipes that signal it.
 
-a pipe each, into which the others write.
-
-Telling costs one system call, and waiting two: less than a hundredth of a millisecond, and no other thread has to run
+Each rank has a pipe, into which the others write. Telling costs one system call, and waiting two: less than a hundredth of a millisecond, and no other thread has to run
 for it, where a message of gloo's passes through a thread on either side. Each record is written in one piece (far below
 PIPE_BUF), so that several ranks can write into one pipe. A rank whose process ends is noticed at once, by a descriptor
 of its process; whoever aborts tells the others and itself.
@@ -313,13 +311,13 @@ class SharedMemoryExchange:
         self._used = 0
         self._memory: dict[int, mmap.mmap] = {}
         self._pipes: MeetingPipes | None = None
-        own = _create() if _is_wanted() else None
-        if own is not None:
+        local = _create() if _is_wanted() else None
+        if local is not None:
             with suppress(OSError):
                 self._pipes = MeetingPipes(rank, timeout)
         cards = [encode_card("") for _ in range(size)]
-        if own is not None and self._pipes is not None:
-            descriptor, self._memory[rank], token = own
+        if local is not None and self._pipes is not None:
+            descriptor, self._memory[rank], token = local
             cards[rank] = encode_card(f"{_host()} {os.getpid()} {self._pipes.number} {descriptor} {token}")
         plain([cards[rank]] * size, cards)
         opened = self._pipes is not None
@@ -328,8 +326,8 @@ class SharedMemoryExchange:
         flags = [torch.tensor([int(opened)]) for _ in range(size)]
         plain([flags[rank]] * size, flags)
         self.available = all(map(bool, flags))
-        if own is not None:
-            os.close(own[0])
+        if local is not None:
+            os.close(local[0])
         if not self.available:
             self._memory.clear()
             self._pipes = None

@@ -298,26 +298,28 @@ class HostCollectives(Collectives):
         else:
             self._exchange_by_gloo(outgoing, incoming)
 
-    def _room_for_all(self, own: Tensor) -> list[Tensor]:
+    def _room_for_all(self, local: Tensor) -> list[Tensor]:
         """By rank: this one's value, and room for each of the others'."""
-        return [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        return [local if rank == self.rank else torch.empty_like(local) for rank in range(self.size)]
 
     def _sum_in_rank_order(self, slices: list[Tensor], total: Tensor, factor: float) -> None:
-        own, in_place = slices[self.rank], total is slices[self.rank]
-        if (shared := self._shared_memory(own)) is not None:
+        local, in_place = slices[self.rank], total is slices[self.rank]
+        if (shared := self._shared_memory(local)) is not None:
             for one in shared.rounds([TensorMessage(each) for each in slices]):
-                mine, sums = (tensor.view(torch.uint8)[one.start : one.stop].view(own.dtype) for tensor in (own, total))
-                others = {peer: part.view(own.dtype) for peer, part in one.parts.items()}
-                spare = one.spare.view(own.dtype) if in_place else None
+                mine, sums = (
+                    tensor.view(torch.uint8)[one.start : one.stop].view(local.dtype) for tensor in (local, total)
+                )
+                others = {peer: part.view(local.dtype) for peer, part in one.parts.items()}
+                spare = one.spare.view(local.dtype) if in_place else None
                 self._add_up(others, mine, sums, factor, spare)
             return
-        arrived = {rank: self._arrivals(rank, own) for rank in range(self.size) if rank != self.rank}
-        self._exchange_by_gloo(slices, [arrived.get(rank, own) for rank in range(self.size)])
+        arrived = {rank: self._arrivals(rank, local) for rank in range(self.size) if rank != self.rank}
+        self._exchange_by_gloo(slices, [arrived.get(rank, local) for rank in range(self.size)])
         if in_place and self.rank > 1:  # what is summed up is not yet its own
-            self._add_up(arrived, own, arrived[0], factor, None)
-            own.copy_(arrived[0])
+            self._add_up(arrived, local, arrived[0], factor, None)
+            local.copy_(arrived[0])
         else:
-            self._add_up(arrived, own, total, factor, None)
+            self._add_up(arrived, local, total, factor, None)
 
     def _sum_scattered(self, source: Scattered, into: Tensor, factor: float) -> None:
         assert self._shared is not None
@@ -327,20 +329,20 @@ class HostCollectives(Collectives):
             first, stop = one.start // size, one.stop // size
             others = {peer: part.view(into.dtype) for peer, part in one.parts.items()}
             for low, high, values in outgoing[self.rank].parts(first, stop):
-                own = into.new_zeros(high - low) if values is None else values
+                local = into.new_zeros(high - low) if values is None else values
                 there = {peer: part[low - first : high - first] for peer, part in others.items()}
-                self._add_up(there, own, into[low:high], factor, None)
+                self._add_up(there, local, into[low:high], factor, None)
 
     def _add_up(
-        self, others: dict[int, Tensor], own: Tensor, total: Tensor, factor: float, spare: Tensor | None
+        self, others: dict[int, Tensor], local: Tensor, total: Tensor, factor: float, spare: Tensor | None
     ) -> None:
         """Total becomes the sum of all, in rank order, times the factor.
 
         It may be the first part; if it is this rank's own, `spare` is memory of its size, where that may wait.
         """
-        parts = {**others, self.rank: own}
+        parts = {**others, self.rank: local}
         if spare is not None and self.rank > 1:  # until its turn in the sum comes
-            parts[self.rank] = spare.copy_(own)
+            parts[self.rank] = spare.copy_(local)
         torch.add(parts[0], parts[1], out=total)
         for rank in range(2, self.size):
             total.add_(parts[rank])
@@ -398,8 +400,8 @@ class DeviceCollectives(Collectives):
 
     def all_gather(self, flat: Tensor) -> Job:
         """See `Collectives`."""
-        own = flat.chunk(self.size)[self.rank]
-        return Job(partial(_native_all_gather, flat, own, group=self.group, async_op=True))
+        local = flat.chunk(self.size)[self.rank]
+        return Job(partial(_native_all_gather, flat, local, group=self.group, async_op=True))
 
     def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
         """See `Collectives`; whoever has waited for the sum multiplies it, on the stream of its own."""

@@ -1,15 +1,9 @@
 """The first value that is not finite, by step, rank, micro-batch and module.
 
-inputs, random numbers, gradients of the outputs.
-
 Nothing is copied: inputs and gradients are kept by reference until the next step's first forward.
-
-forward, and backward from the outputs' gradients.
 
 Parameters are frozen meanwhile, so that no gradient of theirs is computed or reduced; gradients flow back to
 floating-point inputs, or to the first such outputs of modules.
-
-step, rank, micro-batch, module, forward or backward.
 
     watch = NonFiniteWatch(engine)           # or raises=True: NonFiniteError on all ranks, before the step
     ...

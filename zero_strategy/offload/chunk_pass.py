@@ -5,8 +5,6 @@
 
 The head is what `offload.optimizer_ratio` leaves on the device; a chunk lies in the head or in the rest, never in both.
 
-the next ones are read and the last ones written while one is worked on.
-
     read       chunk i+1, i+2 -->  [slot][slot]
     work on    chunk i             [slot]
     write      chunk i-1, i-2 <--  [slot][slot]
@@ -288,15 +286,11 @@ class ChunkSlots:
 
     def _memory(self, chunk: Chunk[Any], slot: int, key: str) -> Tensor:
         """The slot's memory for a vector's chunk, as bytes."""
-        vector = chunk.vectors[key]
-        return self._room(vector, slot, key)[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
-
-    def _room(self, vector: ChunkedVector, slot: int, key: str) -> Tensor:
-        known = self._slots[slot].get(key)
+        vector, known = chunk.vectors[key], self._slots[slot].get(key)
         wanted = vector.cuts.size * vector.dtype.itemsize  # of a whole chunk, so that it serves for all of this dtype
         if known is None or known.numel() < wanted:
             self._slots[slot][key] = known = vector.tier.staging(wanted)
-        return known
+        return known[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
 
     def _read(self, chunk: Chunk[Any], slot: int, pending: list[PendingIO], keys: Collection[str]) -> None:
         """Begins to read; what is under way is in `pending`, also where the next read raises."""

@@ -1,11 +1,7 @@
 """Asynchronous transfers between files and memory: submit, poll, wait; with direct I/O where possible.
 
-asked of the kernel, and tried.
-
 statx(2) tells the alignments from Linux 6.1 on, for file systems that know. Else they are taken to be a page, and a
 read shows whether that is enough.
-
-submit, do something else, wait.
 
     submit(kind, extents) -> Request --wait--> done, or OSError with path, byte offset, bytes and cause
 

@@ -1,7 +1,5 @@
 """One preallocated file in one directory, record checksums, and the removal of files whose process has ended.
 
-a debug mode that finds a drive, or a program, that changes bytes.
-
     zero-strategy.<host>.<boot>.<pid>.<start>.<label>.rank<r>.<random>.state
 
 Most files have lost their names before anything is in them (`part_file.py`), so there is little to find: what a process
@@ -10,8 +8,6 @@ stale if its process is gone: in this boot and PID namespace no process has the 
 another time. Nobody may hold the lock, besides, that a living owner has on its file. Process numbers of another boot or
 namespace (a container that shares a directory and a host's name) say nothing: there the lock alone decides, and where
 the file system has no locks the file stays. Files of other hosts are left alone.
-
-its space is reserved, its name is gone, and it is opened past the page cache if possible.
 
 The name is removed right after opening. The bytes then live as long as the descriptor, and the kernel frees them
 however the process ends, SIGKILL and power included: nothing has to be cleaned up later, and nobody can open the file

@@ -70,7 +70,7 @@ class LedgeredEngine(Protocol):
 def ledger_of(engine: LedgeredEngine) -> Ledger:
     """Every long-lived buffer of this rank; between steps none of them is a peak.
 
-    Memory of others (activations, what a framework keeps, NCCL's own buffers) is not in it; see `memory.reconcile`.
+    Memory of others (activations, what a framework keeps, NCCL's own buffers) is not in it; see `reconcile`.
     """
     device = engine.model.device
     ledger = Ledger(device_type=device.type)
@@ -305,7 +305,7 @@ class Machine:
         """
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         free = [torch.cuda.mem_get_info(device)[0] for device in range(gpus)]
-        bounds = [("MemAvailable", available)] if (available := _available(root)) is not None else []
+        bounds = [(name, nbytes) for name, nbytes in host_memory(root).items() if name == "MemAvailable"]
         bounds += [(f"limit of the control group ({path})", left) for path, left in _cgroup_rooms(root)]
         bound, host_free = min(bounds, key=lambda found: found[1], default=("", None))
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -321,15 +321,13 @@ class Machine:
         )
 
 
-def _available(root: Path) -> int | None:
+def host_memory(root: Path) -> dict[str, int]:
+    """Bytes by name, as Linux tells them ("MemTotal", "MemAvailable"); empty on other systems."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
 
 
 def _cgroup_rooms(root: Path) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,5 @@
 """Shapes of a model and of optimizer states: what a plan needs to know, without memory.
 
-its units, the shapes and dtypes of their parameters, its buffers.
-
 Taken from a module on any device, the meta device included, or made of the plain numbers of a GPT.
 """
 

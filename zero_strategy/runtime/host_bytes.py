@@ -1,7 +1,5 @@
 """Host memory at aligned addresses, and reads of files into flat tensors in bounded memory.
 
-what is written past the page cache must lie as its place in the file does.
-
 A write with O_DIRECT needs its memory, its file offset and its length at multiples of the page size (open(2)). Memory
 whose address is congruent to the file offset lets all whole pages of a range be written without another copy.
 

@@ -1,11 +1,5 @@
 """Terminal output of commands and long work: tables, sizes, progress bars, lines that a script asked for.
 
-tables, sizes, progress bars, arguments.
-
-on one rank, on a terminal, and only if it does take long.
-
-to the log, or to stderr where no log is set up.
-
 Python drops what is logged at INFO until a handler is there, so a plain script would see nothing of what it asked for.
 Where logging is configured, by anyone and in any way, it alone decides, and no line comes twice.
 """

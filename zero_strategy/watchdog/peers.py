@@ -1,7 +1,7 @@
 """Liveness of other ranks: processes of this host, heartbeats of other hosts, and the thread that exchanges them.
 
-asked of the operating system, for one that is stopped or gone does
-not answer, and one that computes in a single long call cannot.
+The operating system is asked whether a process of this host runs, for one that is stopped or gone does not answer, and
+one that computes in a single long call cannot.
 
 The store is in one of the processes that train, as often as not: where that one is stopped, a call to it never returns.
 Nothing is sent before there is something to tell, and no connection is made.
