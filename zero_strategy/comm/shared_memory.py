@@ -1,9 +1,9 @@
 """Exchange of large tensors between ranks of one host through shared memory, and the pipes that signal it.
 
-Each rank has a pipe, into which the others write. Telling costs one system call, and waiting two: less than a hundredth of a millisecond, and no other thread has to run
-for it, where a message of gloo's passes through a thread on either side. Each record is written in one piece (far below
-PIPE_BUF), so that several ranks can write into one pipe. A rank whose process ends is noticed at once, by a descriptor
-of its process; whoever aborts tells the others and itself.
+Each rank has a pipe, into which the others write. Telling costs one system call, and waiting two: less than a hundredth
+of a millisecond, and no other thread has to run for it, where a message of gloo's passes through a thread on either
+side. Each record is written in one piece (far below PIPE_BUF), so that several ranks can write into one pipe. A rank
+whose process ends is noticed at once, by a descriptor of its process; whoever aborts tells the others and itself.
 
 The pipes have no names: a rank opens another one's through /proc, as it does the memory that they share.
 

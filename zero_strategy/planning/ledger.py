@@ -1,7 +1,7 @@
 """The ledger: every long-lived buffer of a rank, with category, owner, tier, bytes asked and bytes taken.
 
-What an engine holds (`ZeroEngine.ledger()`) and what a plan foresees (`MemoryPlan.ledger`) are both ledgers, so that they
-can be compared entry by entry.
+What an engine holds (`ZeroEngine.ledger()`) and what a plan foresees (`MemoryPlan.ledger`) are both ledgers, so that
+they can be compared entry by entry.
 
     asked   bytes of the elements themselves
     taken   bytes of memory: with alignment and padding of the buckets, and what the allocator rounds up to
