@@ -38,6 +38,7 @@ from torch import Tensor
 
 from zero_strategy.offload.file_io import O_DIRECT, REFUSALS, DirectRules, Extent, OpenFile, can_read, direct_rules
 from zero_strategy.runtime.host_bytes import PAGE, checksum_of, memory_of
+from zero_strategy.watchdog.peers import STARTED, STATE, host, stat_fields
 
 
 class CorruptRecordError(RuntimeError):
@@ -85,7 +86,6 @@ def _checksum(memory: Tensor) -> str:
     return checksum_of(memory_of(memory))
 
 _NAME = re.compile(r"zero-strategy\.([^.]+)\.([^.]+)\.(\d+)\.(\d+)\.[^.]*\.rank\d+\.[^.]+\.state")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN = "unknown"
 _LOCK_SECONDS = 1.0
 
@@ -122,13 +122,9 @@ class Owner:
 
 def this_process() -> Owner:
     """The one that asks."""
-    boot = ""
-    try:
-        if os.readlink("/proc/self") == str(os.getpid()):  # else /proc shows the processes of another namespace
-            namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-            boot = f"{_BOOT_ID.read_text().strip().replace('-', '')[:16]}-{namespace}"
-    except OSError:
-        pass
+    boot, _, namespace = host().partition(" ")
+    if boot:
+        boot = f"{boot.replace('-', '')[:16]}-{namespace.strip('pid:[]')}"
     return Owner(_plain(socket.gethostname()) or _UNKNOWN, boot or _UNKNOWN, os.getpid(), _started(os.getpid()) or 0)
 
 
@@ -195,12 +191,10 @@ def _locked(path: Path) -> bool | None:
 def _started(pid: int) -> int | None:
     """Start of a process, in ticks since the boot; None if there is none, 0 if that cannot be known."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return None if fields[0] in "ZX" else int(fields[19])  # one that has ended and only waits for its parent
-    except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else 0
-    except ProcessLookupError:
-        return None
+        fields = stat_fields(pid)
+        if fields is None:
+            return None if Path("/proc/self/stat").exists() else 0
+        return None if fields[STATE] in "ZX" else int(fields[STARTED])  # that has ended and only waits for its parent
     except (OSError, IndexError, ValueError):
         return 0
 

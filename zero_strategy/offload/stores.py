@@ -300,10 +300,6 @@ class OffloadStores:
             ranks,
         )
 
-    def in_files(self) -> bool:
-        """True if anything is kept in files."""
-        return self.files is not None
-
     @property
     def files(self) -> Tier | None:
         """The tier in files, if anything is kept there."""

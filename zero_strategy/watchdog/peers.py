@@ -30,7 +30,7 @@ from zero_strategy.watchdog.diagnosis import Failure, FailureBoard, RankLabels, 
 
 Condition = Literal["running", "stopped", "gone", "unknown"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STATE, _STARTED = 0, 19
+STATE, STARTED = 0, 19
 """Fields of /proc/PID/stat, counted behind the name, which may hold anything."""
 
 
@@ -66,10 +66,10 @@ def _host_of(pid: int) -> str:
 def own_card() -> ProcessCard:
     """This process's."""
     try:
-        fields = _fields(os.getpid())
+        fields = stat_fields(os.getpid())
     except OSError:
         fields = None
-    return ProcessCard(host(), os.getpid(), int(fields[_STARTED]) if fields else 0)
+    return ProcessCard(host(), os.getpid(), int(fields[STARTED]) if fields else 0)
 
 
 def condition(card: ProcessCard) -> Condition:
@@ -77,16 +77,16 @@ def condition(card: ProcessCard) -> Condition:
     if not card.host or card.host != _host_of(os.getpid()):
         return "unknown"
     try:
-        fields = _fields(card.pid)
+        fields = stat_fields(card.pid)
     except OSError:  # such as too many open files: of this process
         return "unknown"
-    if fields is None or int(fields[_STARTED]) != card.started or fields[_STATE] in "ZXx":
+    if fields is None or int(fields[STARTED]) != card.started or fields[STATE] in "ZXx":
         return "gone"
-    return "stopped" if fields[_STATE] == "T" else "running"
+    return "stopped" if fields[STATE] == "T" else "running"
 
 
-def _fields(pid: int) -> list[str] | None:
-    """None: there is none."""
+def stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat behind the name; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
