@@ -4,7 +4,7 @@
     vectors of it             master 0, 1, 2;  exp_avg 0, 1, 2;  exp_avg_sq 0, 1, 2      each one record of the tier
 
 Vectors of one bucket are cut at the same elements, so a step takes one chunk of each and needs no more memory than a
-few chunks, however large a bucket or a parameter is. The head of a vector (`memory.cuts`) may be kept on the device.
+few chunks, however large a bucket or a parameter is. The head of a vector (`Cuts`) may be kept on the device.
 
     places of a chunk in files    present     its values
                                   held        what a save in the background reads; often the present ones
