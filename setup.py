@@ -54,7 +54,7 @@ setup(
     packages=[*find_packages(include=["zero_strategy*"]), "zero_strategy.cpp"],
     package_dir={"zero_strategy.cpp": "cpp"},
     package_data={
-        "zero_strategy": ["py.typed", "diagnostics/page/*"],
+        "zero_strategy": ["py.typed", "cli/page/*"],
         "zero_strategy.cpp": ["*.h", "cpu/*", "cuda/*", "io/*"],
     },
     distclass=Package,

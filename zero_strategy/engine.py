@@ -321,7 +321,7 @@ class ZeroEngine:
 
     def detach(self) -> None:
         """Let go of all optimizers, for example to attach new ones; their states are dropped."""
-        if self.offloaded.in_files():
+        if self.offloaded.files is not None:
             self.saver.rest()  # a save in the background reads them there
         for sharded in self.optimizers:
             sharded.detach()

@@ -36,8 +36,8 @@ from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp import layout
 from zero_strategy.fsdp.dtensor import TensorPart, held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.offload.chunk_store import VectorReader, live_values
 from zero_strategy.offload.chunks import OffloadedPart
-from zero_strategy.offload.images import VectorReader, live_values
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.runtime.torch_private import buffers_of, children_of, non_persistent_buffers, parameters_of
 

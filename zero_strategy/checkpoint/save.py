@@ -51,7 +51,7 @@ from zero_strategy.checkpoint.writer import in_file_order
 from zero_strategy.comm.barrier import together
 from zero_strategy.comm.store import FailedElsewhereError, SaveBoard, own_store
 from zero_strategy.config import CheckpointConfig
-from zero_strategy.offload.images import StateImages
+from zero_strategy.offload.chunk_store import StateImages
 from zero_strategy.offload.tier import Tier
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 

@@ -15,7 +15,7 @@ import torch
 
 from zero_strategy.checkpoint.manifest import CheckpointPlan, FileKind
 from zero_strategy.checkpoint.writer import LatePiece, Piece, in_file_order
-from zero_strategy.offload.images import FileCopies, StateImages
+from zero_strategy.offload.chunk_store import FileCopies, StateImages
 from zero_strategy.offload.tier import Tier
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 

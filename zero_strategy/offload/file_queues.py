@@ -1,11 +1,7 @@
 """The file queues: io_uring or threads in C++, threads in Python as the reference, and their choice.
 
-threads that read and write. The reference, and what runs without a compiler.
-
 Calls to the kernel leave the interpreter's lock, so blocks move in parallel. The rules by which a block goes on after a
 short or failed call are those of `cpp/io/queue.h`.
-
-io_uring, else threads in C++, else threads in Python.
 
 `ZERO_STRATEGY_IO=io_uring`, `threads` or `python` asks for one; it is then an error if it cannot be had.
 """

@@ -1,21 +1,16 @@
-"""A plan held against memory: whether it fits, the cheapest changes after which it does, the largest model.
-
-the largest `offload.resident_bytes` that fits.
-
-whether it fits, and the changes after which it does, cheapest first.
-"""
+"""A plan held against memory: what it needs, the cheapest changes after which it fits, the largest model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_strategy.offload.chunk_store import PAGE_BYTES
 from zero_strategy.planning.buckets import TIER_ORDER, Offload, facts_of, placement_of, staying, staying_bytes, stop_of
+from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import TIERS, Ledger
-from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
-from zero_strategy.planning.shapes import ModelShape
+from zero_strategy.planning.shapes import ModelShape, NamedShapes, ParameterShape, TokenCosts, UnitShape
 from zero_strategy.runtime.terminal import size, table
 
 _ENDLESS = 1 << 60
@@ -73,6 +68,7 @@ def moved_bytes(plan: MemoryPlan, rank: int = 0) -> int:
             left = stop - start - (stop_of(cuts, cuts.heads + here.gradients))
             total += 2 * left * bucket.gradient_dtype.itemsize
     return total
+
 
 _MOST_RANKS = 4096
 _SMALL_SHM = 1 << 30
@@ -319,6 +315,60 @@ def notes(plan: MemoryPlan, machine: Machine, ledger: Ledger | None = None) -> l
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def gpt_shape(
+    hidden: int, layers: int, vocabulary: int, *, positions: int = 0, intermediate: int | None = None
+) -> ModelShape:
+    """A GPT: attention and a two-matrix MLP per layer with biases and norms, embedding tied to the head.
+
+    Args:
+        hidden: Width.
+        layers: Blocks; each is a unit.
+        vocabulary: Rows of the embedding.
+        positions: Rows of the position embedding; 0 for none.
+        intermediate: Width of the MLP; default: 4 x hidden.
+
+    Returns:
+        layers x (4 h^2 + 2 h i + 9 h + i) + (vocabulary + positions) h + 2 h parameters.
+
+    Raises:
+        ValueError: If a size is not positive.
+    """
+    inner = 4 * hidden if intermediate is None else intermediate
+    sizes = {"hidden": hidden, "layers": layers, "vocabulary": vocabulary, "intermediate": inner}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a GPT needs 1 or more")
+    root: list[tuple[str, tuple[int, ...]]] = [("positions.weight", (positions, hidden))] if positions else []
+    root += _norm("norm", hidden)
+    embedding = ("embedding.weight", ParameterShape((vocabulary, hidden), tied=True))
+    units = [UnitShape("", (embedding, *_named("", root)))]
+    block = [
+        *_norm("norm1", hidden),
+        *_linear("attention.qkv", hidden, 3 * hidden),
+        *_linear("attention.out", hidden, hidden),
+        *_norm("norm2", hidden),
+        *_linear("mlp.up", hidden, inner),
+        *_linear("mlp.down", inner, hidden),
+    ]
+    units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
+    # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
+    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary, products=6 * hidden + inner)
+    return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
+
+
+def _norm(name: str, width: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
+
+
+def _named(prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> NamedShapes:
+    return tuple((prefix + name, ParameterShape(shape)) for name, shape in shapes)
+
 
 _MOST_STEPS = 1 << 14
 """Bound of the search: a hidden size of a million."""
