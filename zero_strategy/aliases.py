@@ -62,7 +62,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "ops.applier": "ops.multi_tensor",
         "optim.model_parallel_norm": "compat.megatron.gradients",
         "optim.no_optimizer": "optim.fused",
-        "piece_exchange": "checkpoint.pieces.hosts",
+        "piece_exchange": "checkpoint.piece_reader",
         "pipeline.deferred_embedding": "compat.megatron.gradients",
         "pipeline.recipes": "pipeline.building",
         "pipeline.schedule": "pipeline.instructions",

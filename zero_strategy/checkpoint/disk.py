@@ -55,6 +55,7 @@ class Pace:
             time.sleep(self._due - now)
         self._due = max(self._due, now) + nbytes / self._speed
 
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _TOKEN = r"[A-Za-z0-9_-]+"  # no dot, so that the names of targets "a" and "a.b" cannot be confused
@@ -166,6 +167,7 @@ def _exchange(first: Path, second: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(second))
+
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a write, and the file offsets at which chunks end are multiples of it."""

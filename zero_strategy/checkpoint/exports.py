@@ -24,8 +24,8 @@ import torch
 from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.disk import remove, sync
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME
-from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX
-from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, join
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
+from zero_strategy.checkpoint.storage import RemoteFolder, is_remote, join
 from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.comm.barrier import together
 
@@ -99,7 +99,7 @@ def load_checkpoint(
         strict: Missing and unexpected names are errors.
         optimizers: Load optimizer state, counters and random state.
         schedulers: Load the scheduler's state.
-        checkpoint_in: Finds a checkpoint of any kind in a folder; see `open_any.checkpoint_in`.
+        checkpoint_in: Finds a checkpoint of any kind in a folder; see `convert.convert.checkpoint_in`.
         lr_scheduler: What takes it.
 
     Returns:
@@ -181,7 +181,7 @@ def unpack_client_state(reader: StateReader) -> dict[str, Any]:
 
 
 def _there(path: str, tag: str | int | None, checkpoint_in: Callable[[str], str | None]) -> str | None:
-    """"" if the path is to be opened, which refuses what is damaged; a name in it to open instead; None for neither."""
+    """An empty name if the path itself is to be opened, which refuses damage; a name in it; None for neither."""
     if tag is None:
         return checkpoint_in(path)
     if is_remote(path):
@@ -194,6 +194,7 @@ def _check_tag(name: str) -> None:
         raise ValueError(
             f"tag {name!r} cannot name a checkpoint: give a folder's name without '/' or a dot in front, not 'latest'"
         )
+
 
 _STAGED = ".weights"
 _CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}

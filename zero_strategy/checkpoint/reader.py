@@ -18,10 +18,10 @@ from types import MappingProxyType
 import torch
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block
 from zero_strategy.checkpoint.folders import locate, parse_aliases
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.checkpoint.ranges import Block
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
 from zero_strategy.runtime.host_bytes import Transfer, checksum_of
 from zero_strategy.runtime.regular_files import open_regular, read_regular
@@ -102,6 +102,7 @@ class _Queue:
                     size = min(_ANNOUNCED_AT_ONCE, job.nbytes - begin)
                     os.posix_fadvise(job.fd, job.offset + begin, size, os.POSIX_FADV_WILLNEED)
 
+
 class CheckpointReader(StateReader):
     """A checkpoint, or plain weights, open for reading. It keeps no file open between calls.
 
@@ -118,9 +119,7 @@ class CheckpointReader(StateReader):
 
     directory: Path
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20, verify: bool = True
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20, verify: bool = True) -> None:
         location = locate(directory)
         self.directory = location.directory
         self._manifest = location.manifest

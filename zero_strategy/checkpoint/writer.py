@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block, Checksums, Coverage, blocks_of
 from zero_strategy.checkpoint.disk import (
     DiskWriter,
     all_beside,
@@ -38,15 +37,9 @@ from zero_strategy.checkpoint.disk import (
 )
 from zero_strategy.checkpoint.folders import remove_leftovers, remove_leftovers_of, sign
 from zero_strategy.checkpoint.layout import FileLayout, folders_above, is_inner_path, parse_object
-from zero_strategy.checkpoint.manifest import (
-    LATEST_NAME,
-    MANIFEST_NAME,
-    RECEIPTS_NAME,
-    CheckpointPlan,
-    FileKind,
-    Manifest,
-)
-from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, FileKind, Manifest
+from zero_strategy.checkpoint.plan import CheckpointPlan
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX, Block, Checksums, Coverage, blocks_of
 from zero_strategy.runtime.host_bytes import checksum_of
 from zero_strategy.runtime.regular_files import read_regular
 
@@ -118,7 +111,7 @@ def in_file_order(
 
 
 class SaveWriter(ABC):
-    """One rank's part in saving one checkpoint; `saving.job.SaveJob` says in which order the ranks call it.
+    """One rank's part in saving one checkpoint; `save_job.SaveJob` says in which order the ranks call it.
 
     Attributes:
         leads: Whether this rank, not being rank 0, is the first one of a host with a directory of its own.
@@ -239,6 +232,7 @@ def check_manifest(plan: CheckpointPlan, manifest: Manifest) -> None:
     same = same and owners <= manifest.optimizers.keys()
     if not same or any(dict(e.states) != plan.state_paths(n) for n, e in manifest.optimizers.items()):
         raise ValueError("the manifest does not describe the plan; make it with plan.manifest(...)")
+
 
 class CheckpointWriter(SaveWriter):
     """One rank's part in saving one checkpoint.

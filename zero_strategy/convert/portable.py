@@ -26,16 +26,8 @@ from typing import Any
 import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import (
-    DEFAULT_MAX_FILE_BYTES,
-    INDEX_NAME,
-    CheckpointPlan,
-    FileKind,
-    Manifest,
-    OptimizerRecord,
-    Scalar,
-    WeightRecord,
-)
+from zero_strategy.checkpoint.manifest import INDEX_NAME, FileKind, Manifest, OptimizerRecord, Scalar, WeightRecord
+from zero_strategy.checkpoint.plan import DEFAULT_MAX_FILE_BYTES, CheckpointPlan
 from zero_strategy.checkpoint.state_reader import StateReader, check_out
 from zero_strategy.checkpoint.writer import CheckpointWriter, Piece
 

@@ -1,23 +1,38 @@
-"""Reads a checkpoint that is made of pieces: any element range, from whichever ranks' files have it."""
+"""Reads a checkpoint that is made of pieces: any element range, from whichever ranks' files have it.
+
+Where hosts share no directory, saves are not mixed, and hosts give one another what they lack. Same shape, same hosts,
+stages 1 to 3: all slices of a rank lie on its own host. What lies elsewhere are buffers, which rank 0 wrote; what ranks
+hold whole (stage 0), what replicas hold, and after a change of shape any slice. That travels in messages of bounded
+size, to all ranks alike, of which each keeps what it wants: slow for a large model in another shape, where merging
+first is better, and nothing to speak of for buffers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
+from zero_strategy.checkpoint.disk import (
+    all_beside,
+)
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
-from zero_strategy.checkpoint.pieces.format import PieceTable, Slice, rank_path, small_path
+from zero_strategy.checkpoint.ranges import PieceTable, Slice, rank_path, small_path
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
 from zero_strategy.checkpoint.storage import Storage
-from zero_strategy.checkpoint.verify import check_blocks
 from zero_strategy.runtime.host_bytes import checksum_of
+
+if TYPE_CHECKING:
+    from zero_strategy.train_state import TrainState
+
 
 _TOGETHER_BYTES = 32 << 20
 """Most bytes of one request."""
@@ -60,9 +75,7 @@ class PieceReader(StateReader):
         ValueError: If the manifest is that of an ordinary checkpoint, or its checksums leave out elements of a tensor.
     """
 
-    def __init__(
-        self, storage: Storage, manifest: Manifest, directory: Path | str, *, verify: bool = True
-    ) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest, directory: Path | str, *, verify: bool = True) -> None:
         if manifest.pieces is None:
             raise ValueError(f"{directory}: an ordinary checkpoint, not one of pieces")
         self.directory = directory
@@ -215,9 +228,7 @@ class PieceReader(StateReader):
             raise ValueError(f"{self.directory}/{path}: has no tensor {name!r}")
         return layout, stored
 
-    def _parts(
-        self, layout: FileLayout, name: str, one: Slice, start: int, stop: int, item: int
-    ) -> Iterator[_Part]:
+    def _parts(self, layout: FileLayout, name: str, one: Slice, start: int, stop: int, item: int) -> Iterator[_Part]:
         """Reads for elements [start, stop) of one slice."""
         size = layout.specs[name].dtype.itemsize
         blocks: list[tuple[int, int, str | None]] = [(start, stop, None)]
@@ -341,3 +352,172 @@ def _pipeline_peers(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
             group.append(part)
         if group:
             yield group
+
+
+def check_blocks(manifest: Manifest, pieces: PieceTable, source: str) -> None:
+    """Checks that each element of all tensors is in one block, and each block within one rank's slice.
+
+    Args:
+        manifest: The checkpoint's.
+        pieces: The manifest's.
+        source: The checkpoint, for errors.
+
+    Raises:
+        ValueError: Naming the file and the tensor.
+    """
+    for path, layout in pieces.layouts.items():
+        where = f"{source}/{path}"
+        manifest.checksums.check_cover(path, {name: spec.numel for name, spec in layout.specs.items()}, where)
+        for name, slices in pieces.slices.get(path, {}).items():
+            ends = [block.stop for block in manifest.checksums.tensors.get(path, {}).get(name, [])]
+            if across := sorted({one.stop for one in slices} - set(ends)):
+                raise ValueError(f"{where}: a checksum of tensor {name!r} goes across a slice's end at {across[0]}")
+
+
+_MESSAGE_BYTES = 32 << 20
+"""Of slices that travel together."""
+_Slice = tuple[str, FileKind, Slice]
+
+
+def check_one_save(engine: TrainState, reader: StateReader) -> None:
+    """Check that, and give readers the small files that are on other hosts only; all ranks call it.
+
+    Raises:
+        ValueError: On all ranks, if hosts have checkpoints of different saves under one name; says which rank has
+            which, and where one lies that all hosts have.
+    """
+    own = reader.manifest.save if reader.has_manifest else ""
+    beside = _complete_beside(reader) if isinstance(reader, PieceReader) else {}
+    of_pieces: list[bool] = engine.mesh.world_group.control.all_gather_objects(isinstance(reader, PieceReader))
+    if not any(of_pieces):
+        return
+    everyone: list[tuple[str, str, dict[str, str]]] = engine.mesh.world_group.control.all_gather_objects(
+        (own, str(reader.directory), beside)
+    )
+    saves = [save for save, _, _ in everyone]
+    if len(set(saves)) == 1 and all(of_pieces):
+        if _may_differ(engine, reader):
+            assert isinstance(reader, PieceReader)
+            _supply_small(engine, reader)
+        return
+    lines = [f"\n  rank {rank}: {place} is of save {save!r}" for rank, (save, place, _) in enumerate(everyone)]
+    for save in sorted(set(saves)):
+        if all(save == there or save in beside for there, _, beside in everyone):
+            lines.append(f"\nSave {save!r} is complete on all hosts. Give it its name, and load again:")
+            moves = {f"\n  rank {r}: mv {b[save]} {p}" for r, (there, p, b) in enumerate(everyone) if there != save}
+            lines += sorted(moves)
+    raise ValueError("the ranks would load checkpoints of different saves:" + "".join(lines))
+
+
+@contextmanager
+def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) -> Iterator[None]:
+    """Inside, a reader has the slices that its host lacks and another one has; all ranks call it, with what they want.
+
+    Raises:
+        RuntimeError: On all ranks, if one cannot read what others need; says which and why.
+    """
+    if not _may_differ(engine, reader):
+        yield
+        return
+    assert isinstance(reader, PieceReader)
+    missing = set(reader.lacking())
+    lacks: dict[_Slice, int] = {}
+    for item in wanted if missing else ():
+        size = reader.spec(item.name, item.kind).dtype.itemsize
+        for one in reader.slices_of(item.name, item.kind, item.start, item.stop):
+            if one.rank in missing:
+                lacks[item.name, item.kind, one] = (one.stop - one.start) * size
+    everyone: list[tuple[dict[_Slice, int], set[int]]] = engine.mesh.world_group.control.all_gather_objects(
+        (lacks, missing)
+    )
+    needed: dict[_Slice, int] = {}
+    for slices, _ in everyone:
+        needed |= slices
+    givers = {writer: _first_without(writer, [absent for _, absent in everyone]) for writer in _writers(reader)}
+    try:
+        for batch in _batches(needed):
+            mine = [entry for entry in batch if givers[entry[2].rank] == engine.mesh.world_group.rank]
+            for entry, values in _exchange(engine, lambda mine=mine: [(e, _read(reader, e)) for e in mine]):  # type: ignore[misc]
+                if entry in lacks:
+                    reader.supply(entry[0], entry[1], entry[2], values)
+        yield
+    finally:
+        reader.forget_supplied()
+
+
+def _supply_small(engine: TrainState, reader: PieceReader) -> None:
+    """Random states and the like: each rank's own is on its own host."""
+    missing = set(reader.lacking_small())
+    everyone: list[set[str]] = engine.mesh.world_group.control.all_gather_objects(missing)
+    needed = sorted(set().union(*everyone))
+    mine = [path for path in needed if _first_without(path, everyone) == engine.mesh.world_group.rank]
+    if needed:
+        for name, content in _exchange(engine, lambda: [(path, reader.extra(path)) for path in mine]):
+            if name in missing:
+                reader.supply_small(name, content)
+
+
+def _complete_beside(reader: PieceReader) -> dict[str, str]:
+    """Save -> place of what a save left complete without its name."""
+    found: dict[str, str] = {}
+    if isinstance(reader.directory, Path):
+        for path in all_beside(reader.directory, "tmp"):
+            try:
+                found[Manifest.load(path).save] = str(path)
+            except (OSError, ValueError):
+                continue
+    return found
+
+
+def _may_differ(engine: TrainState, reader: StateReader) -> bool:
+    """True if other ranks may see other pieces than this one; all ranks say the same, see `check_one_save`."""
+    return (
+        isinstance(reader, PieceReader)
+        and isinstance(reader.directory, Path)
+        and engine.mesh.world_group.world_size > 1
+    )
+
+
+def _writers(reader: PieceReader) -> list[int]:
+    pieces = reader.manifest.pieces
+    assert pieces is not None
+    return list(pieces.ranks)
+
+
+def _first_without(item: Any, missing: Sequence[set[Any]]) -> int | None:
+    """The first rank that does not miss something."""
+    return next((rank for rank, items in enumerate(missing) if item not in items), None)
+
+
+def _batches(needed: Mapping[_Slice, int]) -> Iterator[list[_Slice]]:
+    """In an order that is the same on all ranks."""
+    batch: list[_Slice] = []
+    size = 0
+    for entry, nbytes in sorted(needed.items(), key=lambda item: (str(item[0][1]), item[0][0], item[0][2].start)):
+        if batch and size + nbytes > _MESSAGE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _read(reader: PieceReader, entry: _Slice) -> torch.Tensor:
+    name, kind, one = entry
+    return reader.read(name, one.start, one.stop, kind=kind)
+
+
+def _exchange(engine: TrainState, read: Callable[[], list[tuple[Any, Any]]]) -> Iterator[tuple[Any, Any]]:
+    """Contents of a file, on all ranks."""
+    mine: list[tuple[Any, Any]] = []
+    error: str | None = None
+    try:
+        mine = read()
+    except (OSError, ValueError) as caught:
+        error = str(caught)
+    everyone = engine.mesh.world_group.control.all_gather_objects((mine, error))
+    if errors := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+        raise RuntimeError(f"pieces that other ranks need cannot be read, on rank(s): {errors}")
+    for found, _ in everyone:
+        yield from found
