@@ -36,7 +36,9 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return sorted(different)
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, list(KINDS)), (3, ["stage 2, bfloat16", "pieces", "Trainer"])])
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, list(KINDS)), (3, ["stage 2, bfloat16", "pieces", "Trainer"])], ids=["same", "another"]
+)
 def test_an_earlier_version_s_checkpoints_load_bit_for_bit(
     ranks: Launcher, root: Path, world: int, names: list[str]
 ) -> None:
