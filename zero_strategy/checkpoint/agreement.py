@@ -184,13 +184,6 @@ class Agreed:
     known: bool
 
 
-@dataclass(frozen=True)
-class _Contribution:
-    tables: list[OptimizerTable]
-    digests: dict[str, int]
-    error: str | None
-
-
 class Agreement:
     """The exchange before each save of one engine. A collective.
 
@@ -253,18 +246,19 @@ class Agreement:
         self, own: list[OptimizerTable], digests: dict[str, int], error: Exception | None, frozen: Collection[str]
     ) -> tuple[list[OptimizerTable], dict[str, str]]:
         self._all = None
-        mine = _Contribution(own, digests, None if error is None else f"{error}")
-        everyone: list[_Contribution] = self._engine.mesh.world_group.control.all_gather_objects(mine)
+        mine = (own, digests, None if error is None else f"{error}")
+        everyone: list[tuple[list[OptimizerTable], dict[str, int], str | None]]
+        everyone = self._engine.mesh.world_group.control.all_gather_objects(mine)
         if error is not None:
             raise error
-        if failed := {rank: other.error for rank, other in enumerate(everyone) if other.error is not None}:
+        if failed := {rank: text for rank, (_, _, text) in enumerate(everyone) if text is not None}:
             raise FailedElsewhereError(f"failed on other rank(s): {failed}")
         tables = [OptimizerTable() for _ in own]
-        for other in everyone:
-            for table, part in zip(tables, other.tables, strict=True):
+        for others, _, _ in everyone:
+            for table, part in zip(tables, others, strict=True):
                 table.merge(part)
         self._own, self._all = own, tables
-        return tables, total_digests([other.digests for other in everyone], frozen)
+        return tables, total_digests([parts for _, parts, _ in everyone], frozen)
 
     def _is_as_before(self, own: list[OptimizerTable]) -> bool:
         """True if only values have changed, those of all parameters to the same."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zero_strategy.checkpoint.manifest import FileKind
 from zero_strategy.checkpoint.state_reader import Wanted
-from zero_strategy.checkpoint.writer import LatePiece, Piece
+from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp import layout
 from zero_strategy.fsdp.dtensor import TensorPart, held_by
@@ -49,7 +49,7 @@ def pieces_in_whole(
     read: Callable[[int, int], Tensor],
     *,
     late: bool,
-) -> Iterator[Piece | LatePiece]:
+) -> Iterator[AnyPiece]:
     """Part of a tensor that this rank writes. A collective of the tensor-parallel ranks where these divide its rows.
 
     Args:
@@ -269,7 +269,7 @@ def pieces_of(
     tables: Sequence[OptimizerTable],
     dtype: torch.dtype | None,
     values_of: VectorReader = live_values,
-) -> Iterator[tuple[FileKind, Piece | LatePiece]]:
+) -> Iterator[Entry]:
     """All that this rank writes: views of live memory, weights converted to `dtype`, and what is to be read first.
 
     A collective of the tensor-parallel ranks if there are several.
@@ -320,7 +320,7 @@ def _weights_pieces(
     piece: layout.Piece,
     dtype: torch.dtype | None,
     values_of: VectorReader,
-) -> Iterator[Piece | LatePiece]:
+) -> Iterator[AnyPiece]:
     """A weight's slice as it is saved: from its master copy where that is finer and wanted."""
     stored = stored_dtype(bucket.dtype, dtype)
     finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
@@ -340,7 +340,7 @@ def _weights_pieces(
 
 def _state_pieces(
     engine: TrainState, states: States, kind: str, dtypes: Mapping[str, torch.dtype], values_of: VectorReader
-) -> Iterator[Piece | LatePiece]:
+) -> Iterator[AnyPiece]:
     for bucket in engine.model.buckets:
         lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
         for piece in _slice_pieces(bucket):

@@ -132,39 +132,36 @@ def pack_client_state(client_state: dict[str, Any], lr_scheduler: dict[str, Any]
     Raises:
         TypeError: If it could not be loaded without running code from the file.
     """
-    buffer = io.BytesIO()
     try:
-        torch.save({"client_state": client_state, "lr_scheduler": lr_scheduler}, buffer)
-    except (AttributeError, PicklingError) as error:
-        raise TypeError(f"client_state or the scheduler's state cannot be saved: {error}") from None
-    content = buffer.getvalue()
-    try:
-        torch.load(io.BytesIO(content), weights_only=True)
-    except UnpicklingError as error:
+        content, error = _packed({"client_state": client_state, "lr_scheduler": lr_scheduler})
+    except (AttributeError, PicklingError) as refused:
+        raise TypeError(f"client_state or the scheduler's state cannot be saved: {refused}") from None
+    if error is not None:
         raise TypeError(
             f"{_culprits(client_state, lr_scheduler)}: not plain data or tensors, which could not be loaded safely "
             f"({_global_of(error)}). Save their state_dict() or plain values instead, or allow their classes with "
             "torch.serialization.add_safe_globals([...])"
-        ) from None
+        )
     return content
 
 
 def _culprits(client_state: dict[str, Any], lr_scheduler: dict[str, Any] | None) -> str:
     """The entries that do not load by themselves."""
     entries = {f"client_state[{key!r}]": value for key, value in client_state.items()}
-    found = [name for name, value in {**entries, "lr_scheduler": lr_scheduler}.items() if not _loads(value)]
+    found = [name for name, value in {**entries, "lr_scheduler": lr_scheduler}.items() if _packed(value)[1] is not None]
     return ", ".join(found) or "client_state"
 
 
-def _loads(value: Any) -> bool:
+def _packed(value: Any) -> tuple[bytes, UnpicklingError | None]:
+    """A value as a file, and why it does not load by itself."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    buffer.seek(0)
+    content = buffer.getvalue()
     try:
-        torch.load(buffer, weights_only=True)
-    except UnpicklingError:
-        return False
-    return True
+        torch.load(io.BytesIO(content), weights_only=True)
+    except UnpicklingError as error:
+        return content, error
+    return content, None
 
 
 def _global_of(error: UnpicklingError) -> str:

@@ -150,10 +150,10 @@ class Manifest:
         try:
             table = content.pop("pieces", None)
             _keys(content, set(_FIELDS) | {"format", "version", "checksum"}, "manifest")
-            pieces = None if table is None else _pieces(table, "pieces")
+            pieces = None if table is None else _read("pieces", PieceTable.from_json, table)
             manifest = cls(pieces=pieces, **{key: parse(content[key], key) for key, parse in _FIELDS.items()})
             _check_references(manifest)
-        except _Malformed as error:
+        except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         return manifest
 
@@ -239,10 +239,6 @@ def _check_own_checksum(data: bytes, source: str) -> None:
         raise ValueError(f"{source}: is damaged: its checksum is {actual}, it says {found[1].decode()}")
 
 
-class _Malformed(Exception):
-    """Something in a manifest is not as it must be; the caller adds the file's name."""
-
-
 def _encode_optimizer(name: str, entry: OptimizerRecord) -> dict[str, Any]:
     where = f"optimizers.{name}"
     return {
@@ -250,20 +246,6 @@ def _encode_optimizer(name: str, entry: OptimizerRecord) -> dict[str, Any]:
         "param_groups": encode(list(entry.param_groups), f"{where}.param_groups"),
         "scalars": encode(entry.scalars, f"{where}.scalars"),
     }
-
-
-def _checksums(value: Any, where: str) -> Checksums:
-    try:
-        return Checksums.from_json(value)
-    except ValueError as error:
-        raise _Malformed(str(error)) from None
-
-
-def _pieces(value: Any, where: str) -> PieceTable:
-    try:
-        return PieceTable.from_json(value)
-    except ValueError as error:
-        raise _Malformed(f"{where}: {error}") from None
 
 
 def _check_some_pieces(pieces: PieceTable, directory: Path) -> None:
@@ -285,67 +267,71 @@ def _check_references(manifest: Manifest) -> None:
         _check_logical_files(manifest, manifest.pieces)
     if manifest.checksums.files.keys() != manifest.files.keys():
         differing = sorted(manifest.checksums.files.keys() ^ manifest.files.keys())
-        raise _Malformed(f"either a checksum without a file, or a file without a checksum: {differing}")
+        raise ValueError(f"either a checksum without a file, or a file without a checksum: {differing}")
     referenced = [(f"weight {name!r}", entry.file) for name, entry in manifest.weights.items()]
     for optimizer, entry in manifest.optimizers.items():
         referenced += [(f"state {kind!r} of optimizer {optimizer!r}", p) for kind, p in entry.states.items()]
     for what, path in referenced:
         if path not in manifest.files:
-            raise _Malformed(f"{what} is in {path!r}, which is not among the files")
+            raise ValueError(f"{what} is in {path!r}, which is not among the files")
     for alias, name in manifest.aliases.items():
         if name not in manifest.weights or alias in manifest.weights:
-            raise _Malformed(f"alias {alias!r} of {name!r} does not lead from a free name to a weight")
+            raise ValueError(f"alias {alias!r} of {name!r} does not lead from a free name to a weight")
 
 
 def _check_logical_files(manifest: Manifest, pieces: PieceTable) -> None:
     if clash := sorted(pieces.layouts.keys() & pieces.owners.keys()):
-        raise _Malformed(f"pieces has {clash} among the files with tensors and among the small ones")
+        raise ValueError(f"pieces has {clash} among the files with tensors and among the small ones")
     if (known := pieces.layouts.keys() | pieces.owners.keys()) != manifest.files.keys():
-        raise _Malformed(f"pieces and files differ in {sorted(known ^ manifest.files.keys())}")
+        raise ValueError(f"pieces and files differ in {sorted(known ^ manifest.files.keys())}")
     for path, layout in pieces.layouts.items():
         if manifest.files[path] != layout.size or manifest.checksums.files.get(path) != checksum_of(layout.header):
-            raise _Malformed(f"the layout of {path} in pieces does not give the file's size and header")
+            raise ValueError(f"the layout of {path} in pieces does not give the file's size and header")
 
 
 def _keys(value: Any, expected: set[str], where: str) -> None:
     if not isinstance(value, dict):
-        raise _Malformed(f"{where} is no object")
+        raise ValueError(f"{where} is no object")
     if missing := expected - value.keys():
-        raise _Malformed(f"{where} lacks {sorted(missing)}")
+        raise ValueError(f"{where} lacks {sorted(missing)}")
     if unknown := value.keys() - expected:
-        raise _Malformed(f"{where} has the unknown keys {sorted(unknown)}")
+        raise ValueError(f"{where} has the unknown keys {sorted(unknown)}")
 
 
 def _count(value: Any, where: str) -> int:
     if type(value) is not int or value < 0:
-        raise _Malformed(f"{where} is {value!r}, expected a count")
+        raise ValueError(f"{where} is {value!r}, expected a count")
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise _Malformed(f"{where} is {value!r}, expected a string")
+        raise ValueError(f"{where} is {value!r}, expected a string")
     return value
 
 
 def _scalar(value: Any, where: str) -> Scalar:
     result = _decode(value, where)
     if not isinstance(result, Scalar):
-        raise _Malformed(f"{where} is {value!r}, expected a single value")
+        raise ValueError(f"{where} is {value!r}, expected a single value")
     return result
 
 
 def _decode(value: Any, where: str) -> Any:
+    return _read(where, decode, value)
+
+
+def _read(where: str, parse: Callable[[Any], T], value: Any) -> T:
     try:
-        return decode(value)
+        return parse(value)
     except (TypeError, ValueError) as error:
-        raise _Malformed(f"{where}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _mapping(parse: Callable[[Any, str], T]) -> Callable[[Any, str], dict[str, T]]:
     def parse_mapping(value: Any, where: str) -> dict[str, T]:
         if not isinstance(value, dict):
-            raise _Malformed(f"{where} is no object")
+            raise ValueError(f"{where} is no object")
         return {key: parse(item, f"{where}.{key}") for key, item in value.items()}
 
     return parse_mapping
@@ -355,7 +341,7 @@ def _files(value: Any, where: str) -> dict[str, int]:
     files = _mapping(_count)(value, where)
     for path in files:
         if not is_inner_path(path):
-            raise _Malformed(f"{where} has {path!r}, which is not a path inside the checkpoint")
+            raise ValueError(f"{where} has {path!r}, which is not a path inside the checkpoint")
     return files
 
 
@@ -363,9 +349,9 @@ def _weight(value: Any, where: str) -> WeightRecord:
     _keys(value, {"dtype", "shape", "file"}, where)
     dtype = DTYPES.get(_text(value["dtype"], f"{where}.dtype"))
     if dtype is None:
-        raise _Malformed(f"{where} has the unknown dtype {value['dtype']!r}")
+        raise ValueError(f"{where} has the unknown dtype {value['dtype']!r}")
     if not isinstance(value["shape"], list):
-        raise _Malformed(f"{where}.shape is no list")
+        raise ValueError(f"{where}.shape is no list")
     shape = tuple(_count(size, f"{where}.shape") for size in value["shape"])
     return WeightRecord(dtype, shape, _text(value["file"], f"{where}.file"))
 
@@ -374,16 +360,12 @@ def _optimizer(value: Any, where: str) -> OptimizerRecord:
     _keys(value, {"states", "scalars", "param_groups"}, where)
     groups = _decode(value["param_groups"], f"{where}.param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise _Malformed(f"{where}.param_groups is no list of objects")
+        raise ValueError(f"{where}.param_groups is no list of objects")
     return OptimizerRecord(
         states=_mapping(_text)(value["states"], f"{where}.states"),
         scalars=_mapping(_mapping(_scalar))(value["scalars"], f"{where}.scalars"),
         param_groups=groups,
     )
-
-
-def _user(value: Any, where: str) -> dict[str, Any]:
-    return _mapping(_decode)(value, where)
 
 
 _FIELDS: dict[str, Callable[[Any, str], Any]] = {
@@ -395,8 +377,8 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
     "world_size": _count,
     "stage": _count,
     "save": _text,
-    "user": _user,
-    "checksums": _checksums,
+    "user": _mapping(_decode),
+    "checksums": lambda value, where: Checksums.from_json(value),
 }
 _FLOAT = "$float"
 _TUPLE = "$tuple"

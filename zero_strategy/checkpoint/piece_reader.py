@@ -9,12 +9,11 @@ first is better, and nothing to speak of for buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +24,9 @@ from zero_strategy.checkpoint.disk import (
 )
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
-from zero_strategy.checkpoint.ranges import PieceTable, Slice, rank_path, small_path
-from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
+from zero_strategy.checkpoint.ranges import Block, PieceTable, Slice, batches, rank_path, small_path
+from zero_strategy.checkpoint.state_reader import LayoutReader, StateReader, Wanted, check_out
 from zero_strategy.checkpoint.storage import Storage
-from zero_strategy.runtime.host_bytes import checksum_of
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
@@ -62,7 +60,7 @@ class _Part:
     checksum: str | None
 
 
-class PieceReader(StateReader):
+class PieceReader(LayoutReader):
     """A checkpoint of pieces, open for reading. It keeps no file open between calls.
 
     Args:
@@ -82,44 +80,15 @@ class PieceReader(StateReader):
         self.aliases = dict(manifest.aliases)
         self._storage, self._manifest, self._verify = storage, manifest, verify
         self._pieces: PieceTable = manifest.pieces
-        for name, record in manifest.weights.items():
-            layout = self._pieces.layouts.get(record.file)
-            if layout is None or name not in layout.specs:
-                raise ValueError(f"{directory}: the manifest names weight {name!r} in {record.file}, which has no such")
-        specs = {name: self._pieces.layouts[record.file].specs[name] for name, record in manifest.weights.items()}
-        self._weights = MappingProxyType(specs)
+        self._weight_files = {name: record.file for name, record in manifest.weights.items()}
+        for name, path in self._weight_files.items():
+            if path not in self._pieces.layouts or name not in self._pieces.layouts[path].specs:
+                raise ValueError(f"{directory}: the manifest names weight {name!r} in {path}, which has no such")
+        self._weights = {name: self._layout(path).specs[name] for name, path in self._weight_files.items()}
         self._supplied: dict[tuple[str, str, int], torch.Tensor] = {}
         self._small: dict[str, bytes] = {}
         if verify:
             check_blocks(manifest, self._pieces, str(directory))
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest."""
-        return self._manifest
-
-    @property
-    def has_manifest(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def weights(self) -> Mapping[str, TensorSpec]:
-        """See `StateReader.weights`."""
-        return self._weights
-
-    def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
-        """See `StateReader.states`."""
-        record = self._manifest.optimizers.get(optimizer)
-        if record is None:
-            known = sorted(self._manifest.optimizers)
-            raise ValueError(f"{self.directory}: has no optimizer {optimizer!r}; it has {known}")
-        return {kind: self._pieces.layouts[path].specs for kind, path in record.states.items()}
-
-    def spec(self, name: str, kind: FileKind = "model") -> TensorSpec:
-        """See `StateReader.spec`."""
-        layout, stored = self._find(name, kind)
-        return layout.specs[stored]
 
     def read(
         self,
@@ -174,11 +143,8 @@ class PieceReader(StateReader):
             content = self._storage.read(place)
         except FileNotFoundError:
             raise ValueError(self._elsewhere(place, f"the file {path!r}", self._pieces.owners[path])) from None
-        expected = self._manifest.checksums.files[path]
-        if self._verify and (actual := checksum_of(content)) != expected:
-            raise ValueError(
-                f"{self.directory}/{place}: is damaged: its checksum is {actual}, the manifest says {expected}"
-            )
+        if self._verify:
+            self.manifest.checksums.check_file(path, content, f"{self.directory}/{place}")
         return content
 
     def lacking(self) -> list[int]:
@@ -210,30 +176,15 @@ class PieceReader(StateReader):
         """Gives the memory of all slices free that it was given."""
         self._supplied.clear()
 
-    def _find(self, name: str, kind: FileKind) -> tuple[FileLayout, str]:
-        if kind == "model":
-            stored = self.stored_name(name, self._weights)
-            record = self._manifest.weights.get(stored)
-            if record is None:
-                raise ValueError(f"{self.directory}: has no tensor {name!r}")
-            return self._pieces.layouts[record.file], stored
-        optimizer, state = kind
-        entry = self._manifest.optimizers.get(optimizer)
-        path = entry.states.get(state) if entry else None
-        if path is None:
-            raise ValueError(f"{self.directory}: has no state {state!r} of an optimizer {optimizer!r}")
-        layout = self._pieces.layouts[path]
-        stored = self.stored_name(name, layout.specs)
-        if stored not in layout.specs:
-            raise ValueError(f"{self.directory}/{path}: has no tensor {name!r}")
-        return layout, stored
+    def _layout(self, path: str) -> FileLayout:
+        return self._pieces.layouts[path]
 
     def _parts(self, layout: FileLayout, name: str, one: Slice, start: int, stop: int, item: int) -> Iterator[_Part]:
         """Reads for elements [start, stop) of one slice."""
         size = layout.specs[name].dtype.itemsize
         blocks: list[tuple[int, int, str | None]] = [(start, stop, None)]
         if self._verify:
-            found = self._manifest.checksums.overlapping(layout.path, name, start, stop)
+            found = self.manifest.checksums.overlapping(layout.path, name, start, stop)
             blocks = [(block.start, block.stop, block.checksum) for block in found]
         for begin, end, checksum in blocks:
             offset = one.offset + (begin - one.start) * size
@@ -271,14 +222,8 @@ class PieceReader(StateReader):
         place = f"{self.directory}/{rank_path(self._pieces.folder, part.rank)}"
         if len(content) != part.nbytes:
             raise ValueError(f"{place}: truncated inside tensor {name!r}")
-        if part.checksum is None:
-            return
-        actual = xxhash.xxh3_64_hexdigest(content)
-        if actual != part.checksum:
-            raise ValueError(
-                f"{place}: tensor {name!r} is damaged: elements [{part.start}, {part.stop}) have the checksum "
-                f"{actual}, the manifest says {part.checksum}"
-            )
+        if part.checksum is not None:
+            Block(part.start, part.stop, part.checksum).check(xxhash.xxh3_64_hexdigest(content), name, place)
 
     def _elsewhere(self, place: str, what: str, rank: int | None) -> str:
         who = "every host has a copy of" if rank is None else f"rank {rank} wrote on its host"
@@ -332,10 +277,7 @@ class _Results:
         return self._out[number]
 
     def _done(self, number: int, values: torch.Tensor) -> None:
-        then: Callable[[torch.Tensor], object] | None = self._wanted[number].then
-        if then is not None:
-            with torch.no_grad():
-                then(values)
+        self._wanted[number].take(values)
         self._out[number] = torch.empty(0)
 
 
@@ -435,7 +377,8 @@ def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) 
         needed |= slices
     givers = {writer: _first_without(writer, [absent for _, absent in everyone]) for writer in _writers(reader)}
     try:
-        for batch in _batches(needed):
+        order = sorted(needed, key=lambda entry: (str(entry[1]), entry[0], entry[2].start))  # the same on all ranks
+        for batch in batches(order, needed.__getitem__, _MESSAGE_BYTES):
             mine = [entry for entry in batch if givers[entry[2].rank] == engine.mesh.world_group.rank]
             for entry, values in _exchange(engine, lambda mine=mine: [(e, _read(reader, e)) for e in mine]):  # type: ignore[misc]
                 if entry in lacks:
@@ -487,20 +430,6 @@ def _writers(reader: PieceReader) -> list[int]:
 def _first_without(item: Any, missing: Sequence[set[Any]]) -> int | None:
     """The first rank that does not miss something."""
     return next((rank for rank, items in enumerate(missing) if item not in items), None)
-
-
-def _batches(needed: Mapping[_Slice, int]) -> Iterator[list[_Slice]]:
-    """In an order that is the same on all ranks."""
-    batch: list[_Slice] = []
-    size = 0
-    for entry, nbytes in sorted(needed.items(), key=lambda item: (str(item[0][1]), item[0][0], item[0][2].start)):
-        if batch and size + nbytes > _MESSAGE_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(entry)
-        size += nbytes
-    if batch:
-        yield batch
 
 
 def _read(reader: PieceReader, entry: _Slice) -> torch.Tensor:

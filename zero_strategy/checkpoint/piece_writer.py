@@ -27,17 +27,17 @@ import base64
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import xxhash
 
 from zero_strategy.checkpoint.disk import (
     DiskWriter,
+    WriteOptions,
     all_beside,
     beside,
     create_file,
@@ -49,36 +49,33 @@ from zero_strategy.checkpoint.disk import (
 )
 from zero_strategy.checkpoint.folders import remove_leftovers, remove_leftovers_of, sign
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
-from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, FileKind, Manifest
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import (
-    Block,
     Checksums,
     Coverage,
     PieceTable,
     Slice,
-    blocks_of,
     folder_of,
+    ranges_to_json,
     rank_path,
     slices_from_json,
-    slices_to_json,
     small_path,
 )
 from zero_strategy.checkpoint.writer import (
-    LatePiece,
+    AnyPiece,
+    Entry,
     Piece,
     SaveWriter,
-    check_extra_files,
     check_free_of,
     check_free_space,
-    check_manifest,
     check_piece,
     check_replaceable,
 )
 from zero_strategy.runtime.host_bytes import Seen, checksum_of
 
 if TYPE_CHECKING:
-    pass
+    from typing_extensions import Unpack
 
 
 class Board(Protocol):
@@ -121,56 +118,23 @@ class PieceWriter(SaveWriter):
     """
 
     def __init__(self, *, rank: int, world_size: int, token: str, board: Board) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not within a world of {world_size}")
-        self.rank, self.world_size = rank, world_size
         self.folder = folder_of(token)
-        self._token = token
+        super().__init__(self.folder, rank=rank, world_size=world_size, token=token)
         self._board = board
-        self._plan: CheckpointPlan | None = None
-        self._report = _Report()
+        self._slices: dict[str, dict[str, list[Slice]]] = {}
+        self._size, self._header = 0, ""
 
     @abstractmethod
-    def _put(self, path: str, content: bytes) -> None:
-        """Writes a small file of this save."""
-
-    @abstractmethod
-    def _sink(
-        self,
-        layout: FileLayout,
-        threads: int,
-        bytes_per_second: float | None,
-        wrote: Callable[[int], object] | None,
-    ) -> AbstractContextManager[Sink]:
+    def _sink(self, layout: FileLayout, options: WriteOptions) -> AbstractContextManager[Sink]:
         """Makes this rank's file, its header included."""
 
-    def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Writes small files of this rank's own, such as its random state, under paths that no other rank uses.
-
-        Raises:
-            ValueError: if a path is not free, or leads out of the checkpoint.
-            OSError: if the file system fails.
-        """
-        check_extra_files(self._prepared_plan(), files)
-        for path, content in files.items():
-            self._put(small_path(self.folder, path), content)
-            self._report.files[path] = len(content)
-            self._report.checksums.files[path] = checksum_of(content)
-
-    def write_all(
-        self,
-        pieces: Iterable[tuple[FileKind, Piece | LatePiece]],
-        *,
-        threads: int = 2,
-        bytes_per_second: float | None = None,
-        wrote: Callable[[int], object] | None = None,
-    ) -> None:
+    def write_all(self, pieces: Iterable[Entry], **options: Unpack[WriteOptions]) -> None:
         """Writes all pieces of this rank, one after the other, and tells rank 0; called once, after `write_files`.
 
         Args:
             pieces: (kind, piece), views of memory. Together with those of all other ranks they must cover every
                 element once.
-            threads, bytes_per_second, wrote: see `DiskWriter`.
+            options: see `WriteOptions`.
 
         Raises:
             ValueError: naming the tensor, if it is unknown or the range is outside it or given twice.
@@ -179,29 +143,23 @@ class PieceWriter(SaveWriter):
         """
         layout, placed = rank_layout(self._prepared_plan(), rank_path(self.folder, self.rank), pieces)
         covered = Coverage()
-        with self._sink(layout, threads, bytes_per_second, wrote) as sink:
+        with self._sink(layout, options) as sink:
             for logical, piece, offset in placed:
                 covered.add(logical.path, piece.name, piece.start, piece.start + piece.numel)
                 self._write_piece(sink, logical, piece.loaded(), offset)
             sink.finish()
-        self._report.size, self._report.header = layout.size, checksum_of(layout.header)
+        self._size, self._header = layout.size, checksum_of(layout.header)
         if self.rank != 0:
-            self._board.send("reported", self._report.to_json())
+            self._board.send("reported", self._report().to_json())
 
     def _write_piece(self, sink: Sink, logical: FileLayout, piece: Piece, offset: int) -> None:
-        size, stop = piece.data.element_size(), piece.start + piece.data.numel()
-        slices = self._report.slices.setdefault(logical.path, {}).setdefault(piece.name, [])
-        slices.append(Slice(piece.start, stop, self.rank, offset))
-        for begin, end in blocks_of(piece.start, stop, size):
-            checksum = xxhash.xxh3_64()
-            part = piece.data[begin - piece.start : end - piece.start]
-            sink.write(part, offset + (begin - piece.start) * size, checksum.update)
-            self._report.checksums.add(logical.path, piece.name, Block(begin, end, checksum.hexdigest()))
+        slices = self._slices.setdefault(logical.path, {}).setdefault(piece.name, [])
+        slices.append(Slice(piece.start, piece.start + piece.numel, self.rank, offset))
+        for begin, part, seen in self._in_blocks(logical.path, piece):
+            sink.write(part, offset + (begin - piece.start) * part.element_size(), seen)
 
-    def _prepared_plan(self) -> CheckpointPlan:
-        if self._plan is None:
-            raise RuntimeError(f"{self.folder}: prepare(plan) must come before write and commit")
-        return self._plan
+    def _report(self) -> _Report:
+        return _Report(self._size, self._header, self._slices, self._checksums, self._own_files)
 
     def _described(self, manifest: Manifest, extra_files: Mapping[str, bytes]) -> tuple[Manifest, dict[str, bytes]]:
         """On rank 0: the manifest of what all ranks wrote, and the small files that every host gets.
@@ -211,30 +169,29 @@ class PieceWriter(SaveWriter):
             FailedElsewhereError: if a rank does not report.
         """
         plan = self._prepared_plan()
-        check_extra_files(plan, extra_files)
-        check_manifest(plan, manifest)
-        total, table = _Report(), PieceTable(self.folder, layouts={layout.path: layout for layout in plan.layouts})
-        coverage = Coverage()
+        plan.check_extra_files(extra_files)
+        plan.check_manifest(manifest)
+        table = PieceTable(self.folder, layouts={layout.path: layout for layout in plan.layouts})
+        checksums, files, coverage = Checksums(), dict[str, int](), Coverage()
         for rank in range(self.world_size):
-            report = self._report
-            if rank != 0:
-                report = _Report.from_json(self._board.receive("reported", rank), f"rank {rank}")
-            check_free_of(total.files, report.files)
-            total.add(report, coverage)
+            report = self._report() if rank == 0 else _Report.from_json(self._board.receive("reported", rank))
+            check_free_of(files, report.files)
+            files |= report.files
+            checksums.merge(report.checksums)
+            for path, tensors in report.slices.items():
+                for name, parts in tensors.items():
+                    for part in parts:
+                        coverage.add(path, name, part.start, part.stop)
+                    table.slices.setdefault(path, {}).setdefault(name, []).extend(parts)
             table.ranks[rank] = (report.size, report.header)
             table.owners |= dict.fromkeys(report.files, rank)
         coverage.check_complete(plan.layouts)
-        check_free_of(total.files, extra_files)
+        for tensors in table.slices.values():
+            for parts in tensors.values():
+                parts.sort(key=lambda part: part.start)
         everywhere = {**plan.generated, **extra_files}
         table.owners |= dict.fromkeys(everywhere)
-        table.slices = total.sorted_slices()
-        checksums = total.checksums
-        checksums.sort()
-        checksums.files |= {layout.path: checksum_of(layout.header) for layout in plan.layouts}
-        checksums.files |= {path: checksum_of(content) for path, content in everywhere.items()}
-        sizes = plan.sizes() | total.files | {path: len(content) for path, content in everywhere.items()}
-        described = replace(manifest, files=sizes, checksums=checksums, save=self._token, pieces=table)
-        return described, everywhere
+        return replace(self._completed(manifest, checksums, files, extra_files), pieces=table), everywhere
 
 
 @dataclass
@@ -247,49 +204,20 @@ class _Report:
     checksums: Checksums
     files: dict[str, int]
 
-    def __init__(self) -> None:
-        self.size, self.header, self.slices, self.files = 0, "", {}, {}
-        self.checksums = Checksums()
-
-    def add(self, other: _Report, coverage: Coverage) -> None:
-        """Takes in another rank's; raises ValueError if both wrote the same element."""
-        for path, tensors in other.slices.items():
-            for name, parts in tensors.items():
-                for part in parts:
-                    coverage.add(path, name, part.start, part.stop)
-                self.slices.setdefault(path, {}).setdefault(name, []).extend(parts)
-        self.checksums.merge(other.checksums)
-        self.files |= other.files
-
-    def sorted_slices(self) -> dict[str, dict[str, list[Slice]]]:
-        return {
-            path: {name: sorted(parts, key=lambda part: part.start) for name, parts in tensors.items()}
-            for path, tensors in self.slices.items()
-        }
-
     def to_json(self) -> bytes:
-        content = {
-            "size": self.size,
-            "header": self.header,
-            "slices": slices_to_json(self.slices),
-            "checksums": self.checksums.to_json(),
-            "files": self.files,
-        }
+        content = {**vars(self), "slices": ranges_to_json(self.slices), "checksums": self.checksums.to_json()}
         return json.dumps(content).encode()
 
     @classmethod
-    def from_json(cls, text: bytes, source: str) -> _Report:
+    def from_json(cls, text: bytes) -> _Report:
         content: dict[str, Any] = json.loads(text)
-        report = cls()
-        report.size, report.header, report.files = content["size"], content["header"], content["files"]
-        report.slices = slices_from_json(content["slices"])
-        report.checksums = Checksums.from_json(content["checksums"])
-        return report
+        slices, checksums = slices_from_json(content["slices"]), Checksums.from_json(content["checksums"])
+        return cls(content["size"], content["header"], slices, checksums, content["files"])
 
 
 def rank_layout(
-    plan: CheckpointPlan, path: str, pieces: Iterable[tuple[FileKind, Piece | LatePiece]]
-) -> tuple[FileLayout, list[tuple[FileLayout, Piece | LatePiece, int]]]:
+    plan: CheckpointPlan, path: str, pieces: Iterable[Entry]
+) -> tuple[FileLayout, list[tuple[FileLayout, AnyPiece, int]]]:
     """Lays out the file of a rank's slices.
 
     Args:
@@ -303,7 +231,7 @@ def rank_layout(
     Raises:
         ValueError, TypeError: Naming the tensor, if a piece does not fit the plan or is there twice.
     """
-    found: dict[str, tuple[FileLayout, Piece | LatePiece]] = {}
+    found: dict[str, tuple[FileLayout, AnyPiece]] = {}
     for kind, piece in pieces:
         logical = plan.layout_of(kind, piece.name)
         check_piece(logical, piece)
@@ -403,13 +331,6 @@ class HostPieceWriter(PieceWriter):
         self._board.wait("renamed")
         self._point(update_latest)
 
-    def is_committed(self) -> bool:
-        """True if this host's directory is what this save wrote."""
-        try:
-            return Manifest.read(self.directory).save == self._token
-        except (OSError, ValueError):
-            return False
-
     def abandon(self) -> None:
         """Removes what was written on this host, by this rank if others lead; the targets are not touched."""
         self._plan = None
@@ -418,22 +339,19 @@ class HostPieceWriter(PieceWriter):
         else:
             remove(self.temporary / rank_path(self.folder, self.rank))
 
+    def _manifest_there(self) -> Manifest:
+        return Manifest.read(self.directory)
+
     def _put(self, path: str, content: bytes) -> None:
-        target = self.temporary / path
+        target = self.temporary / small_path(self.folder, path)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, content)
 
     @contextmanager
-    def _sink(
-        self,
-        layout: FileLayout,
-        threads: int,
-        bytes_per_second: float | None,
-        wrote: Callable[[int], object] | None,
-    ) -> Iterator[Sink]:
+    def _sink(self, layout: FileLayout, options: WriteOptions) -> Iterator[Sink]:
         check_free_space(self.temporary, layout.size)
         create_file(self.temporary / layout.path, layout.header, layout.size)
-        disk = DiskWriter(self.temporary, threads=threads, bytes_per_second=bytes_per_second, wrote=wrote)
+        disk = DiskWriter(self.temporary, **options)
         try:
             yield _DiskSink(disk, self.temporary, layout.path)
         finally:
@@ -444,7 +362,7 @@ class HostPieceWriter(PieceWriter):
         if not self._first:
             return
         for path, content in small.items():
-            self._put(small_path(self.folder, path), content)
+            self._put(path, content)
         remove(self.temporary / RECEIPTS_NAME)
         for directory, _, _ in os.walk(self.temporary):
             sync(Path(directory))

@@ -19,15 +19,20 @@ from zero_strategy.checkpoint.layout import (
     FileLayout,
     TensorSpec,
     check_file_name,
+    folders_above,
+    is_inner_path,
 )
 from zero_strategy.checkpoint.manifest import (
     INDEX_NAME,
+    MANIFEST_NAME,
+    RECEIPTS_NAME,
     FileKind,
     Manifest,
     OptimizerRecord,
     Scalar,
     WeightRecord,
 )
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 
@@ -171,6 +176,24 @@ class CheckpointPlan:
     def state_paths(self, optimizer: str) -> dict[str, str]:
         """State kind -> path of one optimizer's files."""
         return {kind: layout.path for (owner, kind), layout in self.states.items() if owner == optimizer}
+
+    def check_extra_files(self, extra_files: Mapping[str, bytes]) -> None:
+        """Raises ValueError if the path of a small file is not free, or leads out of the checkpoint."""
+        taken = self.sizes().keys() | {MANIFEST_NAME}
+        for path in extra_files:
+            if not is_inner_path(path) or path.startswith((RECEIPTS_NAME, FOLDER_PREFIX)) or path in taken:
+                raise ValueError(f"extra file {path!r}: not a free relative path inside the checkpoint")
+        files = taken | extra_files.keys()
+        if clash := sorted({folder for path in files for folder in folders_above(path)} & files):
+            raise ValueError(f"extra file: {clash[0]!r} would be both a file and the folder of another one")
+
+    def check_manifest(self, manifest: Manifest) -> None:
+        """Raises ValueError if the manifest was made for another self."""
+        owners = {optimizer for optimizer, _ in self.states}
+        same = dict(manifest.weights) == self.weight_records() and dict(manifest.aliases) == dict(self.aliases)
+        same = same and owners <= manifest.optimizers.keys()
+        if not same or any(dict(e.states) != self.state_paths(n) for n, e in manifest.optimizers.items()):
+            raise ValueError("the manifest does not describe the plan; make it with plan.manifest(...)")
 
 
 def plan_files(

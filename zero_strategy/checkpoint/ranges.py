@@ -22,11 +22,28 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES, FileLayout, TensorSpec
+from zero_strategy.runtime.host_bytes import checksum_of
+
+T = TypeVar("T")
+
+
+def batches(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in their order, in lists of at most so many bytes; a larger item comes alone."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + nbytes(item) > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes(item)
+    if batch:
+        yield batch
 
 
 class Coverage:
@@ -36,13 +53,15 @@ class Coverage:
         # file path -> tensor name -> sorted [start, stop] ranges
         self._ranges: dict[str, dict[str, list[list[int]]]] = {}
 
-    def check_free(self, path: str, name: str, start: int, stop: int) -> None:
-        """Checks that no element of [start, stop) is recorded.
+    def add(self, path: str, name: str, start: int, stop: int) -> None:
+        """Records elements [start, stop).
 
         Raises:
-            ValueError: naming the tensor, if one is.
+            ValueError: naming the tensor, if one of them is already recorded.
         """
-        ranges = self._ranges.get(path, {}).get(name, [])
+        if start == stop:
+            return
+        ranges = self._ranges.setdefault(path, {}).setdefault(name, [])
         at = bisect_right(ranges, [start, start])
         for other_start, other_stop in ranges[max(at - 1, 0) : at + 1]:
             if max(start, other_start) < min(stop, other_stop):
@@ -50,18 +69,6 @@ class Coverage:
                     f"{path}: elements [{start}, {stop}) of tensor {name!r} overlap "
                     f"[{other_start}, {other_stop}), which is already written"
                 )
-
-    def add(self, path: str, name: str, start: int, stop: int) -> None:
-        """Records elements [start, stop).
-
-        Raises:
-            ValueError: naming the tensor, if one of them is already recorded.
-        """
-        self.check_free(path, name, start, stop)
-        if start == stop:
-            return
-        ranges = self._ranges.setdefault(path, {}).setdefault(name, [])
-        at = bisect_right(ranges, [start, start])
         if at < len(ranges) and ranges[at][0] == stop:
             stop = ranges.pop(at)[1]
         if at > 0 and ranges[at - 1][1] == start:
@@ -115,6 +122,59 @@ class Block:
     stop: int
     checksum: str
 
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}:{self.checksum}"
+
+    def check(self, actual: str, name: str, place: object) -> None:
+        """Raises ValueError, with the tensor's name and its file, if the bytes have another checksum."""
+        if actual != self.checksum:
+            raise ValueError(
+                f"{place}: tensor {name!r} is damaged: elements [{self.start}, {self.stop}) have the checksum "
+                f"{actual}, the manifest says {self.checksum}"
+            )
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, stop) of a row-major flattened tensor, at a byte offset of a rank's file."""
+
+    start: int
+    stop: int
+    rank: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}:{self.rank}:{self.offset}"
+
+
+Part = TypeVar("Part", Block, Slice)
+
+
+def _overlapping(parts: list[Part], start: int, stop: int) -> list[Part]:
+    """Those that have elements of [start, stop), of parts in order."""
+    if start >= stop:
+        return []
+    first = bisect_right(parts, start, key=lambda part: part.stop)
+    last = bisect_right(parts, stop - 1, key=lambda part: part.start)
+    return parts[first:last]
+
+
+def _end_of(parts: Iterable[Part]) -> int:
+    """End of what parts in order have from element 0 on, without a gap."""
+    end = 0
+    for part in parts:
+        if part.start != end or part.stop <= end:
+            break
+        end = part.stop
+    return end
+
+
+def ranges_to_json(tensors: Mapping[str, Mapping[str, Iterable[Part]]]) -> dict[str, dict[str, list[str]]]:
+    """File -> tensor -> parts as text: "start:stop:checksum" or "start:stop:rank:offset"."""
+    return {
+        path: {name: [str(part) for part in parts] for name, parts in found.items()} for path, found in tensors.items()
+    }
+
 
 def blocks_of(start: int, stop: int, itemsize: int) -> Iterator[tuple[int, int]]:
     """Divides elements [start, stop) into blocks, which end at multiples of BLOCK_BYTES from the tensor's beginning.
@@ -159,10 +219,13 @@ class Checksums:
 
     def overlapping(self, path: str, name: str, start: int, stop: int) -> list[Block]:
         """The blocks that have elements of [start, stop)."""
-        blocks = self.tensors.get(path, {}).get(name, [])
-        first = bisect_right(blocks, start, key=lambda block: block.stop)
-        last = bisect_right(blocks, stop - 1, key=lambda block: block.start)
-        return blocks[first:last]
+        return _overlapping(self.tensors.get(path, {}).get(name, []), start, stop)
+
+    def check_file(self, path: str, content: bytes, place: object) -> None:
+        """Raises ValueError, naming the place of a file, if its content (or its header) is another one."""
+        expected = self.files[path]
+        if (actual := checksum_of(content)) != expected:
+            raise ValueError(f"{place}: is damaged: its checksum is {actual}, the manifest says {expected}")
 
     def check_cover(self, path: str, sizes: Mapping[str, int], source: str) -> None:
         """Checks that each element of a file's tensors is in one block.
@@ -179,26 +242,13 @@ class Checksums:
         if unknown := sorted(found.keys() - sizes.keys()):
             raise ValueError(f"{source}: there are checksums of tensors that the file does not have: {unknown}")
         for name, numel in sizes.items():
-            end = 0
-            for block in found.get(name, []):
-                if block.start != end or block.stop <= end:
-                    break
-                end = block.stop
-            if end != numel:
+            if (end := _end_of(found.get(name, []))) != numel:
                 raise ValueError(f"{source}: the checksums of tensor {name!r} end at element {end} of {numel}")
 
     def to_json(self) -> dict[str, object]:
         """As JSON can hold it; a block is "start:stop:checksum"."""
-        return {
-            "files": dict(sorted(self.files.items())),
-            "tensors": {
-                path: {
-                    name: [f"{block.start}:{block.stop}:{block.checksum}" for block in tensors[name]]
-                    for name in sorted(tensors)
-                }
-                for path, tensors in sorted(self.tensors.items())
-            },
-        }
+        tensors = {path: dict(sorted(found.items())) for path, found in sorted(self.tensors.items())}
+        return {"files": dict(sorted(self.files.items())), "tensors": ranges_to_json(tensors)}
 
     @classmethod
     def from_json(cls, value: object) -> Checksums:
@@ -223,15 +273,13 @@ class Checksums:
 def _blocks(where: str, entries: object) -> list[Block]:
     if not isinstance(entries, list):
         raise ValueError(f"checksums of {where} are no list")
-    return list(_parsed(where, entries))
-
-
-def _parsed(where: str, entries: Iterable[object]) -> Iterator[Block]:
+    blocks = []
     for entry in entries:
         found = _BLOCK.fullmatch(entry) if isinstance(entry, str) else None
         if found is None:
             raise ValueError(f"checksums of {where} have the malformed entry {entry!r}")
-        yield Block(int(found[1]), int(found[2]), found[3])
+        blocks.append(Block(int(found[1]), int(found[2]), found[3]))
+    return blocks
 
 
 def _is_checksum(value: object) -> bool:
@@ -256,16 +304,6 @@ def rank_path(folder: str, rank: int) -> str:
 def small_path(folder: str, path: str) -> str:
     """Path of a small file, relative to the checkpoint."""
     return f"{folder}/files/{path}"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Elements [start, stop) of a row-major flattened tensor, at a byte offset of a rank's file."""
-
-    start: int
-    stop: int
-    rank: int
-    offset: int
 
 
 @dataclass
@@ -293,10 +331,7 @@ class PieceTable:
 
     def overlapping(self, path: str, name: str, start: int, stop: int) -> list[Slice]:
         """The slices that have elements of [start, stop)."""
-        parts = self.slices.get(path, {}).get(name, []) if start < stop else []
-        first = bisect_right(parts, start, key=lambda part: part.stop)
-        last = bisect_right(parts, stop - 1, key=lambda part: part.start)
-        return parts[first:last]
+        return _overlapping(self.slices.get(path, {}).get(name, []), start, stop)
 
     def to_json(self) -> dict[str, object]:
         """As JSON can hold it; a slice is "start:stop:rank:offset"."""
@@ -304,7 +339,7 @@ class PieceTable:
             "folder": self.folder,
             "ranks": {str(rank): list(entry) for rank, entry in sorted(self.ranks.items())},
             "layouts": {path: _layout_to_json(layout) for path, layout in self.layouts.items()},
-            "slices": slices_to_json(self.slices),
+            "slices": ranges_to_json(self.slices),
             "owners": dict(sorted(self.owners.items())),
         }
 
@@ -335,19 +370,8 @@ class PieceTable:
         return table
 
 
-def slices_to_json(slices: Mapping[str, Mapping[str, Iterable[Slice]]]) -> dict[str, dict[str, list[str]]]:
-    """Logical file -> tensor -> "start:stop:rank:offset"."""
-    return {
-        path: {
-            name: [f"{part.start}:{part.stop}:{part.rank}:{part.offset}" for part in parts]
-            for name, parts in tensors.items()
-        }
-        for path, tensors in slices.items()
-    }
-
-
 def slices_from_json(value: Mapping[str, Any]) -> dict[str, dict[str, list[Slice]]]:
-    """Read the result of `slices_to_json`.
+    """Read the result of `ranges_to_json` of slices.
 
     Raises:
         ValueError: Naming the tensor with a malformed entry.
@@ -372,7 +396,7 @@ def _slice(path: str, name: str, entry: Any) -> Slice:
 
 def _rank_entry(rank: str, entry: Any) -> tuple[int, tuple[int, str]]:
     good = rank.isdecimal() and isinstance(entry, list) and len(entry) == 2
-    if not good or not _is_count(entry[0]) or not re.fullmatch("[0-9a-f]{16}", str(entry[1])):
+    if not good or not _is_count(entry[0]) or not _is_checksum(entry[1]):
         raise ValueError(f"pieces.ranks has the malformed entry {rank!r}: {entry!r}")
     return int(rank), (entry[0], entry[1])
 
@@ -397,11 +421,7 @@ def _check_complete(table: PieceTable) -> None:
         if unknown := sorted(found.keys() - layout.specs.keys()):
             raise ValueError(f"there are pieces of tensors that {path} does not have: {unknown}")
         for name, spec in layout.specs.items():
-            end = 0
-            for part in found.get(name, []):
-                if part.start != end or part.stop <= end or part.rank not in table.ranks:
-                    break
-                end = part.stop
+            end = _end_of(part for part in found.get(name, []) if part.rank in table.ranks)
             if end != spec.numel:
                 raise ValueError(f"the pieces of tensor {name!r} of {path} end at element {end} of {spec.numel}")
     if unknown := sorted(table.slices.keys() - table.layouts.keys()):

@@ -35,7 +35,7 @@ from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
-from zero_strategy.checkpoint.writer import LatePiece, Piece, in_file_order
+from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
 from zero_strategy.comm.barrier import together
 from zero_strategy.comm.store import SaveBoard, own_store
 from zero_strategy.config import CheckpointConfig
@@ -61,7 +61,7 @@ class Snapshot:
         self._arena = AlignedArena(pinned)
         self._plan: CheckpointPlan | None = None
         self._keys: list[tuple[FileKind, str, int, int, torch.dtype]] = []
-        self._places: list[torch.Tensor] = []
+        self.places: list[torch.Tensor] = []
         self._copies: list[tuple[FileKind, Piece]] = []
 
     @property
@@ -70,9 +70,7 @@ class Snapshot:
         return self._arena.nbytes
 
     @torch.no_grad()
-    def take(
-        self, plan: CheckpointPlan, pieces: Iterable[tuple[FileKind, Piece | LatePiece]]
-    ) -> list[tuple[FileKind, Piece]]:
+    def take(self, plan: CheckpointPlan, pieces: Iterable[Entry]) -> list[tuple[FileKind, Piece]]:
         """Copies pieces; what was copied before is given up.
 
         Args:
@@ -88,7 +86,7 @@ class Snapshot:
             self._lay_out(plan, live)
             self._plan, self._keys = plan, keys
         on_device = False
-        for place, (_, piece) in zip(self._places, live, strict=True):
+        for place, (_, piece) in zip(self.places, live, strict=True):
             data = piece.loaded().data
             place.copy_(data, non_blocking=True)
             on_device = on_device or data.is_cuda
@@ -96,7 +94,7 @@ class Snapshot:
             torch.cuda.current_stream().synchronize()
         return self._copies
 
-    def _lay_out(self, plan: CheckpointPlan, live: list[tuple[FileKind, Piece | LatePiece]]) -> None:
+    def _lay_out(self, plan: CheckpointPlan, live: list[Entry]) -> None:
         """Gives each piece its place."""
         self._plan = None  # not even half of the old places are valid any more
         ordered = in_file_order(plan, live)
@@ -109,10 +107,7 @@ class Snapshot:
             place = self._arena.take(nbytes, offset).view(piece.dtype)
             self._copies.append((kind, Piece(piece.name, piece.start, place)))
             places[id(piece)] = place
-        self._places = [places[id(piece)] for _, piece in live]
-
-
-AnyPiece = Piece | LatePiece
+        self.places = [places[id(piece)] for _, piece in live]
 
 
 class FileSnapshot:
@@ -134,7 +129,7 @@ class FileSnapshot:
         """Images for pieces that are read late; their `reader` is what `pieces_of` needs."""
         return StateImages(self._copies)
 
-    def reserve(self, images: StateImages, live: Sequence[tuple[FileKind, AnyPiece]]) -> None:
+    def reserve(self, images: StateImages, live: Sequence[Entry]) -> None:
         """Make room.
 
         Args:
@@ -146,9 +141,7 @@ class FileSnapshot:
         """
         images.reserve({name: piece.numel * piece.dtype.itemsize for name, piece in _in_memory(live)})
 
-    def take(
-        self, plan: CheckpointPlan, images: StateImages, live: Sequence[tuple[FileKind, AnyPiece]]
-    ) -> list[tuple[FileKind, AnyPiece]]:
+    def take(self, plan: CheckpointPlan, images: StateImages, live: Sequence[Entry]) -> list[Entry]:
         """Fix all values. The same arguments as for `reserve`.
 
         Returns:
@@ -168,7 +161,7 @@ class FileSnapshot:
         return LatePiece(piece.name, piece.start, piece.numel, piece.dtype, load)
 
 
-def _in_memory(live: Iterable[tuple[FileKind, AnyPiece]]) -> Iterable[tuple[str, Piece]]:
+def _in_memory(live: Iterable[Entry]) -> Iterable[tuple[str, Piece]]:
     """Pieces that have their values with them, each with a name for its copy."""
     for number, (_, piece) in enumerate(live):
         if isinstance(piece, Piece):
@@ -177,12 +170,16 @@ def _in_memory(live: Iterable[tuple[FileKind, AnyPiece]]) -> Iterable[tuple[str,
 
 OWN = "zero_strategy"
 """Key of the engine's own entry in the manifest's user metadata."""
-Fixed = tuple[StateImages, list[tuple[FileKind, AnyPiece]]]
+Fixed = tuple[StateImages, list[Entry]]
 """Images of state in tiers, and the pieces that are to be saved."""
 
 
 class Saver:
-    """The saves of one engine."""
+    """The saves of one engine.
+
+    Attributes:
+        places: Facts about the folders that checkpoints go into.
+    """
 
     def __init__(self, engine: TrainState) -> None:
         self._engine = weakref.proxy(engine)
@@ -195,12 +192,7 @@ class Saver:
         self._store: Any = None
         self._number = 0
         self._agreement = Agreement(self._engine)
-        self._places = SavePlaces(self._engine.config.config.checkpoint.layout)
-
-    @property
-    def places(self) -> SavePlaces:
-        """Facts about the folders that checkpoints go into."""
-        return self._places
+        self.places = SavePlaces(self._engine.config.config.checkpoint.layout)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -273,7 +265,7 @@ class Saver:
         engine.mesh.world_group.barrier.wait_for_all(f"save({os.fspath(directory)!r})")
         engine.model.reducer.check_whole()
         engine.model.follow_edits()
-        place = self._places.place_of(directory)
+        place = self.places.place_of(directory)
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
         whole = catalog_of(engine)
@@ -294,7 +286,7 @@ class Saver:
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
             manifest = self._manifest(plan, whole, agreed, groups, user, counters)
             job = SaveJob(  # in this order on all ranks: what meets or exchanges
-                writer=self._places.writer(place, board, agreed.token, known=agreed.known),
+                writer=self.places.writer(place, board, agreed.token, known=agreed.known),
                 board=board,
                 plan=plan,
                 extra_files={**extra_files, **extra_state_file(engine)},
@@ -315,13 +307,13 @@ class Saver:
             pending.run()
         return pending
 
-    def _room_in_files(self, tier: Tier, pieces: Callable[..., Iterable[tuple[FileKind, AnyPiece]]]) -> Fixed | None:
+    def _room_in_files(self, tier: Tier, pieces: Callable[..., Iterable[Entry]]) -> Fixed | None:
         """Get ready to fix state in files at this moment; None if some rank has no room for that. A collective."""
         if self._file_snapshot is None:
             self._file_snapshot = FileSnapshot(tier)
         snapshot, images = self._file_snapshot, self._file_snapshot.begin()
 
-        def reserve() -> list[tuple[FileKind, AnyPiece]]:
+        def reserve() -> list[Entry]:
             live = list(pieces(values_of=images.reader))
             snapshot.reserve(images, live)
             return live
@@ -339,10 +331,10 @@ class Saver:
     def _pieces(
         self,
         plan: CheckpointPlan,
-        pieces: Callable[..., Iterable[tuple[FileKind, AnyPiece]]],
+        pieces: Callable[..., Iterable[Entry]],
         fixed: Fixed | None,
         asynchronous: bool,
-    ) -> Sequence[tuple[FileKind, AnyPiece]]:
+    ) -> Sequence[Entry]:
         """Contents that this rank writes: live, or, in the background, such that training does not change it."""
         if fixed is not None:
             assert self._file_snapshot is not None

@@ -25,11 +25,11 @@ from pathlib import Path
 
 from zero_strategy.checkpoint.disk import remove
 from zero_strategy.checkpoint.folders import Found, leave_mark, mark_name, which_to_remove
-from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, FileKind, Manifest
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.piece_writer import HostPieceWriter
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.storage import RemoteFolder, RemotePieceWriter, is_remote
-from zero_strategy.checkpoint.writer import CheckpointWriter, LatePiece, Piece, SaveWriter
+from zero_strategy.checkpoint.writer import CheckpointWriter, Entry, SaveWriter
 from zero_strategy.comm.store import FailedElsewhereError, RankLostError, SaveBoard
 from zero_strategy.runtime.terminal import progress
 
@@ -259,7 +259,7 @@ class SaveJob:
     writer: SaveWriter
     board: SaveBoard
     plan: CheckpointPlan
-    pieces: Sequence[tuple[FileKind, Piece | LatePiece]]
+    pieces: Sequence[Entry]
     own_files: Mapping[str, bytes]
     manifest: Manifest
     extra_files: Mapping[str, bytes]

@@ -11,14 +11,14 @@ import contextlib
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_strategy.checkpoint.disk import Pace
+from zero_strategy.checkpoint.disk import Pace, WriteOptions
 from zero_strategy.checkpoint.layout import FileLayout, is_inner_path
 from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.piece_writer import Board, PieceWriter, Sink
@@ -361,21 +361,13 @@ class RemotePieceWriter(PieceWriter):
         described, small = self._described(manifest, extra_files or {})
         text = described.to_json()
         for path, content in small.items():
-            self._put(small_path(self.folder, path), content)
+            self._put(path, content)
         self._sent_manifest = True
         self._remote.put(MANIFEST_NAME, text)
         if update_latest:
             parent, name = self._remote.parent()
             parent.put(LATEST_NAME, f"{name}\n".encode())
         self._remove_old()
-
-    def is_committed(self) -> bool:
-        """True if the target is what this save wrote."""
-        try:
-            manifest = self._remote.manifest()
-        except (OSError, ValueError):
-            return False
-        return manifest is not None and manifest.save == self._token
 
     def abandon(self) -> None:
         """Removes this save's pieces, on rank 0, unless the manifest that names them may be there."""
@@ -393,17 +385,14 @@ class RemotePieceWriter(PieceWriter):
             self._remote.remove(self.folder)
 
     def _put(self, path: str, content: bytes) -> None:
-        self._remote.put(path, content)
+        self._remote.put(small_path(self.folder, path), content)
+
+    def _manifest_there(self) -> Manifest | None:
+        return self._remote.manifest()
 
     @contextmanager
-    def _sink(
-        self,
-        layout: FileLayout,
-        threads: int,
-        bytes_per_second: float | None,
-        wrote: Callable[[int], object] | None,
-    ) -> Iterator[Sink]:
-        sink = _ObjectSink(self._remote.open_new(layout.path), layout, bytes_per_second, wrote)
+    def _sink(self, layout: FileLayout, options: WriteOptions) -> Iterator[Sink]:
+        sink = _ObjectSink(self._remote.open_new(layout.path), layout, options)
         try:
             yield sink
         except BaseException:
@@ -427,11 +416,9 @@ class RemotePieceWriter(PieceWriter):
 class _ObjectSink:
     """An object that is written from its beginning to its end."""
 
-    def __init__(
-        self, file: Any, layout: FileLayout, bytes_per_second: float | None, wrote: Callable[[int], object] | None
-    ) -> None:
-        self._file, self._at, self._wrote = file, len(layout.header), wrote
-        self._pace = Pace(bytes_per_second)
+    def __init__(self, file: Any, layout: FileLayout, options: WriteOptions) -> None:
+        self._file, self._at, self._wrote = file, len(layout.header), options.get("wrote")
+        self._pace = Pace(options.get("bytes_per_second"))
         file.write(layout.header)
 
     def write(self, data: torch.Tensor, offset: int, seen: Seen) -> None:

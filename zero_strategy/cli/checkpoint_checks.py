@@ -20,7 +20,7 @@ from zero_strategy.checkpoint.folders import checkpoint_directory
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, FileKind, Manifest
 from zero_strategy.checkpoint.piece_reader import check_blocks
-from zero_strategy.checkpoint.ranges import Block, PieceTable, rank_path, small_path
+from zero_strategy.checkpoint.ranges import Block, PieceTable, batches, rank_path, small_path
 from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.checkpoint.storage import Folder, RemoteFolder, Storage, is_remote, remote_checkpoint
 from zero_strategy.runtime.host_bytes import checksum_of
@@ -116,13 +116,8 @@ def _problems_of_rank(
     report(len(head))
     if checksum_of(bytes(head)) != header:
         yield f"{storage.name}/{path}: is damaged: its header's checksum is not the manifest's"
-    while blocks:
-        count, nbytes = 1, blocks[0].nbytes
-        while count < len(blocks) and nbytes + blocks[count].nbytes <= _AT_ONCE_BYTES:
-            nbytes += blocks[count].nbytes
-            count += 1
-        batch, blocks = blocks[:count], blocks[count:]
-        (content,) = storage.read_ranges([(path, batch[0].offset, nbytes)])
+    for batch in batches(blocks, lambda block: block.nbytes, _AT_ONCE_BYTES):
+        (content,) = storage.read_ranges([(path, batch[0].offset, sum(block.nbytes for block in batch))])
         report(len(content))
         for block in batch:
             at = block.offset - batch[0].offset
