@@ -32,7 +32,7 @@ from zero_strategy.checkpoint import StateReader, random_state
 from zero_strategy.checkpoint import exports as pretrained
 from zero_strategy.checkpoint import exports as tagged
 from zero_strategy.checkpoint import load as loading
-from zero_strategy.checkpoint.contents import state_dict_entries
+from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
 from zero_strategy.checkpoint.preemption import StepWatch, save_on_signal
 from zero_strategy.checkpoint.save import Saver

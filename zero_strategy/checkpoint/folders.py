@@ -28,7 +28,7 @@ from typing import NamedTuple
 from zero_strategy.checkpoint.disk import all_beside, beside, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
-from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
 OWNER_NAME = "owner.json"
@@ -176,6 +176,7 @@ def _started(pid: int) -> str | None:
     except (OSError, OverflowError):
         pass
     return _UNKNOWN
+
 
 SINGLE_NAME = "model.safetensors"
 
@@ -330,6 +331,7 @@ def _plain_model(directory: Path) -> Location:
         if size_of(directory / file) is None:
             raise ValueError(f"{directory}: file {file} is missing")
     return Location(directory, None, tuple(files), weight_map)
+
 
 _SUFFIX = "removed"
 

@@ -17,8 +17,8 @@ from zero_strategy.runtime.regular_files import read_text
 from zero_strategy.runtime.terminal import parse_size, size, table
 
 if TYPE_CHECKING:
-    from zero_strategy.checkpoint.compare import Difference
     from zero_strategy.checkpoint.state_reader import StateReader
+    from zero_strategy.cli.checkpoint_checks import Difference
 
 
 def add_checkpoint_commands(commands: Any) -> None:
@@ -169,7 +169,7 @@ def add_diff(actions: Any) -> None:
 
 def run_diff(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
-    from zero_strategy.checkpoint.compare import bytes_to_compare, compare
+    from zero_strategy.cli.checkpoint_checks import bytes_to_compare, compare
     from zero_strategy.convert.convert import open_any
 
     a, b = (open_any(path, verify=not options.no_verify) for path in (options.a, options.b))
@@ -373,7 +373,7 @@ def add_merge(actions: Any) -> None:
 
 def run_merge(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
-    from zero_strategy.checkpoint.pieces.merge import merge
+    from zero_strategy.cli.checkpoint_merge import merge
 
     with progress_bar(options, "merge") as progress:
         made = merge(options.directory, options.output, progress)
@@ -456,7 +456,7 @@ def add_verify(actions: Any) -> None:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
-    from zero_strategy.checkpoint.verify import verify
+    from zero_strategy.cli.checkpoint_checks import verify
 
     try:
         with progress_bar(options, "verify") as progress:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint.contents import state_dict_entries
+from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.engine import ZeroEngine
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.disk import beside, remove, replace_directory, sync
-from zero_strategy.checkpoint.remote import is_remote, is_remote_checkpoint
+from zero_strategy.checkpoint.storage import is_remote, is_remote_checkpoint
 from zero_strategy.checkpoint.writer import check_replaceable
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.load import open_together
-from zero_strategy.checkpoint.remote import is_remote
 from zero_strategy.checkpoint.save_job import remove_remote
+from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.barrier import together
 from zero_strategy.convert.lightning import with_grad_scaler
 from zero_strategy.engine import ZeroEngine

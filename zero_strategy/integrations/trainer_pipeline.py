@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint.contents import catalog_of, state_dict_entries
+from zero_strategy.checkpoint.agreement import catalog_of, state_dict_entries
 from zero_strategy.comm.barrier import together
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve

@@ -12,12 +12,12 @@ import torch
 
 from zero_strategy.checkpoint.folders import checkpoint_directory
 from zero_strategy.checkpoint.layout import FileLayout
-from zero_strategy.checkpoint.manifest import CheckpointPlan, FileKind, Manifest
-from zero_strategy.checkpoint.pieces.format import PieceTable, rank_path
-from zero_strategy.checkpoint.pieces.reader import PieceReader
-from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, remote_checkpoint
+from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.checkpoint.piece_reader import PieceReader
+from zero_strategy.checkpoint.plan import CheckpointPlan
+from zero_strategy.checkpoint.ranges import PieceTable, batches, rank_path
 from zero_strategy.checkpoint.state_reader import Wanted
-from zero_strategy.checkpoint.storage import Folder, Folders, Storage
+from zero_strategy.checkpoint.storage import Folder, RemoteFolder, Storage, is_remote, remote_checkpoint
 from zero_strategy.checkpoint.writer import CheckpointWriter, Piece
 
 _TOGETHER_BYTES = 32 << 20
@@ -41,6 +41,29 @@ class Merged:
     ranks: int
     files: int
     bytes: int
+
+
+class Folders(Storage):
+    """Directories that together hold one checkpoint, such as those of several hosts."""
+
+    def __init__(self, folders: Sequence[Storage]) -> None:
+        self._folders = folders
+        self.name = " + ".join(folder.name for folder in folders)
+
+    def size(self, path: str) -> int | None:
+        """See `Storage.size`."""
+        return next((size for folder in self._folders if (size := folder.size(path)) is not None), None)
+
+    def read(self, path: str) -> bytes:
+        """See `Storage.read`."""
+        return self._holder(path).read(path)
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytearray]:
+        """See `Storage.read_ranges`."""
+        return [self._holder(path).read_ranges([(path, offset, nbytes)])[0] for path, offset, nbytes in ranges]
+
+    def _holder(self, path: str) -> Storage:
+        return next((folder for folder in self._folders if folder.size(path) is not None), self._folders[0])
 
 
 def merge(
@@ -141,26 +164,15 @@ def _pieces(
         report(len(layout.header))
         blocks = manifest.checksums.tensors.get(layout.path, {})
         ranges = [Wanted(name, b.start, b.stop, kind) for name in layout.specs for b in blocks.get(name, [])]
-        for batch in _batches(ranges, layout):
+        for batch in batches(ranges, partial(_nbytes, layout), _TOGETHER_BYTES):
             found: dict[int, torch.Tensor] = {}
             reader.read_many(
                 [replace(item, then=partial(found.__setitem__, number)) for number, item in enumerate(batch)]
             )
             for number, item in enumerate(batch):
                 yield kind, Piece(item.name, item.start, found[number])
-                report(layout.span(item.name, item.start, item.stop)[1])
+                report(_nbytes(layout, item))
 
 
-def _batches(items: Sequence[Wanted], layout: FileLayout) -> Iterator[list[Wanted]]:
-    """PipelinePeers that are read together."""
-    batch: list[Wanted] = []
-    size = 0
-    for item in items:
-        _, nbytes = layout.span(item.name, item.start, item.stop)
-        if batch and size + nbytes > _TOGETHER_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += nbytes
-    if batch:
-        yield batch
+def _nbytes(layout: FileLayout, item: Wanted) -> int:
+    return layout.span(item.name, item.start, item.stop)[1]

@@ -1,23 +1,36 @@
-"""Reads a checkpoint that is made of pieces: any element range, from whichever ranks' files have it."""
+"""Reads a checkpoint that is made of pieces: any element range, from whichever ranks' files have it.
+
+Where hosts share no directory, saves are not mixed, and hosts give one another what they lack. Same shape, same hosts,
+stages 1 to 3: all slices of a rank lie on its own host. What lies elsewhere are buffers, which rank 0 wrote; what ranks
+hold whole (stage 0), what replicas hold, and after a change of shape any slice. That travels in messages of bounded
+size, to all ranks alike, of which each keeps what it wants: slow for a large model in another shape, where merging
+first is better, and nothing to speak of for buffers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
+from zero_strategy.checkpoint.disk import (
+    all_beside,
+)
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
-from zero_strategy.checkpoint.pieces.format import PieceTable, Slice, rank_path, small_path
-from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
+from zero_strategy.checkpoint.ranges import Block, PieceTable, Slice, batches, rank_path, small_path
+from zero_strategy.checkpoint.state_reader import LayoutReader, StateReader, Wanted, check_out
 from zero_strategy.checkpoint.storage import Storage
-from zero_strategy.checkpoint.verify import check_blocks
-from zero_strategy.runtime.host_bytes import checksum_of
+
+if TYPE_CHECKING:
+    from zero_strategy.train_state import TrainState
+
 
 _TOGETHER_BYTES = 32 << 20
 """Most bytes of one request."""
@@ -47,7 +60,7 @@ class _Part:
     checksum: str | None
 
 
-class PieceReader(StateReader):
+class PieceReader(LayoutReader):
     """A checkpoint of pieces, open for reading. It keeps no file open between calls.
 
     Args:
@@ -60,53 +73,22 @@ class PieceReader(StateReader):
         ValueError: If the manifest is that of an ordinary checkpoint, or its checksums leave out elements of a tensor.
     """
 
-    def __init__(
-        self, storage: Storage, manifest: Manifest, directory: Path | str, *, verify: bool = True
-    ) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest, directory: Path | str, *, verify: bool = True) -> None:
         if manifest.pieces is None:
             raise ValueError(f"{directory}: an ordinary checkpoint, not one of pieces")
         self.directory = directory
         self.aliases = dict(manifest.aliases)
         self._storage, self._manifest, self._verify = storage, manifest, verify
         self._pieces: PieceTable = manifest.pieces
-        for name, record in manifest.weights.items():
-            layout = self._pieces.layouts.get(record.file)
-            if layout is None or name not in layout.specs:
-                raise ValueError(f"{directory}: the manifest names weight {name!r} in {record.file}, which has no such")
-        specs = {name: self._pieces.layouts[record.file].specs[name] for name, record in manifest.weights.items()}
-        self._weights = MappingProxyType(specs)
+        self._weight_files = {name: record.file for name, record in manifest.weights.items()}
+        for name, path in self._weight_files.items():
+            if path not in self._pieces.layouts or name not in self._pieces.layouts[path].specs:
+                raise ValueError(f"{directory}: the manifest names weight {name!r} in {path}, which has no such")
+        self._weights = {name: self._layout(path).specs[name] for name, path in self._weight_files.items()}
         self._supplied: dict[tuple[str, str, int], torch.Tensor] = {}
         self._small: dict[str, bytes] = {}
         if verify:
             check_blocks(manifest, self._pieces, str(directory))
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest."""
-        return self._manifest
-
-    @property
-    def has_manifest(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def weights(self) -> Mapping[str, TensorSpec]:
-        """See `StateReader.weights`."""
-        return self._weights
-
-    def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
-        """See `StateReader.states`."""
-        record = self._manifest.optimizers.get(optimizer)
-        if record is None:
-            known = sorted(self._manifest.optimizers)
-            raise ValueError(f"{self.directory}: has no optimizer {optimizer!r}; it has {known}")
-        return {kind: self._pieces.layouts[path].specs for kind, path in record.states.items()}
-
-    def spec(self, name: str, kind: FileKind = "model") -> TensorSpec:
-        """See `StateReader.spec`."""
-        layout, stored = self._find(name, kind)
-        return layout.specs[stored]
 
     def read(
         self,
@@ -161,11 +143,8 @@ class PieceReader(StateReader):
             content = self._storage.read(place)
         except FileNotFoundError:
             raise ValueError(self._elsewhere(place, f"the file {path!r}", self._pieces.owners[path])) from None
-        expected = self._manifest.checksums.files[path]
-        if self._verify and (actual := checksum_of(content)) != expected:
-            raise ValueError(
-                f"{self.directory}/{place}: is damaged: its checksum is {actual}, the manifest says {expected}"
-            )
+        if self._verify:
+            self.manifest.checksums.check_file(path, content, f"{self.directory}/{place}")
         return content
 
     def lacking(self) -> list[int]:
@@ -197,32 +176,15 @@ class PieceReader(StateReader):
         """Gives the memory of all slices free that it was given."""
         self._supplied.clear()
 
-    def _find(self, name: str, kind: FileKind) -> tuple[FileLayout, str]:
-        if kind == "model":
-            stored = self.stored_name(name, self._weights)
-            record = self._manifest.weights.get(stored)
-            if record is None:
-                raise ValueError(f"{self.directory}: has no tensor {name!r}")
-            return self._pieces.layouts[record.file], stored
-        optimizer, state = kind
-        entry = self._manifest.optimizers.get(optimizer)
-        path = entry.states.get(state) if entry else None
-        if path is None:
-            raise ValueError(f"{self.directory}: has no state {state!r} of an optimizer {optimizer!r}")
-        layout = self._pieces.layouts[path]
-        stored = self.stored_name(name, layout.specs)
-        if stored not in layout.specs:
-            raise ValueError(f"{self.directory}/{path}: has no tensor {name!r}")
-        return layout, stored
+    def _layout(self, path: str) -> FileLayout:
+        return self._pieces.layouts[path]
 
-    def _parts(
-        self, layout: FileLayout, name: str, one: Slice, start: int, stop: int, item: int
-    ) -> Iterator[_Part]:
+    def _parts(self, layout: FileLayout, name: str, one: Slice, start: int, stop: int, item: int) -> Iterator[_Part]:
         """Reads for elements [start, stop) of one slice."""
         size = layout.specs[name].dtype.itemsize
         blocks: list[tuple[int, int, str | None]] = [(start, stop, None)]
         if self._verify:
-            found = self._manifest.checksums.overlapping(layout.path, name, start, stop)
+            found = self.manifest.checksums.overlapping(layout.path, name, start, stop)
             blocks = [(block.start, block.stop, block.checksum) for block in found]
         for begin, end, checksum in blocks:
             offset = one.offset + (begin - one.start) * size
@@ -260,14 +222,8 @@ class PieceReader(StateReader):
         place = f"{self.directory}/{rank_path(self._pieces.folder, part.rank)}"
         if len(content) != part.nbytes:
             raise ValueError(f"{place}: truncated inside tensor {name!r}")
-        if part.checksum is None:
-            return
-        actual = xxhash.xxh3_64_hexdigest(content)
-        if actual != part.checksum:
-            raise ValueError(
-                f"{place}: tensor {name!r} is damaged: elements [{part.start}, {part.stop}) have the checksum "
-                f"{actual}, the manifest says {part.checksum}"
-            )
+        if part.checksum is not None:
+            Block(part.start, part.stop, part.checksum).check(xxhash.xxh3_64_hexdigest(content), name, place)
 
     def _elsewhere(self, place: str, what: str, rank: int | None) -> str:
         who = "every host has a copy of" if rank is None else f"rank {rank} wrote on its host"
@@ -321,10 +277,7 @@ class _Results:
         return self._out[number]
 
     def _done(self, number: int, values: torch.Tensor) -> None:
-        then: Callable[[torch.Tensor], object] | None = self._wanted[number].then
-        if then is not None:
-            with torch.no_grad():
-                then(values)
+        self._wanted[number].take(values)
         self._out[number] = torch.empty(0)
 
 
@@ -341,3 +294,159 @@ def _pipeline_peers(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
             group.append(part)
         if group:
             yield group
+
+
+def check_blocks(manifest: Manifest, pieces: PieceTable, source: str) -> None:
+    """Checks that each element of all tensors is in one block, and each block within one rank's slice.
+
+    Args:
+        manifest: The checkpoint's.
+        pieces: The manifest's.
+        source: The checkpoint, for errors.
+
+    Raises:
+        ValueError: Naming the file and the tensor.
+    """
+    for path, layout in pieces.layouts.items():
+        where = f"{source}/{path}"
+        manifest.checksums.check_cover(path, {name: spec.numel for name, spec in layout.specs.items()}, where)
+        for name, slices in pieces.slices.get(path, {}).items():
+            ends = [block.stop for block in manifest.checksums.tensors.get(path, {}).get(name, [])]
+            if across := sorted({one.stop for one in slices} - set(ends)):
+                raise ValueError(f"{where}: a checksum of tensor {name!r} goes across a slice's end at {across[0]}")
+
+
+_MESSAGE_BYTES = 32 << 20
+"""Of slices that travel together."""
+_Slice = tuple[str, FileKind, Slice]
+
+
+def check_one_save(engine: TrainState, reader: StateReader) -> None:
+    """Check that, and give readers the small files that are on other hosts only; all ranks call it.
+
+    Raises:
+        ValueError: On all ranks, if hosts have checkpoints of different saves under one name; says which rank has
+            which, and where one lies that all hosts have.
+    """
+    own = reader.manifest.save if reader.has_manifest else ""
+    beside = _complete_beside(reader) if isinstance(reader, PieceReader) else {}
+    of_pieces: list[bool] = engine.mesh.world_group.control.all_gather_objects(isinstance(reader, PieceReader))
+    if not any(of_pieces):
+        return
+    everyone: list[tuple[str, str, dict[str, str]]] = engine.mesh.world_group.control.all_gather_objects(
+        (own, str(reader.directory), beside)
+    )
+    saves = [save for save, _, _ in everyone]
+    if len(set(saves)) == 1 and all(of_pieces):
+        if _may_differ(engine, reader):
+            assert isinstance(reader, PieceReader)
+            _supply_small(engine, reader)
+        return
+    lines = [f"\n  rank {rank}: {place} is of save {save!r}" for rank, (save, place, _) in enumerate(everyone)]
+    for save in sorted(set(saves)):
+        if all(save == there or save in beside for there, _, beside in everyone):
+            lines.append(f"\nSave {save!r} is complete on all hosts. Give it its name, and load again:")
+            moves = {f"\n  rank {r}: mv {b[save]} {p}" for r, (there, p, b) in enumerate(everyone) if there != save}
+            lines += sorted(moves)
+    raise ValueError("the ranks would load checkpoints of different saves:" + "".join(lines))
+
+
+@contextmanager
+def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) -> Iterator[None]:
+    """Inside, a reader has the slices that its host lacks and another one has; all ranks call it, with what they want.
+
+    Raises:
+        RuntimeError: On all ranks, if one cannot read what others need; says which and why.
+    """
+    if not _may_differ(engine, reader):
+        yield
+        return
+    assert isinstance(reader, PieceReader)
+    missing = set(reader.lacking())
+    lacks: dict[_Slice, int] = {}
+    for item in wanted if missing else ():
+        size = reader.spec(item.name, item.kind).dtype.itemsize
+        for one in reader.slices_of(item.name, item.kind, item.start, item.stop):
+            if one.rank in missing:
+                lacks[item.name, item.kind, one] = (one.stop - one.start) * size
+    everyone: list[tuple[dict[_Slice, int], set[int]]] = engine.mesh.world_group.control.all_gather_objects(
+        (lacks, missing)
+    )
+    needed: dict[_Slice, int] = {}
+    for slices, _ in everyone:
+        needed |= slices
+    givers = {writer: _first_without(writer, [absent for _, absent in everyone]) for writer in _writers(reader)}
+    try:
+        order = sorted(needed, key=lambda entry: (str(entry[1]), entry[0], entry[2].start))  # the same on all ranks
+        for batch in batches(order, needed.__getitem__, _MESSAGE_BYTES):
+            mine = [entry for entry in batch if givers[entry[2].rank] == engine.mesh.world_group.rank]
+            for entry, values in _exchange(engine, lambda mine=mine: [(e, _read(reader, e)) for e in mine]):  # type: ignore[misc]
+                if entry in lacks:
+                    reader.supply(entry[0], entry[1], entry[2], values)
+        yield
+    finally:
+        reader.forget_supplied()
+
+
+def _supply_small(engine: TrainState, reader: PieceReader) -> None:
+    """Random states and the like: each rank's own is on its own host."""
+    missing = set(reader.lacking_small())
+    everyone: list[set[str]] = engine.mesh.world_group.control.all_gather_objects(missing)
+    needed = sorted(set().union(*everyone))
+    mine = [path for path in needed if _first_without(path, everyone) == engine.mesh.world_group.rank]
+    if needed:
+        for name, content in _exchange(engine, lambda: [(path, reader.extra(path)) for path in mine]):
+            if name in missing:
+                reader.supply_small(name, content)
+
+
+def _complete_beside(reader: PieceReader) -> dict[str, str]:
+    """Save -> place of what a save left complete without its name."""
+    found: dict[str, str] = {}
+    if isinstance(reader.directory, Path):
+        for path in all_beside(reader.directory, "tmp"):
+            try:
+                found[Manifest.load(path).save] = str(path)
+            except (OSError, ValueError):
+                continue
+    return found
+
+
+def _may_differ(engine: TrainState, reader: StateReader) -> bool:
+    """True if other ranks may see other pieces than this one; all ranks say the same, see `check_one_save`."""
+    return (
+        isinstance(reader, PieceReader)
+        and isinstance(reader.directory, Path)
+        and engine.mesh.world_group.world_size > 1
+    )
+
+
+def _writers(reader: PieceReader) -> list[int]:
+    pieces = reader.manifest.pieces
+    assert pieces is not None
+    return list(pieces.ranks)
+
+
+def _first_without(item: Any, missing: Sequence[set[Any]]) -> int | None:
+    """The first rank that does not miss something."""
+    return next((rank for rank, items in enumerate(missing) if item not in items), None)
+
+
+def _read(reader: PieceReader, entry: _Slice) -> torch.Tensor:
+    name, kind, one = entry
+    return reader.read(name, one.start, one.stop, kind=kind)
+
+
+def _exchange(engine: TrainState, read: Callable[[], list[tuple[Any, Any]]]) -> Iterator[tuple[Any, Any]]:
+    """Contents of a file, on all ranks."""
+    mine: list[tuple[Any, Any]] = []
+    error: str | None = None
+    try:
+        mine = read()
+    except (OSError, ValueError) as caught:
+        error = str(caught)
+    everyone = engine.mesh.world_group.control.all_gather_objects((mine, error))
+    if errors := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+        raise RuntimeError(f"pieces that other ranks need cannot be read, on rank(s): {errors}")
+    for found, _ in everyone:
+        yield from found
