@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
+import zero_strategy.compat.megatron.straggler as straggler
 from zero_strategy.comm.process_group import world_rank, world_size
-from zero_strategy.compat.megatron import straggler
 from zero_strategy.compat.megatron.groups import get_pg_rank
 from zero_strategy.runtime.terminal import report
 
