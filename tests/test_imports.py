@@ -34,6 +34,28 @@ def test_the_engine_s_class_and_a_config_load_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+HEAVY = [
+    "torch", "numpy", "yaml", "lightning", "dataclasses", "inspect", "typing", "enum", "re", "functools", "contextlib",
+    "collections", "pathlib", "tempfile", "logging", "importlib.abc", "importlib.util", "importlib.metadata",
+    "importlib.resources",
+]  # fmt: skip
+FIRST_IMPORT = f"""
+import sys
+sys.path.insert(0, {str(Path(zero_strategy.__file__).parents[1])!r})
+before = set(sys.modules)
+import zero_strategy
+loaded = set(sys.modules) - before
+print(sorted(name for name in {HEAVY} if name in loaded), sum(name.startswith("zero_strategy") for name in loaded))
+"""
+
+
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    """Without `site`, whose hooks of editable installations load some of it first."""
+    command = [sys.executable, "-S", "-c", FIRST_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[] 5"
+
+
 def test_every_public_name_is_there() -> None:
     for name in zero_strategy.__all__:
         assert getattr(zero_strategy, name) is not None, name

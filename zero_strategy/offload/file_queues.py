@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero_strategy.offload.file_io import FILE_ENDED, Extent, FileQueue, Kind, Outcome
 from zero_strategy.ops.build import BuildError, obtain
-from zero_strategy.ops.native import NATIVE_VARIABLE
+from zero_strategy.ops.library import NATIVE_VARIABLE
 from zero_strategy.runtime.host_bytes import memory_of
 
 
@@ -151,6 +151,7 @@ def _close(library: ctypes.CDLL, handle: int, milliseconds: int, process: int) -
 
 def _milliseconds(seconds: float) -> int:
     return min(int(seconds * 1e3) + 1, 1 << 30)
+
 
 _MOST_RETRIES = 100
 _MOST_STALLS = 1
@@ -333,6 +334,7 @@ def _call(kind: Kind, block: _Block) -> int:
         return os.preadv(block.fd, [rest], at) if kind == "read" else os.pwritev(block.fd, [rest], at)
     except OSError as error:
         return -(error.errno or errno.EIO)
+
 
 IO_VARIABLE = "ZERO_STRATEGY_IO"
 Backend = Literal["io_uring", "threads", "python"]

@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
     if name in _OF_THE_STATE:
-        return getattr(import_module(f"{__name__}.state").STATE, name)
+        return getattr(import_module(f"{__name__}.core_utils").STATE, name)
     if name.startswith("__") and name != "__straggler__":  # Python's own questions
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for room in _ROOMS:

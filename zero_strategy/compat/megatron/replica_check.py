@@ -69,9 +69,7 @@ class ReplicaReport:
         return "\n".join(["replicas differ:", *(f"  {difference}" for difference in self.differences)])
 
 
-def check_param_hashes_across_dp_replicas(
-    model: nn.Module | Sequence[nn.Module], cross_check: bool = False
-) -> bool:
+def check_param_hashes_across_dp_replicas(model: nn.Module | Sequence[nn.Module], cross_check: bool = False) -> bool:
     """True if this rank's parameters are those of data-parallel replica 0. A collective.
 
     Args:
