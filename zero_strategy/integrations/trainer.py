@@ -33,20 +33,27 @@ from zero_strategy.config import (
 )
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import parameters_on_meta
-from zero_strategy.integrations.callbacks import refuse_averaging
 from zero_strategy.integrations.engines import OtherStrategy, engine_for, engine_of
-from zero_strategy.integrations.facts import trainer_facts
-from zero_strategy.integrations.failure import FailureAgreement, end_children_at_exit
+from zero_strategy.integrations.framework_settings import (
+    TensorMesh,
+    check_device,
+    check_world_size,
+    read_settings,
+    schedulers_left_alone,
+    shows_settings,
+    trainer_facts,
+    verify_settings,
+)
 from zero_strategy.integrations.namespaces import MODULES
-from zero_strategy.integrations.precision import precision_of
-from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
-from zero_strategy.integrations.settings import check_device, check_world_size, read_settings, shows_settings
-from zero_strategy.integrations.tensor_mesh import TensorMesh
+from zero_strategy.integrations.precision import TrainerPrecision, precision_of
+from zero_strategy.integrations.trainer_callbacks import (
+    FailureAgreement,
+    TrainerPreemption,
+    end_children_at_exit,
+    refuse_averaging,
+)
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
-from zero_strategy.integrations.trainer_precision import TrainerPrecision
-from zero_strategy.integrations.trainer_preemption import TrainerPreemption
-from zero_strategy.integrations.trainer_uneven import TrainerUneven
-from zero_strategy.integrations.verifying import verify_settings
+from zero_strategy.integrations.uneven import TrainerUneven
 
 if TYPE_CHECKING:
     from typing import Any as _Base
