@@ -192,7 +192,7 @@ class ZeroAccelerator(Accelerator):
         else:
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         install_diagnostics(engine)
-        engine.scaler = None if self.scaler is None else self.scaler.rule
+        engine.use_loss_scaler(None if self.scaler is None else self.scaler.rule)
         waiting = self._prepared.add(model, engine, training=not evaluation_mode)
         if backend != DynamoBackend.NO:
             compile_in_place(model, plugin.to_kwargs(), regions=bool(plugin.use_regional_compilation))

@@ -168,7 +168,7 @@ class FabricStrategy(TensorMesh, _Base):
             flag = precision_of(plugin, "Fabric")
             plugin = (self.scaled_precision if PLANS[flag].scales_loss else self.plain_precision)(flag)
         if isinstance(plugin, ScaledFabricPrecision):
-            plugin.engine_of_optimizer = self.engine_of_optimizer
+            plugin.use_engines(self.engine_of_optimizer)
         self._precision = plugin
 
     def explain(self) -> str:

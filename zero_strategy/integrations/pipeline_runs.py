@@ -232,8 +232,13 @@ class IntegrationRunner:
         """True if there is a loss of which no backward was called."""
         return bool(self._leaves)
 
-    def forget(self) -> None:
-        """A step was torn apart."""
+    def begin(self, forward_context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """A run begins, perhaps after a step that was torn apart: its gradients are dropped.
+
+        Args:
+            forward_context: Makes the context in which layers run.
+        """
+        self.forward_context = forward_context
         self._shadow.clear()
         self._leaves.clear()
 

@@ -95,7 +95,7 @@ class ShardedPrecision:
         """Share one loss scaler with an engine."""
         if self.plan.scales_loss and self.scaler is None:
             self.scaler = LossScaler(loss_scale)
-        engine.scaler = self.scaler
+        engine.use_loss_scaler(self.scaler)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """`64-true` casts before the module is sharded; other dtypes are the engine's business."""
@@ -198,7 +198,7 @@ class ScaledFabricPrecision(FabricPrecision):
     """With loss scaling; `fabric.backward(loss)` is then the only way to backward, as Fabric enforces.
 
     Attributes:
-        engine_of_optimizer: Gives the engine that an optimizer is attached to; set by the strategy.
+        engine_of_optimizer: Gives the engine that an optimizer is attached to, once a strategy has taken the plugin.
     """
 
     engine_of_optimizer: Callable[[Optimizer], ZeroEngine]
@@ -207,6 +207,10 @@ class ScaledFabricPrecision(FabricPrecision):
         super().__init__(precision)
         self._unscaled: dict[int, bool] = {}
         self._finite: bool | None = None
+
+    def use_engines(self, engine_of_optimizer: Callable[[Optimizer], ZeroEngine]) -> None:
+        """Step through the engines of a strategy, which a user may have made after this plugin."""
+        self.engine_of_optimizer = engine_of_optimizer
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward of the scaled loss."""
@@ -255,6 +259,15 @@ class TrainerPrecision(ShardedPrecision, _Base):
     def __getstate__(self) -> dict[str, Any]:
         """Copies of a Trainer get an engine of their own."""
         return {**vars(self), "engine": None, "_finite": None}
+
+    def adopt(self, engine: ZeroEngine, loss_scale: LossScaleConfig) -> None:
+        """As for any; steps and clipping go through this engine from now on."""
+        super().adopt(engine, loss_scale)
+        self.engine = engine
+
+    def weigh(self, weight: float) -> None:
+        """Multiply the loss of this training batch by a weight, behind the hooks that see it."""
+        self.loss_weight = weight
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Scale the loss, then call the user's hooks; then weigh it."""

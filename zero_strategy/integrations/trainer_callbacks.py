@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -173,79 +173,77 @@ class BatchEnd(_Base):
     """The callback that saves: the last one, when the Trainer's counters and other callbacks are done with a batch.
 
     Args:
-        strategy: Whose.
+        signals: The strategy's.
     """
 
-    def __init__(self, strategy: TrainerPreemption) -> None:
-        self._strategy = strategy
+    def __init__(self, signals: SavesOnSignals) -> None:
+        self._signals = signals
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Save if a signal came before this batch's optimizer step."""
-        assert self._strategy.engine is not None
-        self._strategy.act_on_signal(trainer, self._strategy.engine.steps.take_due())
+        self._signals.end_batch(trainer)
 
 
-class TrainerPreemption(_Base):
-    """The part of `TrainerStrategy` that heeds signals."""
+class SavesOnSignals:
+    """Signals during the fits of a strategy: a checkpoint, and the end of the fit where that is due.
 
-    batch_end_class: ClassVar[type[BatchEnd]]
-    """`BatchEnd` as a callback of the Trainer's namespace."""
-    sigterm_exception: ClassVar[type[BaseException]]
-    """What Lightning leaves the Trainer by."""
+    Args:
+        strategy: The Trainer's.
+    """
 
-    config: ZeroConfig
-    engine: ZeroEngine | None
-    _signal_watch: SignalWatch | None = None
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._watch: SignalWatch | None = None
 
-    def barrier(self, name: str | None = None) -> None:
-        """A meeting of all ranks; that before the first loop of a fit comes right after Lightning has set handlers."""
-        super().barrier(name)
-        if name == "run-stage":
-            self._watch_signals()
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a Trainer set handlers in fits of their own."""
+        return {**vars(self), "_watch": None}
 
-    def on_train_start(self) -> None:
-        """Before the first batch."""
-        self._watch_signals()
-        super().on_train_start()
-
-    def _watch_signals(self) -> None:
+    def watch(self) -> None:
         """Set the handlers, in the main thread, unless they are set.
 
         Not before Lightning's: what is tried before the fit (a search for the learning rate) would set ours first, and
         Lightning's would be put over them, and in the end ours back.
         """
-        trainer = self.lightning_module.trainer
+        strategy = self._strategy
+        trainer = strategy.lightning_module.trainer
         originals = trainer._signal_connector._original_handlers
-        if self._signal_watch is not None or self.engine is None or trainer.state.fn != "fit" or not originals:
+        if self._watch is not None or strategy.engine is None or trainer.state.fn != "fit" or not originals:
             return
-        numbers = watched_signals(self.config, self.cluster_environment)
+        numbers = watched_signals(strategy.config, strategy.cluster_environment)
         if numbers and threading.current_thread() is threading.main_thread():
             # Lightning's handlers are replaced, the ones before those are called.
-            self._signal_watch = SignalWatch(self.engine.steps, numbers, originals.get)
-            self._signal_watch.install()
-            trainer.callbacks.append(self.batch_end_class(self))
+            self._watch = SignalWatch(strategy.engine.steps, numbers, originals.get)
+            self._watch.install()
+            trainer.callbacks.append(strategy.batch_end_class(self))
 
-    def forget_signals(self) -> None:
+    def forget(self) -> None:
         """Put back Lightning's handlers."""
-        watch, self._signal_watch = self._signal_watch, None
-        if watch is not None and self.engine is not None:
+        watch, self._watch = self._watch, None
+        engine = self._strategy.engine
+        if watch is not None and engine is not None:
             watch.restore()
-            self.engine.steps.take_due(Due.SAVE | Due.END)
-            trainer = self.lightning_module.trainer
+            engine.steps.take_due(Due.SAVE | Due.END)
+            trainer = self._strategy.lightning_module.trainer
             trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, BatchEnd)]
 
-    def on_train_end(self) -> None:
+    def end_batch(self, trainer: Any) -> None:
+        """Act on what ranks agreed on at this batch's optimizer step."""
+        assert self._strategy.engine is not None
+        self._act(trainer, self._strategy.engine.steps.take_due())
+
+    def end_training(self) -> None:
         """The last place where all ranks meet: a signal since the last step is acted upon."""
-        super().on_train_end()
-        if self._signal_watch is not None:
-            assert self.engine is not None
-            wanted = self.engine.mesh.world_group.control.all_gather_objects(int(self.engine.steps.wanted()))
+        engine = self._strategy.engine
+        if self._watch is not None:
+            assert engine is not None
+            wanted = engine.mesh.world_group.control.all_gather_objects(int(engine.steps.wanted()))
             agreed = Due.NOTHING
             for one in wanted:
                 agreed |= Due(one)
-            self.act_on_signal(self.lightning_module.trainer, self.engine.steps.take_due(agreed))
+            self._act(self._strategy.lightning_module.trainer, engine.steps.take_due(agreed))
 
-    def act_on_signal(self, trainer: Any, due: Due) -> None:
+    def _act(self, trainer: Any, due: Due) -> None:
         """Save, and leave if that is due. All ranks come here with the same.
 
         Raises:
@@ -255,14 +253,14 @@ class TrainerPreemption(_Base):
             return
         path = os.path.join(trainer.default_root_dir, FILE_NAME)
         trainer.save_checkpoint(path)
-        self.finish_saves()
+        self._strategy.finish_saves()
         if trainer.is_global_zero:
             then = "ends" if due & Due.END else "goes on"
             logger = logging.getLogger(type(trainer).__module__.partition(".trainer")[0])
             logger.warning(f"Saved after a signal; training {then}. Resume by trainer.fit(..., ckpt_path={path!r})")
         if due & Due.END:
             trainer._signal_connector.received_sigterm = True
-            raise self.sigterm_exception(EXIT_CODE)
+            raise self._strategy.sigterm_exception(EXIT_CODE)
 
 
 def watched_signals(config: ZeroConfig, environment: Any) -> list[signal.Signals]:

@@ -187,8 +187,7 @@ class TrainerPipeline(_Base):
             self._configure_pipeline(module)
         super().setup(trainer)
         runner = self._runner
-        runner.forward_context = self.precision_plugin.forward_context
-        runner.forget()
+        runner.begin(self.precision_plugin.forward_context)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """As `ZeroStrategy`; what fails on one stage, such as an optimizer without parameters, fails on all.

@@ -14,13 +14,12 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 
 from zero_strategy.checkpoint import random_state
 from zero_strategy.comm.mesh import Mesh
-from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.uneven_batches import WAYS_OUT, OwnBatches, joined_pass, length_of
 
 STATE_KEY = "zero_strategy.joined"
@@ -174,32 +173,24 @@ def _known_length(loader: Any) -> float:
     return float("inf") if length is None else length
 
 
-if TYPE_CHECKING:
-    from typing import Any as _Base
-
-    from zero_strategy.engine import ZeroEngine
-else:
-    _Base = object
-
 _BASE_HOOKS = ("lightning.pytorch.core.hooks", "pytorch_lightning.core.hooks")
 
 
-class TrainerUneven(_Base):
-    """The part of `TrainerStrategy` that looks at numbers of training batches."""
+class TrainingBatches:
+    """Numbers of training batches on the ranks of a strategy.
 
-    compares_batches: ClassVar[bool] = True
-    """Whether this part has anything to do; pipelines look by themselves."""
+    Args:
+        strategy: The Trainer's.
+    """
 
-    config: ZeroConfig
-    engine: ZeroEngine | None
-    _new_loaders = False
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._new_loaders = False
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """A data loader that is about to be iterated over; one for training may have to go on longer."""
-        dataloader = super().process_dataloader(dataloader)
-        trainer, policy = self.lightning_module.trainer, self.config.uneven_batches
-        if not self.compares_batches or not trainer.training or self.world_size == 1:
-            return dataloader
+    def joined(self, dataloader: Any) -> Any:
+        """A training data loader that is about to be iterated over, or one that goes on longer."""
+        trainer = self._strategy.lightning_module.trainer
+        policy = self._strategy.config.uneven_batches
         self._new_loaders = True
         own = length_of(dataloader)
         lengths = [length for (length,) in self._everyone([-1 if own is None else own])]
@@ -211,46 +202,46 @@ class TrainerUneven(_Base):
         return dataloader
 
     def _mesh_of_engine(self) -> Mesh:
-        if self.engine is None:
+        if self._strategy.engine is None:
             raise RuntimeError(
-                f"uneven_batches is {self.config.uneven_batches!r}, so ranks tell each other of batches once the model "
-                "is sharded; a batch was asked for before (by trainer.estimated_stepping_batches, perhaps, which has "
-                "its place in configure_optimizers)"
+                f"uneven_batches is {self._strategy.config.uneven_batches!r}, so ranks tell each other of batches "
+                "once the model is sharded; a batch was asked for before (by trainer.estimated_stepping_batches, "
+                "perhaps, which has its place in configure_optimizers)"
             )
-        return self.engine.mesh
+        mesh: Mesh = self._strategy.engine.mesh
+        return mesh
 
     def _everyone(self, values: list[int]) -> list[list[int]]:
         """Every rank's values."""
-        if self.engine is not None:
-            return [
-                each.tolist() for each in self.engine.mesh.world_group.control.all_gather_small(torch.tensor(values))
-            ]
-        told: Any = self.all_gather(torch.tensor(values, device=self.root_device))
+        strategy = self._strategy
+        if strategy.engine is not None:
+            control = strategy.engine.mesh.world_group.control
+            return [each.tolist() for each in control.all_gather_small(torch.tensor(values))]
+        told = strategy.all_gather(torch.tensor(values, device=strategy.root_device))
         found: list[list[int]] = told.view(-1, len(values)).tolist()
         return found
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def weight(self) -> float:
         """Before `training_step`: look at the loaders if they are new, and find the weight of the loss.
 
         Raises:
             ValueError: On all ranks, if some would run out of batches before others; or if there are several loaders
                 to join.
         """
-        super().on_train_batch_start(batch, batch_idx)
-        loop = self.lightning_module.trainer.fit_loop
+        loop = self._strategy.lightning_module.trainer.fit_loop
         new, self._new_loaders = self._new_loaders, False
-        if self.config.uneven_batches == "error":
+        if self._strategy.config.uneven_batches == "error":
             if new:
                 self._compare(loop)
-            return
+            return 1.0
         loaders = loop._combined_loader.flattened
         joins = isinstance(loaders[0], JoinedLoader)
         if new:
             _check_joined(loop, len(loaders))
-        self.precision_plugin.loss_weight = loaders[0].weight(len(loop._data_fetcher.batches)) if joins else 1.0
+        return float(loaders[0].weight(len(loop._data_fetcher.batches))) if joins else 1.0
 
     def _compare(self, loop: Any) -> None:
-        trainer = self.lightning_module.trainer
+        trainer = loop.trainer
         mine = [_number(loop.max_batches), _number(trainer.val_check_batch)]
         everyone = self._everyone(mine)
         if any(batches < 0 for batches, _ in everyone) or all(one == everyone[0] for one in everyone):
@@ -260,7 +251,7 @@ class TrainerUneven(_Base):
         if trainer.enable_validation and len(checks) > 1:  # where they would part first
             shortest = min([shortest, *(check for check in checks if check > 0)])
         done = loop.epoch_loop.batch_progress.current.ready - 1
-        counted = loop.max_steps != -1 and self.lightning_module.automatic_optimization
+        counted = loop.max_steps != -1 and trainer.lightning_module.automatic_optimization
         steps_left = loop.max_steps - trainer.global_step if counted else float("inf")
         if not needs_more(shortest, done, trainer.accumulate_grad_batches, steps_left, trainer.enable_validation):
             return
