@@ -590,6 +590,10 @@ class ZeroEngine:
 
     # ---- fp16 ----
 
+    def use_loss_scaler(self, scaler: LossScaler | None) -> None:
+        """Scale losses by a rule that others share, such as a framework's plugin, or not at all (None)."""
+        self.scaler = scaler
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call backward on: scaled in fp16, unchanged otherwise."""
         return loss if self.scaler is None else loss * self.scaler.scale
