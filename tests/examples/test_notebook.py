@@ -12,7 +12,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
 def printed(notebook: Any) -> str:
-    """What its cells have printed."""
+    """The text that its cells have printed."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert all(output["output_type"] == "stream" for output in outputs)
     return "".join(output["text"] for output in outputs)
