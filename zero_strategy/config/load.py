@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar
 
 from zero_strategy.config.deepspeed.classify import read_base64, read_json_file
 from zero_strategy.config.deepspeed.read import is_deepspeed, read_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.schema import (
-    FORMER_KEYS,
     ActivationCheckpointingConfig,
     CheckpointConfig,
     DiagnosticsConfig,
@@ -63,6 +63,16 @@ from zero_strategy.config.sources import (
 )
 
 S = TypeVar("S", bound=Section)
+
+FORMER_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "guard": "watchdog",
+        "release_after_backward": "reshard_after_backward",
+        "release_after_forward": "reshard_after_forward",
+        "rendezvous_seconds": "barrier_seconds",
+    }
+)
+"""Former names of settings, which configs and keywords may go on using."""
 
 _OFFLOADED_AS = "derived: offload: "
 """What origins of the other settings begin with that a single value of `offload` stands for."""
