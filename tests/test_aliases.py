@@ -8,8 +8,8 @@ from importlib import import_module
 
 import pytest
 
-from zero_strategy.compat.deepspeed.scripts.checkpoints import COUNTERS_KEY
 from zero_strategy.aliases import FORMER, present_path
+from zero_strategy.compat.deepspeed.scripts.checkpoints import COUNTERS_KEY
 from zero_strategy.integrations.extra_state import EXTRA_KEY
 from zero_strategy.integrations.joined_loader import STATE_KEY
 
