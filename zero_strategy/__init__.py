@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from zero_strategy.compat.former_paths import FORMER as _FORMER
-from zero_strategy.compat.former_paths import install as _install_aliases
+from zero_strategy.aliases import FORMER as _FORMER
+from zero_strategy.aliases import install as _install_aliases
 from zero_strategy.registration import install as _install
 from zero_strategy.version import __version__
 

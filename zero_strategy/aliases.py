@@ -29,7 +29,6 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "activation.seeds": "activation.rng",
         "activation.timings": "activation.settings",
         "activation.tracking": "activation.functional",
-        "aliases": "compat.former_paths",
         "checkpoint.checksums": "checkpoint.ranges",
         "checkpoint.compare": "cli.checkpoint_checks",
         "checkpoint.interop": "convert",
