@@ -42,7 +42,7 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 def test_an_earlier_version_s_checkpoints_load_bit_for_bit(
     ranks: Launcher, root: Path, world: int, names: list[str]
 ) -> None:
-    for found in ranks(world)(load_all, root, names):
+    for found in ranks(world, timeout=180)(load_all, root, names):
         for name in names:
             expected = torch.load(root / name / "expected.pt", weights_only=True)
             assert len(expected) > 30
