@@ -133,7 +133,7 @@ def merged_and_in_place(root: Path, stage: int) -> str:
     net, engine, optimizer = make(stage)
     train(net, optimizer, 0)
     engine.save("in_place", user={"world": world})
-    engine.saver._places._layout = "pieces"
+    engine.saver.places._layout = "pieces"
     os.chdir(f"host{rank()}")
     engine.save("c", user={"world": world})
     return digest(engine, optimizer)
