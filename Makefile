@@ -11,6 +11,7 @@
 # make docs           the documentation as a site, in site/; broken links and anchors are errors
 # make reference      docs/reference/settings.md and command_line.md, from the code
 # make lint           ruff, import-linter, mypy, and the prose of docs and docstrings
+# make wheel          the sdist, and a binary wheel with the CPU ops and the file I/O built in, into dist/
 # make clean          removes the environment, caches and outputs
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance docs reference lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance wheel docs reference lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -107,6 +108,15 @@ $(CONFORMANCE_VENV)/.installed: pyproject.toml constraints.txt
 conformance: export OMP_NUM_THREADS = 1
 conformance: $(CONFORMANCE_VENV)/.installed
 	$(CONFORMANCE_VENV)/bin/python -m tests.conformance --output docs/conformance.md $(ARGS)
+
+# Both of one tree; the tag says which systems' C library is new enough. torch's libraries are the user's own.
+wheel: export PATH := $(abspath $(BIN)):$(PATH)
+wheel: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf build dist
+	ZERO_STRATEGY_WHEEL=binary $(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 
 # Likewise: the site's tools are no part of training. Python 3.11 or later.
 $(DOCS_VENV)/.installed: pyproject.toml constraints.txt

@@ -1,15 +1,62 @@
-"""Packages of the distribution; all else is in pyproject.toml.
+"""Packages of the distribution, and binary wheels; all else is in pyproject.toml.
 
 `cpp/` stands at the top of the repository, and is installed as `zero_strategy/cpp`, from which the ops are built.
+With ZERO_STRATEGY_WHEEL=binary a wheel carries the CPU ops and the file I/O built, for one platform and for every
+Python and torch: they use torch's stable ABI and nothing of Python's. That needs torch and a compiler where the wheel
+is made (`make wheel`). Without, a wheel is pure Python, and both are built at their first use.
 """
 
-from setuptools import find_packages, setup
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+BINARY = os.environ.get("ZERO_STRATEGY_WHEEL") == "binary"
+ROOT = Path(__file__).resolve().parent
+
+
+class Package(Distribution):
+    """A distribution of one platform, where its wheel is binary."""
+
+    def has_ext_modules(self) -> bool:
+        return BINARY
+
+
+class BuildPackage(build_py):
+    """Copies the package, and builds the libraries that a binary wheel carries."""
+
+    def run(self) -> None:
+        super().run()
+        if BINARY:
+            sys.path.insert(0, str(ROOT))
+            from zero_strategy.ops.build import CARRIED, build, carried_path, recipe
+
+            for name in CARRIED:
+                made = recipe(name)
+                target = carried_path(made, Path(self.build_lib) / "zero_strategy")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(build(made), target)
+
+
+class BuildWheel(bdist_wheel):
+    """Tags a binary wheel with its platform alone."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        tag = super().get_tag()
+        return ("py3", "none", tag[2]) if BINARY else tag
+
 
 setup(
     packages=[*find_packages(include=["zero_strategy*"]), "zero_strategy.cpp"],
     package_dir={"zero_strategy.cpp": "cpp"},
     package_data={
-        "zero_strategy": ["py.typed", "diagnostics/page/*"],
+        "zero_strategy": ["py.typed", "cli/page/*"],
         "zero_strategy.cpp": ["*.h", "cpu/*", "cuda/*", "io/*"],
     },
+    distclass=Package,
+    cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel},
 )

@@ -36,8 +36,8 @@ from benchmarks.ratios import TURNS, Ratio, bootstrap, round_ratio
 from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
-from zero_strategy.offload.drive_speed import probe
 from zero_strategy.offload.file_io import Kind
+from zero_strategy.offload.stores import probe
 from zero_strategy.offload.tier import NvmeTier
 
 SEQUENTIAL_BYTES, BUCKET_BYTES, BUFFERS = 16 << 20, 64 << 20, 4

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer
-from zero_strategy.ops.vocabulary_loss import linear_cross_entropy
+from zero_strategy.compat.deepspeed.transformer.vocabulary_loss import linear_cross_entropy
 from zero_strategy.optim import FusedAdamW
 
 IGNORED = -100

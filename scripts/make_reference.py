@@ -28,7 +28,10 @@ HELP_WIDTH = "100"
 
 MEANINGS: dict[str, tuple[str, str]] = {
     "stage": ("ZeRO stage: 1 divides optimizer state, 2 also gradients, 3 also parameters", "2"),
-    "gradient_reduction": ("when gradients are reduced; none: per step at stages 0 and 1, else per micro-batch", "per_step"),
+    "gradient_reduction": (
+        "when gradients are reduced; none: per step at stages 0 and 1, else per micro-batch",
+        "per_step",
+    ),
     "uneven_batches": ("ranks that run out of batches: an error, or they count with weight 0", "join"),
     "prefetch": ("stage 3: units that are gathered ahead of their use", "2"),
     "reshard_after_forward": ("stage 3: free gathered parameters between forward and backward", "false"),
@@ -45,8 +48,14 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "mesh.shard": ("hybrid sharding: ranks that share one copy; none: world size / replicate / tensor", "8"),
     "mesh.tensor": ("ranks that divide each layer; none: as the model's DTensors say, else 1", "2"),
     "precision.master_weights": ("keep fp32 copies of bf16 and fp16 parameters for the optimizer", "false"),
-    "precision.gradient_dtype": ("dtype that gradients are accumulated in; `parameter`: that of each parameter", "parameter"),
-    "precision.reduce_dtype": ("dtype that gradients are summed in across ranks; `gradient`: the one they have", "gradient"),
+    "precision.gradient_dtype": (
+        "dtype that gradients are accumulated in; `parameter`: that of each parameter",
+        "parameter",
+    ),
+    "precision.reduce_dtype": (
+        "dtype that gradients are summed in across ranks; `gradient`: the one they have",
+        "gradient",
+    ),
     "loss_scale.initial": ("fp16: loss scale at the first step", "4096.0"),
     "loss_scale.growth_factor": ("fp16: factor on the scale after `growth_interval` steps without overflow", "4.0"),
     "loss_scale.backoff_factor": ("fp16: factor on the scale after a step that overflowed", "0.25"),
@@ -65,7 +74,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "offload.probe_seconds": ("time for measuring the drive at the start; 0: do not measure", "0"),
     "activation_checkpointing.mode": ("activations to compute again in backward", "selective"),
     "activation_checkpointing.every_n": ("mode `every_n`: one unit in so many is computed again", "3"),
-    "activation_checkpointing.budget": ("mode `budget`: share of mode `none`'s bytes that may be kept; none: 0.5", "0.6"),
+    "activation_checkpointing.budget": (
+        "mode `budget`: share of mode `none`'s bytes that may be kept; none: 0.5",
+        "0.6",
+    ),
     "pipeline.stages": ("ranks that one copy of the model is divided among", "4"),
     "pipeline.schedule": ("order of forwards and backwards: see `zero-strategy schedule list`", "zb_h1"),
     "pipeline.chunks": ("parts of the model per rank; none: 2 for interleaved schedules and zbv, else 1", "2"),
@@ -91,7 +103,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "watchdog.wait_seconds": ("time without progress before ranks tell each other where they are", "10"),
     "watchdog.silence_seconds": ("how long a stopped or failed rank may stay silent before the others give up", "20"),
     "watchdog.unheard_seconds": ("the same for a rank on another host that nobody has heard of", "120"),
-    "diagnostics.run_dir": ("directory in which every rank records its steps; empty: nothing is measured", "runs/today"),
+    "diagnostics.run_dir": (
+        "directory in which every rank records its steps; empty: nothing is measured",
+        "runs/today",
+    ),
     "diagnostics.every_n_steps": ("one step in so many is recorded", "10"),
     "diagnostics.memory_every_n_steps": ("one recorded step in so many has memory by category; 0: none", "50"),
     "diagnostics.trace_steps": ("so many of the first recorded steps keep every interval", "2"),
@@ -120,7 +135,7 @@ TYPES = {"pipeline.schedule": "str", "pipeline.partition": "str"}
 PREFACE = """\
 # Settings
 
-<!-- Written by `make reference` from zero_strategy.config: change scripts/make_reference.py, not this page. -->
+<!-- Written by `make reference`: change scripts/make_reference.py, not this page. -->
 
 These are the keywords of `ZeroStrategy` and `PipelineStrategy`, the keys of `zero_config` under
 Accelerate and transformers, and the keys of a YAML file. `print(strategy.explain())` shows every
@@ -255,10 +270,17 @@ def settings_page() -> str:
     found = keys()
     known, described = [key.path for key in found], set(MEANINGS)
     if missing := set(known) ^ described:
-        raise SystemExit(f"MEANINGS of scripts/make_reference.py and ZeroConfig differ in: {', '.join(sorted(missing))}")
+        raise SystemExit(
+            f"MEANINGS of scripts/make_reference.py and ZeroConfig differ in: {', '.join(sorted(missing))}"
+        )
     lines = [PREFACE]
     for section, (title, text) in SECTIONS.items():
-        lines += [f"## {title}\n", f"{text}\n", "| key | type | default | meaning | example |", "| --- | --- | --- | --- | --- |"]
+        lines += [
+            f"## {title}\n",
+            f"{text}\n",
+            "| key | type | default | meaning | example |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         for key in found:
             if key.section != section:
                 continue
@@ -304,7 +326,7 @@ def commands_page() -> str:
     lines = [
         "# Command line\n",
         "<!-- Written by `make reference` from the commands' own help: change the parsers, not this page. -->\n",
-        "`zero-strategy COMMAND --help` prints these texts. `python -m zero_strategy.cli` is the same command.\n",
+        "`zero-strategy COMMAND --help` prints these texts; `python -m zero_strategy.cli` is the same.\n",
     ]
     for words, text in commands():
         lines += [f"## {' '.join(('zero-strategy', *words))}\n", "```text", text.rstrip(), "```\n"]

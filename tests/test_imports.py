@@ -34,6 +34,28 @@ def test_the_engine_s_class_and_a_config_load_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+HEAVY = [
+    "torch", "numpy", "yaml", "lightning", "dataclasses", "inspect", "typing", "enum", "re", "functools", "contextlib",
+    "collections", "pathlib", "tempfile", "logging", "importlib.abc", "importlib.util", "importlib.metadata",
+    "importlib.resources",
+]  # fmt: skip
+FIRST_IMPORT = f"""
+import sys
+sys.path.insert(0, {str(Path(zero_strategy.__file__).parents[1])!r})
+before = set(sys.modules)
+import zero_strategy
+loaded = set(sys.modules) - before
+print(sorted(name for name in {HEAVY} if name in loaded), sum(name.startswith("zero_strategy") for name in loaded))
+"""
+
+
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    """Without `site`, whose hooks of editable installations load some of it first."""
+    command = [sys.executable, "-S", "-c", FIRST_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[] 4"
+
+
 def test_every_public_name_is_there() -> None:
     for name in zero_strategy.__all__:
         assert getattr(zero_strategy, name) is not None, name
@@ -49,6 +71,31 @@ def test_what_is_not_installed_is_named(name: str, needed: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     said = f"ModuleNotFoundError: zero_strategy.{name} needs {needed}: pip install {needed}"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said, done.stderr
+
+
+FRAMEWORKS = ["lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "peft"]
+BARE = f"""
+import importlib, pkgutil
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+absent = {[*FRAMEWORKS, "hydra", "matplotlib", "deepspeed"]}
+PathFinder.find_spec = lambda name, path=None, target=None: None if name in absent else find(name, path, target)
+import zero_strategy
+for module in pkgutil.walk_packages(zero_strategy.__path__, "zero_strategy."):
+    if not module.name.startswith("zero_strategy.integrations.") and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+try:
+    zero_strategy.ZeroStrategy
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_all_but_the_integrations_does_without_frameworks() -> None:
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    needed = "zero_strategy.ZeroStrategy needs PyTorch Lightning: pip install lightning (or pytorch-lightning)"
+    assert done.stdout.strip() == needed
 
 
 CHECKED = """

@@ -1,4 +1,4 @@
-"""The distribution: a wheel and an sdist with the same content, from which the native ops are built where installed."""
+"""The distribution: an sdist, a pure wheel whose ops are built where installed, and a binary one without compilers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,32 @@ ops.ensure("cpu")
 x, bias = torch.randn(3, 5), torch.randn(5)
 torch.testing.assert_close(ops.bias_gelu(x, bias), torch.nn.functional.gelu(x + bias))
 assert dict(ops.ops_report("cpu"))["bias_gelu"] == "native", ops.ops_report("cpu")
+"""
+TRAIN = """
+import sys
+import torch, torch.distributed as dist, zero_strategy
+from torch import nn
+from zero_strategy import ZeroEngine, ops
+from zero_strategy.config import load_config
+from zero_strategy.offload.file_queues import load_library
+assert zero_strategy.__file__.startswith(sys.argv[1]), zero_strategy.__file__
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+engine = ZeroEngine(model, load_config(stage=3, units={"min_numel": 0}))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+engine.attach(optimizer)
+x, losses = torch.randn(16, 8), []
+for _ in range(5):
+    loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0], losses
+assert sys.argv[1] in str(ops.ensure("cpu").path), ops.ensure("cpu")
+load_library()
+dist.destroy_process_group()
 """
 
 
@@ -49,11 +75,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     run([sys.executable, "-c", MAKE, "wheel", str(folder)], unpacked)
+    run([sys.executable, "-c", MAKE, "wheel", str(folder)], unpacked, ZERO_STRATEGY_WHEEL="binary")
     return folder
 
 
 def test_the_wheel_holds_modules_sources_of_ops_and_the_report_page(made: Path) -> None:
-    (wheel,) = made.glob("*.whl")
+    (wheel,) = made.glob("*-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, inside in ((ROOT / "zero_strategy", "zero_strategy"), (ROOT / "cpp", "zero_strategy/cpp")):
         wanted = {
@@ -65,11 +92,28 @@ def test_the_wheel_holds_modules_sources_of_ops_and_the_report_page(made: Path) 
     assert not [name for name in names if name.startswith(("tests/", "examples/", "benchmarks/", "cpp/"))]
 
 
-def test_ops_are_built_from_an_installed_wheel(made: Path, tmp_path: Path) -> None:
-    (wheel,) = made.glob("*.whl")
-    place = tmp_path / "installed"
+def installed(wheel: Path, place: Path) -> Path:
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(place)]
-    run([*install, str(wheel)], tmp_path)
+    run([*install, str(wheel)], place.parent)
+    return place
+
+
+def test_ops_are_built_from_an_installed_wheel(made: Path, tmp_path: Path) -> None:
+    (wheel,) = made.glob("*-any.whl")
+    place = installed(wheel, tmp_path / "installed")
     cache = tmp_path / "cache"
     run([sys.executable, "-c", USE, str(place)], tmp_path, PYTHONPATH=str(place), ZERO_STRATEGY_CACHE=str(cache))
     assert list(cache.rglob("*.so"))
+
+
+def test_a_binary_wheel_trains_without_a_compiler(made: Path, tmp_path: Path) -> None:
+    (wheel,) = made.glob("*-linux_*.whl")
+    assert "-py3-none-" in wheel.name  # of any Python: nothing of it is used
+    place, script = installed(wheel, tmp_path / "installed"), tmp_path / "train.py"
+    script.write_text(TRAIN)
+    (tmp_path / "empty").mkdir()
+    two_ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    cache = tmp_path / "cache"
+    bare = {"PATH": str(tmp_path / "empty"), "CXX": "none", "ZERO_STRATEGY_CACHE": str(cache)}
+    run([*two_ranks, str(script), str(place)], tmp_path, PYTHONPATH=str(place), **bare)
+    assert not list(cache.rglob("*.so")), "something was built"

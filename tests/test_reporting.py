@@ -12,7 +12,7 @@ ASKING = """
 import torch
 from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.diagnostics.memory_use import see_memory_usage
-from zero_strategy.diagnostics.straggler import StragglerDetector
+from zero_strategy.compat.megatron.straggler import StragglerDetector
 from zero_strategy.integrations import deepspeed
 from zero_strategy.pipeline.specs import LayerSpec
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from tests.checkpoint.killable import Script, Shape, entries, fork, reap, serve_store, train
 from zero_strategy import ops
 from zero_strategy.checkpoint import LATEST_NAME, MANIFEST_NAME, Manifest
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.offload.file_queues import load_library
 
 SUMMARY = "Kills training runs at random moments, half of them inside a save, and looks at what is left."

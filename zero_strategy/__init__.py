@@ -7,13 +7,13 @@ It makes the strategy names "zero1", "zero2" and "zero3" known to Lightning, whi
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from zero_strategy.aliases import FORMER as _FORMER
 from zero_strategy.aliases import install as _install_aliases
 from zero_strategy.registration import install as _install
 from zero_strategy.version import __version__
 
+TYPE_CHECKING = False  # typing's own takes longer to import than all of this; type checkers know the name
 if TYPE_CHECKING:  # what editors and type checkers see; at run time each name is imported when it is asked for
     from zero_strategy import activation as activation
     from zero_strategy import checkpoint as checkpoint

@@ -7,12 +7,17 @@ imported before it is asked for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import CodeType, MappingProxyType, ModuleType
+from types import MappingProxyType
+
+TYPE_CHECKING = False  # as in zero_strategy/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from importlib.abc import Loader, MetaPathFinder
+    from types import CodeType, ModuleType
+else:
+    Loader = MetaPathFinder = object
 
 _ROOT = "zero_strategy."
 
@@ -24,22 +29,29 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "activation.seeds": "activation.rng",
         "activation.timings": "activation.settings",
         "activation.tracking": "activation.functional",
+        "checkpoint.checksums": "checkpoint.ranges",
+        "checkpoint.compare": "cli.checkpoint_checks",
         "checkpoint.interop": "convert",
         "checkpoint.interop.deepspeed": "convert.deepspeed",
+        "checkpoint.remote": "checkpoint.storage",
+        "checkpoint.snapshot": "checkpoint.save",
+        "checkpoint.verify": "cli.checkpoint_checks",
         "deferred": "checkpoint.deferred",
         "diagnostics.gradient_norms": "diagnostics.norms",
         "diagnostics.install": "diagnostics.recorder",
         "diagnostics.nvtx": "compat.megatron.diagnostics",
         "diagnostics.rank_logging": "compat.megatron.diagnostics",
-        "diagnostics.straggler_control": "diagnostics.straggler",
-        "diagnostics.straggler_data": "diagnostics.straggler",
+        "diagnostics.replica_check": "compat.megatron.replica_check",
+        "diagnostics.straggler": "compat.megatron.straggler",
+        "diagnostics.straggler_control": "compat.megatron.control_port",
+        "diagnostics.straggler_data": "compat.megatron.straggler",
         "diagnostics.straggler_singleton": "compat.megatron.diagnostics",
         "diagnostics.verify": "verify",
         "distributed": "comm",
-        "distributed.dense_groups": "compat.megatron.fsdp_index",
+        "distributed.dense_groups": "compat.megatron.fsdp_utils",
         "distributed.desync": "watchdog.diagnosis",
         "distributed.dtensors": "fsdp.dtensor",
-        "distributed.fsdp_index": "compat.megatron.fsdp_index",
+        "distributed.fsdp_index": "compat.megatron.fsdp_utils",
         "distributed.group_ranks": "compat.megatron.groups",
         "distributed.mesh_names": "compat.megatron.groups",
         "distributed.parallel_groups": "compat.megatron.groups",
@@ -60,9 +72,11 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "memory.vectors": "offload.chunks",
         "memory.viewless": "compat.megatron.tensors",
         "ops.applier": "ops.multi_tensor",
+        "ops.native": "ops.library",
+        "ops.vocabulary_loss": "compat.deepspeed.transformer.vocabulary_loss",
         "optim.model_parallel_norm": "compat.megatron.gradients",
         "optim.no_optimizer": "optim.fused",
-        "piece_exchange": "checkpoint.pieces.hosts",
+        "piece_exchange": "checkpoint.piece_reader",
         "pipeline.deferred_embedding": "compat.megatron.gradients",
         "pipeline.recipes": "pipeline.building",
         "pipeline.schedule": "pipeline.instructions",
@@ -128,7 +142,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "transformer.layer": "compat.deepspeed.transformer.layer",
         "transformer.replacement": "compat.deepspeed.transformer.replacement",
         "transformer.rotary": "compat.deepspeed.transformer.attention",
-        "transformer.vocabulary_loss": "ops.vocabulary_loss",
+        "transformer.vocabulary_loss": "compat.deepspeed.transformer.vocabulary_loss",
         "versions": "compat.megatron.lifecycle",
     }
 )
@@ -188,6 +202,8 @@ class _AliasLoader(Loader):
 
     def get_code(self, fullname: str) -> CodeType | None:
         """The code of the module of today, for `python -m` with a former path."""
+        from importlib.util import find_spec
+
         spec = find_spec(self._name)
         get_code = getattr(spec and spec.loader, "get_code", None)
         return None if get_code is None else get_code(self._name)

@@ -32,7 +32,7 @@ from zero_strategy.checkpoint import StateReader, random_state
 from zero_strategy.checkpoint import exports as pretrained
 from zero_strategy.checkpoint import exports as tagged
 from zero_strategy.checkpoint import load as loading
-from zero_strategy.checkpoint.contents import state_dict_entries
+from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
 from zero_strategy.checkpoint.preemption import StepWatch, save_on_signal
 from zero_strategy.checkpoint.save import Saver
@@ -321,7 +321,7 @@ class ZeroEngine:
 
     def detach(self) -> None:
         """Let go of all optimizers, for example to attach new ones; their states are dropped."""
-        if self.offloaded.in_files():
+        if self.offloaded.files is not None:
             self.saver.rest()  # a save in the background reads them there
         for sharded in self.optimizers:
             sharded.detach()
@@ -589,6 +589,10 @@ class ZeroEngine:
         return len(set(held)) < len(held)
 
     # ---- fp16 ----
+
+    def use_loss_scaler(self, scaler: LossScaler | None) -> None:
+        """Scale losses by a rule that others share, such as a framework's plugin, or not at all (None)."""
+        self.scaler = scaler
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call backward on: scaled in fp16, unchanged otherwise."""

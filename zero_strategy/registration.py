@@ -9,12 +9,16 @@ and a registry entry is a function: the strategy's module is imported when a nam
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # as in zero_strategy/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.abc import Loader, MetaPathFinder
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+else:
+    Loader = MetaPathFinder = object
 
 NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
 """Presets of `zero_strategy.config`, one strategy each."""
@@ -46,6 +50,8 @@ def install() -> None:
 
 def register(module: ModuleType) -> None:
     """Enter our names into the registry of one of Lightning's modules (a key of `REGISTRIES`)."""
+    from functools import partial
+
     namespace, attribute = REGISTRIES[module.__name__]
     registry = getattr(module, attribute, None)
     if registry is None:  # still being imported, or a version of Lightning that moved it
@@ -62,7 +68,6 @@ def register(module: ModuleType) -> None:
                 registered=name + suffix,
                 start_method=start_method,
             )
-
 
     for suffix, start_method in START_METHODS.items() if owner == "Trainer" else ():
         registry.register(

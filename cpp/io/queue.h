@@ -24,6 +24,13 @@ constexpr int kFileEnded = -1;  // beside the values of errno
 constexpr int kMostRetries = 100;  // of a call that was interrupted or told to come again
 constexpr int kMostStalls = 1;  // of calls in a row that moved too little to go on
 
+// Waits as `condition.wait(lock, over)` does, which asks for a newer libstdc++ than the oldest that wheels support.
+template <class Over>
+void wait_until(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Over over) {
+  while (!condition.wait_for(lock, std::chrono::hours(1), over)) {
+  }
+}
+
 // A range of a file and the memory of its bytes; offload/file_queues.py has the same fields.
 struct Extent {
   int32_t fd;

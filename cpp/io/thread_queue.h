@@ -39,7 +39,7 @@ class ThreadQueue final : public Queue {
       Block block;
       if (!take(block)) {
         if (closing_) return;
-        work_.wait(lock);
+        work_.wait_for(lock, std::chrono::hours(1));  // see wait_until: the loop looks again either way
         continue;
       }
       bool more = true;

@@ -28,7 +28,7 @@ class UringQueue final : public Queue {
       throw;
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    told_.wait(lock, [&] { return opened_ >= 0; });
+    wait_until(told_, lock, [&] { return opened_ >= 0; });
     *error = opened_;
   }
 
@@ -45,7 +45,7 @@ class UringQueue final : public Queue {
     wanted_ = {memory, nbytes};
     registered_ = -1;
     wake();
-    told_.wait(lock, [&] { return registered_ >= 0 || broken_; });
+    wait_until(told_, lock, [&] { return registered_ >= 0 || broken_; });
     return registered_ >= 0 ? registered_ : ESHUTDOWN;
   }
 

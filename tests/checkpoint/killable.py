@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tests.models import build, loss_fn, make_batch
 from zero_strategy.checkpoint.save_job import PendingSave
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tests.checkpoint.saving import States, Tensors, plan_of, slices
 from zero_strategy.checkpoint import CheckpointPlan, CheckpointWriter, FileKind, Piece, SaveWriter
-from zero_strategy.checkpoint.pieces.hosts import HostPieceWriter
-from zero_strategy.checkpoint.remote import RemotePieceWriter
+from zero_strategy.checkpoint.piece_writer import HostPieceWriter
 from zero_strategy.checkpoint.save_job import SaveJob
+from zero_strategy.checkpoint.storage import RemotePieceWriter
 from zero_strategy.comm.store import SaveBoard
 
 MakeWriter = Callable[[int, SaveBoard], SaveWriter]

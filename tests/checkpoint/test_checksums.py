@@ -14,9 +14,9 @@ import torch
 from tests.checkpoint.foreign import trained
 from tests.checkpoint.kinds import content, files_of, make
 from tests.checkpoint.saving import random_tensor, same, save
-from zero_strategy.checkpoint import CheckpointReader, checksums
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.checkpoint import CheckpointReader, ranges
 from zero_strategy.cli import main
+from zero_strategy.cli.checkpoint_checks import verify
 
 MODEL = {"first": random_tensor(torch.float32, (7, 30)), "second": random_tensor(torch.bfloat16, (401,), 1)}
 STATES = {"0": {"exp_avg": {"first": random_tensor(torch.float32, (7, 30), 2)}}}
@@ -24,7 +24,7 @@ STATES = {"0": {"exp_avg": {"first": random_tensor(torch.float32, (7, 30), 2)}}}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(ranges, "BLOCK_BYTES", 256)
 
 
 @pytest.fixture
@@ -94,9 +94,9 @@ def test_any_part_is_read_through_whole_blocks(checkpoint: Path, chunk: int) -> 
 
 
 def test_blocks_end_at_the_same_places_for_any_slices() -> None:
-    assert list(checksums.blocks_of(0, 200, 4)) == [(0, 64), (64, 128), (128, 192), (192, 200)]
-    assert list(checksums.blocks_of(100, 150, 4)) == [(100, 128), (128, 150)]
-    assert list(checksums.blocks_of(5, 5, 4)) == []
+    assert list(ranges.blocks_of(0, 200, 4)) == [(0, 64), (64, 128), (128, 192), (192, 200)]
+    assert list(ranges.blocks_of(100, 150, 4)) == [(100, 128), (128, 150)]
+    assert list(ranges.blocks_of(5, 5, 4)) == []
 
 
 def _swap(directory: Path) -> None:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.foreign import check, our_checkpoint, trained
 from tests.checkpoint.saving import same, save
 from tests.checkpoint.test_portable import ADAM, MODEL, RECORDS, tensor_files
-from zero_strategy.checkpoint.compare import compare
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.cli import main
+from zero_strategy.cli.checkpoint_checks import compare
 from zero_strategy.convert.convert import convert, open_any, state_of
 from zero_strategy.convert.portable import loaded, portable_of
 

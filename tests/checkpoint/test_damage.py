@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.saving import plan_of, save
 from zero_strategy.checkpoint import CheckpointReader, Manifest
-from zero_strategy.checkpoint.checksums import Block, Checksums
 from zero_strategy.checkpoint.manifest import seal
+from zero_strategy.checkpoint.ranges import Block, Checksums
 
 MODEL = {"first": torch.arange(6.0).view(2, 3), "second": torch.arange(5.0)}
 STATES = {"adam": {"exp_avg": {"first": torch.ones(2, 3)}}}

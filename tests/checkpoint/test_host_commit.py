@@ -16,10 +16,9 @@ import torch
 
 from tests.checkpoint.piece_saving import jobs_of, on_hosts, run_jobs, save
 from tests.checkpoint.saving import same
-from zero_strategy.checkpoint import Manifest
+from zero_strategy.checkpoint import Manifest, piece_writer
 from zero_strategy.checkpoint.disk import remove
-from zero_strategy.checkpoint.pieces import hosts as host_writer
-from zero_strategy.checkpoint.pieces.hosts import HostPieceWriter
+from zero_strategy.checkpoint.piece_writer import HostPieceWriter
 from zero_strategy.convert.convert import open_any
 
 OLD = {"w": torch.arange(10.0)}
@@ -112,14 +111,14 @@ def test_a_rename_that_fails_on_one_host_is_told_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(on_hosts(hosts(tmp_path), "old"), OLD, world_size=3)
-    original = host_writer.replace_directory
+    original = piece_writer.replace_directory
 
     def fails(source: Path, target: Path, aside: Path) -> None:
         if target.parent.name == "b":
             raise OSError(5, "the disk is gone")
         original(source, target, aside)
 
-    monkeypatch.setattr(host_writer, "replace_directory", fails)
+    monkeypatch.setattr(piece_writer, "replace_directory", fails)
     failures = run_jobs(jobs_of(on_hosts(hosts(tmp_path), "new"), NEW, world_size=3))
     assert sorted(failures) == [0, 1, 2]
     assert saves(tmp_path) == ["new", "old"]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from zero_strategy.checkpoint import CheckpointPlan, FileLayout, TensorSpec, plan_files
-from zero_strategy.checkpoint.layout import DTYPES, index_json
+from zero_strategy.checkpoint.layout import DTYPES
+from zero_strategy.checkpoint.plan import index_json
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 spec_lists = st.lists(

@@ -18,8 +18,8 @@ from tests.checkpoint.kinds import content, make
 from tests.checkpoint.saving import save
 from zero_strategy.checkpoint.layout import check_file_name, folders_above, is_inner_path
 from zero_strategy.checkpoint.manifest import seal
-from zero_strategy.checkpoint.verify import verify
 from zero_strategy.cli import main
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.convert import universal_read as deepspeed_universal
 from zero_strategy.convert.convert import open_any
 

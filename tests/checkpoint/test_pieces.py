@@ -15,11 +15,11 @@ from tests.checkpoint.piece_saving import in_place, on_hosts, own_file, save
 from tests.checkpoint.saving import all_dtypes, random_tensor, same
 from zero_strategy.checkpoint import CheckpointReader, Manifest
 from zero_strategy.checkpoint.manifest import seal
-from zero_strategy.checkpoint.pieces.merge import merge
-from zero_strategy.checkpoint.pieces.reader import PieceReader
+from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.state_reader import Wanted
-from zero_strategy.checkpoint.verify import verify
 from zero_strategy.cli import main
+from zero_strategy.cli.checkpoint_checks import verify
+from zero_strategy.cli.checkpoint_merge import merge
 from zero_strategy.convert.convert import open_any
 
 WEIGHTS = {

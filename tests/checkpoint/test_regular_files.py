@@ -14,8 +14,8 @@ from types import FrameType
 import pytest
 
 from tests.checkpoint.kinds import KINDS, content, files_of, make, named
-from zero_strategy.checkpoint.verify import verify
 from zero_strategy.cli import main
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
 from zero_strategy.runtime.regular_files import is_there, open_regular, read_regular, read_text, size_of
 

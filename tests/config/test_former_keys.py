@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_strategy import load_config
-from zero_strategy.config.schema import FORMER_KEYS
+from zero_strategy.config.load import FORMER_KEYS
 
 VALUES = {
     "guard": "strict",

@@ -15,7 +15,7 @@ import pytest
 
 from tests.diagnostics.runs import write_run
 from zero_strategy.cli import main
-from zero_strategy.diagnostics.report import MOST_POINTS, own_work, report_data, report_page
+from zero_strategy.cli.report import MOST_POINTS, own_work, report_data, report_page
 from zero_strategy.diagnostics.run_files import read_run
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.diagnostics import subjects
 from zero_strategy.cli import main
-from zero_strategy.cli.verify import add_verify_command, asked, show
-from zero_strategy.comm.local_ranks import in_sentences, sentence
+from zero_strategy.cli.verify import add_verify_command, asked, in_sentences, sentence, show
 from zero_strategy.verify import verify
 from zero_strategy.verify.subject import load_factory, make_subject, place_of
 

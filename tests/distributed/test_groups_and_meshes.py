@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.pretended import pretend
-from zero_strategy.compat.megatron.fsdp_index import FSDPDistributedIndex
+from zero_strategy.compat.megatron.fsdp_utils import FSDPDistributedIndex
 from zero_strategy.compat.megatron.groups import (
     ParallelGroups,
     batch_from_ranks,

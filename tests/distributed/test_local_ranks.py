@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.local_ranks import LocalRankError, run_local_ranks
-from zero_strategy.comm.sealed import KEY_VARIABLE
+from zero_strategy.comm.transport import KEY_VARIABLE
 
 HERE = "tests.distributed.test_local_ranks"
 

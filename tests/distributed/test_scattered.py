@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.launcher import Launcher
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.comm.shared_memory import LEAST_BYTES, SLOT_BYTES
-from zero_strategy.comm.transport import Scattered
+from zero_strategy.comm.shared_memory import LEAST_BYTES, SLOT_BYTES, Scattered
 
 
 def scattered(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Scattered, Tensor]:

@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.comm.device_transport import DeviceCollectives
-from zero_strategy.comm.host_transport import HostCollectives
-from zero_strategy.comm.instrumentation import PendingWork
-from zero_strategy.comm.transport import Collectives, Job
+from zero_strategy.comm.collectives import PendingWork
+from zero_strategy.comm.transport import Collectives, DeviceCollectives, HostCollectives, Job
 
 COUNT = 1000
 """Elements of a slice: by gloo."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.checkpoint.faults import FAULTS, Fault, files_of
 from tests.launcher import Launcher
 from tests.models import build, loss_fn, make_batch
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

@@ -25,7 +25,7 @@ from tests.launcher import Launcher
 from tests.models import build, loss_fn, make_batch
 from zero_strategy.checkpoint.load import open_together
 from zero_strategy.checkpoint.save_job import PendingSave
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine

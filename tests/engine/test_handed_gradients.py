@@ -22,7 +22,7 @@ from tests.engine.training import Case, train_cases
 from tests.launcher import Launcher
 from tests.models import KINDS
 from tests.reference import Trained
-from zero_strategy.comm import host_transport, shared_memory
+from zero_strategy.comm import shared_memory, transport
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.grad_accumulation import LocalSums
@@ -30,7 +30,7 @@ from zero_strategy.fsdp.grad_accumulation import LocalSums
 
 @contextmanager
 def small_messages() -> Iterator[None]:
-    with mock.patch.object(host_transport, "LEAST_BYTES", 0), mock.patch.object(shared_memory, "SLOT_BYTES", 1 << 11):
+    with mock.patch.object(transport, "LEAST_BYTES", 0), mock.patch.object(shared_memory, "SLOT_BYTES", 1 << 11):
         yield
 
 

@@ -60,7 +60,7 @@ def train(kind: Kind, precision: str, stage: int | None) -> dict[str, Tensor]:
     else:
         engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), compute_dtype=dtype)
         if precision == "16-mixed":
-            engine.scaler = LossScaler(engine.config.config.loss_scale)
+            engine.use_loss_scaler(LossScaler(engine.config.config.loss_scale))
     optimizer = OPTIMIZERS[precision](param_groups(model))
     if engine is not None:
         engine.attach(optimizer)

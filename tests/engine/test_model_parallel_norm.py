@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.pretended import pretend
-from zero_strategy.compat.megatron.fsdp_index import align_dense_tensors, all_gather_dp_groups
+from zero_strategy.compat.megatron.fsdp_utils import align_dense_tensors, all_gather_dp_groups
 from zero_strategy.compat.megatron.gradients import (
     clip_grad_norm_,
     clip_tensors_by_global_norm,

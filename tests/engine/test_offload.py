@@ -180,7 +180,7 @@ def tiers(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def compare(
-    stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path, tier: str = "nvme", steps: int = 20
+    stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path, tier: str = "nvme", steps: int = 10
 ) -> list[str]:
     results = []
     for offload in ({}, tiers(folder)[tier]):

@@ -19,8 +19,8 @@ from torch import nn
 
 from tests.launcher import Launcher, RankError
 from tests.models import Transformer, loss_fn, make_batch, param_groups
-from zero_strategy.checkpoint.pieces.merge import merge
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
+from zero_strategy.cli.checkpoint_merge import merge
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

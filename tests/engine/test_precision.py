@@ -64,7 +64,7 @@ def by_engine(stage: int, dtype: torch.dtype, made_low: bool) -> dict[str, Any]:
     assert all(p.dtype == dtype for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     engine.attach(optimizer)
-    engine.scaler = None  # the same gradients with and without
+    engine.use_loss_scaler(None)  # the same gradients with and without
     for step in range(STEPS):
         for micro in range(MICROS):
             loss = loss_of(model(data(MICROS * step + micro, dist.get_rank(), dtype)).float())

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.integrations.trainers import Module, error, loader, trainer, weights, zero
 from tests.launcher import Launcher
 from zero_strategy.checkpoint import CheckpointWriter
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 
 
 class SlowDisk(pl.Callback):

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.checkpoint.object_store import register
 from tests.integrations.trainers import Module, error, loader, train, trainer, weights, zero
 from tests.launcher import Launcher
-from zero_strategy.checkpoint.pieces.reader import PieceReader
+from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.config import load_config
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine

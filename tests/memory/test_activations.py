@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
 from tests.activation.alive import Alive
+from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.planning.shapes import ModelShape, gpt_shape
+from zero_strategy.planning.shapes import ModelShape
 
 SIZE = GPTSize(width=64, depth=3, heads=2, vocabulary=512)
 ROWS, LENGTH = 2, 32

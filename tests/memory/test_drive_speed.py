@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.memory.files import every_backend, need, nothing_left
-from zero_strategy.offload.drive_speed import BLOCKS, DEPTHS, Trial, choose, probe
 from zero_strategy.offload.file_queues import Backend, open_queue
+from zero_strategy.offload.stores import BLOCKS, DEPTHS, Trial, choose, probe
 
 
 @every_backend

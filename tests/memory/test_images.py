@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.memory.files import nothing_left
 from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots
-from zero_strategy.offload.chunk_store import Allowance, ChunkStore
+from zero_strategy.offload.chunk_store import PART_BYTES, Allowance, ChunkStore, FileCopies, StateImages
 from zero_strategy.offload.chunks import OffloadedVector, VectorSpec
-from zero_strategy.offload.images import PART_BYTES, FileCopies, StateImages
 from zero_strategy.offload.state_file import PartialRecordError
 from zero_strategy.offload.tier import NvmeTier
 

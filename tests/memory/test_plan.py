@@ -299,15 +299,16 @@ TIERS = [
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_offloaded_is_planned(ranks: Launcher, tmp_path: Path, world: int) -> None:
-    """Every tier with both optimizers on two ranks; on others, where only the slices differ, with one or the other."""
+    """Every tier on two ranks, at stage 3 with both optimizers; on others, a third of them."""
     common = {"nvme_path": [str(tmp_path)], "staging_bytes": 1 << 19, "probe_seconds": 0}
     both = ["adamw", "lion bf16"]
     cases = [
         Case(stage, torch.bfloat16, optimizer, {"offload": common | tiers})
         for stage in (1, 2, 3)
         for number, tiers in enumerate(TIERS)
+        if world == 2 or number % 3 == world // 2
         if (stage == 3 or "parameters" not in tiers) and (stage > 1 or "gradients" not in tiers)
-        for optimizer in (both if world == 2 else both[(number + world // 2) % 2 :][:1])
+        for optimizer in (both if world == 2 and stage == 3 else both[(number + world // 2) % 2 :][:1])
     ]
     own = {"offload": common | {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 40_000}}
     cases += [Case(3, torch.bfloat16, name, own) for name in ("amsgrad", "nadam")]

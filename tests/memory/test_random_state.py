@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from zero_strategy.offload.drive_speed import probe
+from zero_strategy.offload.stores import probe
 
 
 def test_a_probe_draws_no_random_numbers_of_the_program(tmp_path: Path) -> None:

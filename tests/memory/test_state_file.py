@@ -234,7 +234,7 @@ def test_a_disk_that_fills_later_where_space_cannot_be_reserved(
         assert e.value.filename == str(state.paths[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(PartialRecordError, match=r"record 'b' .* is torn: a write failed: .*File too large"):
+    with pytest.raises(PartialRecordError, match=r"'b' .* is partially written: a write failed: .*File too large"):
         state.read("b", aligned(1 << 20))
     content, found = random_bytes(1 << 20), aligned(1 << 20)
     state.write("b", content[:524_288]).wait()

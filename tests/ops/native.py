@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_strategy import ops
 from zero_strategy.ops.build import recipe
-from zero_strategy.ops.native import NATIVE_VARIABLE
+from zero_strategy.ops.library import NATIVE_VARIABLE
 
 Result = TypeVar("Result")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

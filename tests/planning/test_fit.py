@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from zero_strategy.cli.plan import family_shape
-from zero_strategy.config import load_config
-from zero_strategy.offload.chunk_store import PAGE_BYTES
-from zero_strategy.planning.buckets import Offload
-from zero_strategy.planning.fit import (
+from zero_strategy.cli.plan_fit import (
     Budget,
     changes_that_fit,
     fits,
+    gpt_shape,
     kept_bytes,
     largest_models,
     moved_bytes,
@@ -24,10 +22,13 @@ from zero_strategy.planning.fit import (
     suggestions,
     with_resident,
 )
+from zero_strategy.config import load_config
+from zero_strategy.offload.chunk_store import PAGE_BYTES
+from zero_strategy.planning.buckets import Offload
+from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import Ledger
-from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
-from zero_strategy.planning.shapes import ModelShape, gpt_shape
+from zero_strategy.planning.shapes import ModelShape
 from zero_strategy.runtime.terminal import size
 
 GB = 10**9

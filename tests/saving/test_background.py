@@ -27,7 +27,7 @@ from torch import nn
 from tests.launcher import Launcher, RankError
 from tests.models import Transformer, build, loss_fn, make_batch, param_groups
 from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.comm.store import SaveBoard
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine

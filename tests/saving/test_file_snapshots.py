@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.engine.test_offload import make, outcome, tiers, train, unequal
 from tests.launcher import Launcher
 from tests.saving.test_background import HeldBack, digests, rank
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.offload.tier import NvmeTier, NvmeTransfer
 
 TIERS = {

@@ -21,7 +21,7 @@ from tests.launcher import Launcher, RankError
 from tests.models import build, loss_fn, make_batch, param_groups
 from zero_strategy.checkpoint import CheckpointReader
 from zero_strategy.checkpoint.preemption import Preempted
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

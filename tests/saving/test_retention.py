@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import zero_strategy
 from tests.launcher import Launcher
 from tests.saving.test_background import digests, make, train
-from zero_strategy.checkpoint.folders import OWNER_NAME, leave_mark, mark_name, remove_leftovers
+from zero_strategy.checkpoint.folders import OWNER_NAME, leave_mark, make_signed, mark_name, remove_leftovers
 from zero_strategy.checkpoint.manifest import RECEIPTS_NAME
 from zero_strategy.config import load_config
 
@@ -70,6 +71,32 @@ def test_the_mark_of_a_process_killed_while_ranks_asked_what_they_share_goes(tmp
     assert (tmp_path / mark_name("abc", 1)).exists()
     remove_leftovers(tmp_path, RECEIPTS_NAME)
     assert sorted(tmp_path.iterdir()) == sorted([mine, empty])
+
+
+def test_what_was_made_and_not_signed_goes(tmp_path: Path) -> None:
+    (tmp_path / ".a.abc.tmp" / RECEIPTS_NAME).mkdir(parents=True)  # killed before its writer signed it,
+    (tmp_path / ".b.abc.tmp").mkdir()  # or even before
+    remove_leftovers(tmp_path, RECEIPTS_NAME)
+    assert not list(tmp_path.iterdir())
+
+
+def test_removals_of_another_job_take_nothing_of_a_directory_that_is_being_signed(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def another_job() -> None:
+        while not over.is_set():
+            remove_leftovers(tmp_path, RECEIPTS_NAME)
+
+    thread = threading.Thread(target=another_job)
+    thread.start()
+    try:
+        for number in range(200):
+            make_signed(mine := tmp_path / f".t.{number}.tmp" / RECEIPTS_NAME)
+            assert json.loads((mine / OWNER_NAME).read_text())["pid"] == os.getpid()
+            shutil.rmtree(mine.parent, ignore_errors=True)
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("tag", ["a", "another"])
@@ -128,6 +155,7 @@ def test_only_what_dead_processes_of_this_host_left_goes(tmp_path: Path) -> None
     foreign = leftover(tmp_path, "c", int(dead.stdout), host="another")
     unsigned = tmp_path / ".d.abc.tmp"
     unsigned.mkdir()
+    (unsigned / "of_somebody").touch()
     model, engine, _ = make(0)
     seen = []
     from zero_strategy.checkpoint import CheckpointWriter

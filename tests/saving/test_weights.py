@@ -17,7 +17,7 @@ from torch import nn
 from tests.engine.nets import net
 from tests.launcher import Launcher
 from zero_strategy.checkpoint import CheckpointReader
-from zero_strategy.checkpoint.references import digest
+from zero_strategy.checkpoint.agreement import digest
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

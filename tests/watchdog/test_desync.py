@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from zero_strategy.config import load_config
 from zero_strategy.watchdog.diagnosis import Begun, Failure, FailureBoard, Report, Wait, find_failure, positions
-from zero_strategy.watchdog.flight_recorder import subject
+from zero_strategy.watchdog.flight_recorder import call_site_of, call_site_of_error, subject
 from zero_strategy.watchdog.peers import ProcessCard, condition, own_card
-from zero_strategy.watchdog.stacks import call_site_of, call_site_of_error
 from zero_strategy.watchdog.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -80,8 +80,7 @@ def test_scripts_that_end_with_what_they_were_told(tmp_path: Path) -> None:
 
 DROPPED = """
 import sys, time, pathlib
-from zero_strategy.runtime.worker import BackgroundWorker
-from zero_strategy.watchdog.watchdog import Watch
+from zero_strategy.runtime.worker import BackgroundWorker, Watch
 
 class Looker:
     def look(self):
@@ -95,7 +94,7 @@ def job():
     pathlib.Path(sys.argv[1], "worked").touch()
 
 looker, watch, worker = Looker(), Watch(), BackgroundWorker()
-watch.add(looker)
+watch.start(looker)
 worker.submit(job)
 while not pathlib.Path(sys.argv[1], "begun").exists():
     time.sleep(0.01)

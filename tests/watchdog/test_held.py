@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.launcher import Launcher
 from tests.watchdog.test_dropping import eventually
-from zero_strategy.comm.device_transport import DeviceCollectives
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.transport import DeviceCollectives
 from zero_strategy.config import WatchdogConfig
 
 NUMEL = 1 << 16

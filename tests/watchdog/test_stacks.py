@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 
-from zero_strategy.watchdog.stacks import as_text, frame_at, stacks
+from zero_strategy.watchdog.flight_recorder import as_text, frame_at, stacks
 
 BUSY = """
 import threading, time
-from zero_strategy.watchdog.stacks import phases, call_site_of
-from zero_strategy.watchdog.stacks import frame_at, stacks
+from zero_strategy.watchdog.flight_recorder import phases, call_site_of
+from zero_strategy.watchdog.flight_recorder import frame_at, stacks
 
 def numbers(depth):
     for number in range(3):
@@ -46,7 +46,7 @@ print("alive")
 
 COLLECTED = """
 import faulthandler, gc, threading, time
-from zero_strategy.watchdog.stacks import frame_at
+from zero_strategy.watchdog.flight_recorder import frame_at
 
 class Ring:
     def __init__(self):

@@ -1,15 +1,15 @@
 """Checkpoints: plain safetensors files under the model's own names, written in place by all ranks."""
 
-from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, plan_files
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import (
     LATEST_NAME,
     MANIFEST_NAME,
-    CheckpointPlan,
     FileKind,
     Manifest,
     OptimizerRecord,
     WeightRecord,
 )
+from zero_strategy.checkpoint.plan import CheckpointPlan, plan_files
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.checkpoint.writer import CheckpointWriter, LatePiece, Piece, SaveWriter

@@ -1,24 +1,18 @@
-"""The contents of an engine's checkpoint: names, order, states, and this rank's pieces.
+"""The contents of an engine's checkpoint: tables of state, and this rank's pieces of it.
+
+Every rank has its own slices of weights, master weights and optimizer state, which go straight into the final files
+under the module's own names.
 
 A checkpoint holds whole tensors. A part that is one range of its tensor is a piece like any other. One that is divided
 inside of its rows (a row-parallel layer's) is many short ranges: ranks with the same rows exchange them, so that each
 writes an equal share of whole rows, one long range. What lies in a tier is written row by row instead, for there is no
 memory for a second copy of it.
-
-names, order, tables of state, and this rank's pieces of it.
-
-Every rank has its own slices of weights, master weights and optimizer state, which go straight into the final files
-under the module's own names.
-
-A checkpoint is of the whole model: its files, their order and their header depend on the names, dtypes and shapes of
-all tensors. Where ranks hold different parts, they tell each other; tensors then come in the order that the whole model
-gives them, so that a checkpoint is the same whatever the model was divided into.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -27,19 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind
 from zero_strategy.checkpoint.state_reader import Wanted
-from zero_strategy.checkpoint.writer import LatePiece, Piece
-from zero_strategy.comm.barrier import together
+from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp import layout
 from zero_strategy.fsdp.dtensor import TensorPart, held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.offload.chunk_store import VectorReader, live_values
 from zero_strategy.offload.chunks import OffloadedPart
-from zero_strategy.offload.images import VectorReader, live_values
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
-from zero_strategy.runtime.torch_private import buffers_of, children_of, non_persistent_buffers, parameters_of
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
@@ -58,7 +49,7 @@ def pieces_in_whole(
     read: Callable[[int, int], Tensor],
     *,
     late: bool,
-) -> Iterator[Piece | LatePiece]:
+) -> Iterator[AnyPiece]:
     """Part of a tensor that this rank writes. A collective of the tensor-parallel ranks where these divide its rows.
 
     Args:
@@ -170,6 +161,7 @@ def _spread(
         assert write is not None
         write(offset, found)
 
+
 EXTRA_STATE_FILE = "extra_state.pt"
 """What modules return from `get_extra_state`."""
 
@@ -195,29 +187,6 @@ class OptimizerTable:
         for name, values in other.scalars.items():
             self.scalars.setdefault(name, {}).update(values)
         self.scalar_dtypes.update(other.scalar_dtypes)
-
-
-def state_dict_entries(module: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Names and objects of parameters and persistent buffers in the order of the module's state dict.
-
-    Args:
-        module: The root.
-        tied: Give tied tensors under each of their names; else once, under the first.
-    """
-    seen: set[int] = set()
-
-    def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        for key, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
-            if tensor is None or key in non_persistent_buffers(module) or id(tensor) in seen:
-                continue
-            if not tied:
-                seen.add(id(tensor))
-            yield prefix + key, tensor
-        for key, child in children_of(module).items():
-            if child is not None:
-                yield from visit(child, f"{prefix}{key}.")
-
-    yield from visit(module, "")
 
 
 def extra_state_file(engine: TrainState) -> dict[str, bytes]:
@@ -300,7 +269,7 @@ def pieces_of(
     tables: Sequence[OptimizerTable],
     dtype: torch.dtype | None,
     values_of: VectorReader = live_values,
-) -> Iterator[tuple[FileKind, Piece | LatePiece]]:
+) -> Iterator[Entry]:
     """All that this rank writes: views of live memory, weights converted to `dtype`, and what is to be read first.
 
     A collective of the tensor-parallel ranks if there are several.
@@ -351,7 +320,7 @@ def _weights_pieces(
     piece: layout.Piece,
     dtype: torch.dtype | None,
     values_of: VectorReader,
-) -> Iterator[Piece | LatePiece]:
+) -> Iterator[AnyPiece]:
     """A weight's slice as it is saved: from its master copy where that is finer and wanted."""
     stored = stored_dtype(bucket.dtype, dtype)
     finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
@@ -371,7 +340,7 @@ def _weights_pieces(
 
 def _state_pieces(
     engine: TrainState, states: States, kind: str, dtypes: Mapping[str, torch.dtype], values_of: VectorReader
-) -> Iterator[Piece | LatePiece]:
+) -> Iterator[AnyPiece]:
     for bucket in engine.model.buckets:
         lead, whole = bucket.slice.start - bucket.owned.start, not bucket.placement.shard_optimizer
         for piece in _slice_pieces(bucket):
@@ -418,100 +387,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
     return value
-
-Position = tuple[int, ...]
-"""Where a tensor comes in the whole model's order."""
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """All tensors of a model.
-
-    Attributes:
-        weights: Parameters and persistent buffers, in the order of the whole model's state dict.
-        aliases: Further names of tied tensors: {alias: first name}.
-        frozen: Names of parameters that need no gradient.
-    """
-
-    weights: Sequence[TensorSpec]
-    aliases: Mapping[str, str]
-    frozen: frozenset[str] = frozenset()
-
-    def names(self) -> list[str]:
-        """First names, in order."""
-        return [spec.name for spec in self.weights]
-
-    def without(self, names: Collection[str]) -> Catalog:
-        """The same, some tensors left out."""
-        if not names:
-            return self
-        weights = [spec for spec in self.weights if spec.name not in names]
-        aliases = {alias: name for alias, name in self.aliases.items() if name not in names}
-        return Catalog(weights, aliases, self.frozen.difference(names))
-
-
-def catalog_of(engine: TrainState) -> Catalog:
-    """All tensors of the model that an engine trains, or trains a part of. A collective of the team if it is a part.
-
-    Raises:
-        TypeError: If a tensor's dtype cannot be stored.
-        ValueError: If parts hold different tensors under one name.
-    """
-    if not engine.is_part:
-        return _merged([_own(engine)], sort=engine.order is not None)
-    control = engine.mesh.world_group.control
-    return _merged(control.all_gather_objects(together(control, lambda: _own(engine))), sort=True)
-
-
-_Part = tuple[list[tuple[Position, TensorSpec]], dict[str, str], set[str]]
-
-
-def _own(engine: TrainState) -> _Part:
-    order = engine.order or (lambda name: ())
-    entries = [(order(name), TensorSpec.of(name, tensor)) for name, tensor in state_dict_entries(engine.module)]
-    frozen = {name for name, parameter in engine.model.names() if not parameter.requires_grad}
-    return entries, dict(engine.aliases), frozen
-
-
-def _merged(parts: Sequence[_Part], *, sort: bool) -> Catalog:
-    found: dict[str, tuple[Position, TensorSpec]] = {}
-    aliases, frozen = dict[str, str](), set[str]()
-    for entries, others, still in parts:
-        aliases |= others
-        frozen |= still
-        for position, spec in entries:
-            known = found.setdefault(spec.name, (position, spec))[1]
-            if known != spec:
-                raise ValueError(f"parts of the model hold different tensors {spec.name!r}: {known} and {spec}")
-    order = sorted(found.values(), key=lambda item: item[0]) if sort else list(found.values())
-    return Catalog([spec for _, spec in order], aliases, frozenset(frozen))
-
-
-def union_of_groups(engine: TrainState, groups: list[dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
-    """The param groups of an optimizer over all parts of a model. A collective of the team if there are several.
-
-    Args:
-        engine: Of this part.
-        groups: This part's, with "params" as names.
-        order: All names of the model.
-
-    Raises:
-        ValueError: If the parts' optimizers have other numbers of groups, or other hyper-parameters.
-    """
-    if not engine.is_part:
-        return groups
-    everyone = engine.mesh.world_group.control.all_gather_objects(groups)
-    settings = [
-        [{key: value for key, value in group.items() if key != "params"} for group in part] for part in everyone
-    ]
-    for rank, theirs in enumerate(settings):
-        if theirs != settings[0]:
-            raise ValueError(
-                f"the optimizers of pipeline stages must have the same param groups but for the parameters: rank 0 has "
-                f"{settings[0]}, rank {rank} has {theirs}"
-            )
-    places = {name: place for place, name in enumerate(order)}
-    members = [{name for part in everyone for name in part[number]["params"]} for number in range(len(groups))]
-    return [
-        {**group, "params": sorted(names, key=lambda name: places[name])} for group, names in zip(groups, members)
-    ]

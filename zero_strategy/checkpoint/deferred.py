@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.checkpoint.manifest import FileKind
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
 from zero_strategy.runtime.torch_private import map_tensors
@@ -278,25 +277,6 @@ class DeferredReader(StateReader):
             for name, (source, shape, dtype) in sources.items()
         }
         self._last: tuple[Conversion, Mapping[str, Tensor]] | None = None
-
-    @property
-    def manifest(self) -> Manifest:
-        """There is none.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"{self.directory}: plain weights, not a checkpoint with a manifest")
-
-    @property
-    def has_manifest(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def weights(self) -> Mapping[str, TensorSpec]:
-        """Name in the module -> spec as it is stored."""
-        return MappingProxyType(self._weights)
 
     def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
         """None."""

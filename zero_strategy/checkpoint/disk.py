@@ -29,10 +29,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, Seen, as_bytes, is_aligned, memory_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Pace:
@@ -54,6 +58,7 @@ class Pace:
         if self._due > now:
             time.sleep(self._due - now)
         self._due = max(self._due, now) + nbytes / self._speed
+
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -167,6 +172,7 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     raise OSError(code, os.strerror(code), str(second))
 
+
 CHUNK_BYTES = 4 << 20
 """Most bytes of a write, and the file offsets at which chunks end are multiples of it."""
 _BORROW_BYTES = 1 << 20
@@ -175,31 +181,37 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
+class WriteOptions(TypedDict, total=False):
+    """Manner of writing.
+
+    Attributes:
+        threads: I/O threads, which are started at once; 0 writes in the caller's thread; default: 2.
+        bytes_per_second: bound on the speed; None for none.
+        wrote: is told the number of bytes of every chunk on its way to the disk.
+    """
+
+    threads: int
+    bytes_per_second: float | None
+    wrote: Callable[[int], object] | None
+
+
 class DiskWriter:
     """One rank's writes into the files of a directory.
 
     Args:
         root: the directory; the files exist at their full size.
-        threads: I/O threads, which are started at once; 0 writes in the caller's thread.
-        bytes_per_second: bound on the speed; None for none.
-        wrote: is told the number of bytes of every chunk on its way to the disk.
+        options: see `WriteOptions`.
 
     Attributes:
         failed_at: (path, byte offset) of the first write that failed.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        threads: int = 2,
-        bytes_per_second: float | None = None,
-        wrote: Callable[[int], object] | None = None,
-    ) -> None:
+    def __init__(self, root: Path, **options: Unpack[WriteOptions]) -> None:
+        threads = options.get("threads", 2)
         self._root = root
         self._files: dict[str, _File] = {}
-        self._pace = Pace(bytes_per_second)
-        self._wrote = wrote
+        self._pace = Pace(options.get("bytes_per_second"))
+        self._wrote = options.get("wrote")
         self._error: BaseException | None = None
         self.failed_at: tuple[str, int] | None = None
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=2 * threads)

@@ -24,8 +24,8 @@ import torch
 from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.disk import remove, sync
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME
-from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX
-from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, join
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
+from zero_strategy.checkpoint.storage import RemoteFolder, is_remote, join
 from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.comm.barrier import together
 
@@ -99,7 +99,7 @@ def load_checkpoint(
         strict: Missing and unexpected names are errors.
         optimizers: Load optimizer state, counters and random state.
         schedulers: Load the scheduler's state.
-        checkpoint_in: Finds a checkpoint of any kind in a folder; see `open_any.checkpoint_in`.
+        checkpoint_in: Finds a checkpoint of any kind in a folder; see `convert.convert.checkpoint_in`.
         lr_scheduler: What takes it.
 
     Returns:
@@ -132,39 +132,36 @@ def pack_client_state(client_state: dict[str, Any], lr_scheduler: dict[str, Any]
     Raises:
         TypeError: If it could not be loaded without running code from the file.
     """
-    buffer = io.BytesIO()
     try:
-        torch.save({"client_state": client_state, "lr_scheduler": lr_scheduler}, buffer)
-    except (AttributeError, PicklingError) as error:
-        raise TypeError(f"client_state or the scheduler's state cannot be saved: {error}") from None
-    content = buffer.getvalue()
-    try:
-        torch.load(io.BytesIO(content), weights_only=True)
-    except UnpicklingError as error:
+        content, error = _packed({"client_state": client_state, "lr_scheduler": lr_scheduler})
+    except (AttributeError, PicklingError) as refused:
+        raise TypeError(f"client_state or the scheduler's state cannot be saved: {refused}") from None
+    if error is not None:
         raise TypeError(
             f"{_culprits(client_state, lr_scheduler)}: not plain data or tensors, which could not be loaded safely "
             f"({_global_of(error)}). Save their state_dict() or plain values instead, or allow their classes with "
             "torch.serialization.add_safe_globals([...])"
-        ) from None
+        )
     return content
 
 
 def _culprits(client_state: dict[str, Any], lr_scheduler: dict[str, Any] | None) -> str:
     """The entries that do not load by themselves."""
     entries = {f"client_state[{key!r}]": value for key, value in client_state.items()}
-    found = [name for name, value in {**entries, "lr_scheduler": lr_scheduler}.items() if not _loads(value)]
+    found = [name for name, value in {**entries, "lr_scheduler": lr_scheduler}.items() if _packed(value)[1] is not None]
     return ", ".join(found) or "client_state"
 
 
-def _loads(value: Any) -> bool:
+def _packed(value: Any) -> tuple[bytes, UnpicklingError | None]:
+    """A value as a file, and why it does not load by itself."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    buffer.seek(0)
+    content = buffer.getvalue()
     try:
-        torch.load(buffer, weights_only=True)
-    except UnpicklingError:
-        return False
-    return True
+        torch.load(io.BytesIO(content), weights_only=True)
+    except UnpicklingError as error:
+        return content, error
+    return content, None
 
 
 def _global_of(error: UnpicklingError) -> str:
@@ -181,7 +178,7 @@ def unpack_client_state(reader: StateReader) -> dict[str, Any]:
 
 
 def _there(path: str, tag: str | int | None, checkpoint_in: Callable[[str], str | None]) -> str | None:
-    """"" if the path is to be opened, which refuses what is damaged; a name in it to open instead; None for neither."""
+    """An empty name if the path itself is to be opened, which refuses damage; a name in it; None for neither."""
     if tag is None:
         return checkpoint_in(path)
     if is_remote(path):
@@ -194,6 +191,7 @@ def _check_tag(name: str) -> None:
         raise ValueError(
             f"tag {name!r} cannot name a checkpoint: give a folder's name without '/' or a dot in front, not 'latest'"
         )
+
 
 _STAGED = ".weights"
 _CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}

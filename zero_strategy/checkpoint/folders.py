@@ -20,6 +20,7 @@ import socket
 import uuid
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from typing import NamedTuple
 from zero_strategy.checkpoint.disk import all_beside, beside, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
-from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
 OWNER_NAME = "owner.json"
@@ -36,9 +37,22 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN = "unknown"
 
 
-def sign(directory: Path) -> None:
-    """Leaves this process's name in a directory."""
-    leave_mark(directory / OWNER_NAME)
+def make_signed(directory: Path, *, exist_ok: bool = False) -> None:
+    """Makes a directory, and its parents, and leaves this process's name in it.
+
+    A kill in between leaves empty directories, which `remove_leftovers` removes, and might remove while they are new:
+    they are made again.
+
+    Raises:
+        FileExistsError: If it is there, unless `exist_ok`.
+    """
+    mark = json.dumps(_this_process())  # before, so that there is next to no time in between
+    while True:
+        with suppress(FileNotFoundError):
+            directory.mkdir(parents=True, exist_ok=exist_ok)
+            exist_ok = True
+            (directory / OWNER_NAME).write_text(mark)
+            return
 
 
 def leave_mark(path: Path) -> None:
@@ -60,6 +74,7 @@ def remove_leftovers(parent: Path, receipts: str) -> None:
     """
     for path in parent.glob(".*.*.tmp"):
         _remove(path, _judge(path / receipts / OWNER_NAME))
+        _remove_empty(path, receipts)
     for path in parent.glob(f"{MARK}.*.*"):
         _remove(path, _judge(path))
 
@@ -76,6 +91,7 @@ def remove_leftovers_of(target: Path, receipts: str, keep: Collection[Path] = ()
         if path not in keep:
             verdict = _judge(path / receipts / OWNER_NAME)
             _remove(path, verdict._replace(gone=verdict.gone or verdict.own))
+            _remove_empty(path, receipts)
 
 
 class _Verdict(NamedTuple):
@@ -95,6 +111,13 @@ def _remove(path: Path, verdict: _Verdict) -> None:
             "it when no job saves into this folder",
             stacklevel=4,
         )
+
+
+def _remove_empty(path: Path, receipts: str) -> None:
+    """Removes the directories that a writer made who was killed before it signed them: nothing is in them."""
+    for directory in (path / receipts, path):
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def _judge(mark: Path) -> _Verdict:
@@ -153,6 +176,7 @@ def _started(pid: int) -> str | None:
     except (OSError, OverflowError):
         pass
     return _UNKNOWN
+
 
 SINGLE_NAME = "model.safetensors"
 
@@ -307,6 +331,7 @@ def _plain_model(directory: Path) -> Location:
         if size_of(directory / file) is None:
             raise ValueError(f"{directory}: file {file} is missing")
     return Location(directory, None, tuple(files), weight_map)
+
 
 _SUFFIX = "removed"
 

@@ -1,6 +1,4 @@
-"""The layout of a safetensors file: where each element lies, headers, names and exact JSON.
-
-parameters, kinds of state and files of a checkpoint, whoever wrote it.
+"""The layout of a safetensors file: where each element lies, headers, names.
 
     byte 0        8                                    data_start (a multiple of 4096)        size
          +--------+---------------------+--------------+--------------+---------+-------------+
@@ -10,15 +8,11 @@ parameters, kinds of state and files of a checkpoint, whoever wrote it.
 All ranks compute the same layout without talking to each other, so each can write its own element ranges
 in place. Inside a file, tensors of wider elements come first (otherwise in the given order): the format
 allows no holes, and this alone keeps every tensor aligned to its element size.
-
-The standard module turns tuples into lists, integer keys into strings and NaN into a token that other
-parsers reject, and on reading keeps the last of two equal keys. A checkpoint must do none of these.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,10 +74,10 @@ def is_inner_path(path: object) -> bool:
     """True if a relative path written with "/" stays inside its directory."""
     return isinstance(path, str) and not any(map(wrong_in_file_name, path.split("/")))
 
+
 PAGE = 4096
 MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse longer headers
 METADATA_KEY = "__metadata__"
-
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -107,7 +101,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F4": torch.float4_e2m1fn_x2,
 }
 """Dtype names of the safetensors format."""
-
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -173,9 +166,7 @@ class FileLayout:
     size: int
 
     @classmethod
-    def compute(
-        cls, path: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None
-    ) -> FileLayout:
+    def compute(cls, path: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> FileLayout:
         """Lays out a file.
 
         Args:
@@ -227,55 +218,6 @@ class FileLayout:
         return self.offsets[name] + start * size, (stop - start) * size
 
 
-def plan_files(
-    specs: Iterable[TensorSpec],
-    max_file_bytes: int,
-    stem: str = "model",
-    metadata: Mapping[str, str] | None = None,
-) -> list[FileLayout]:
-    """Divides tensors among files in the way of Hugging Face.
-
-    Args:
-        specs: the tensors; files are filled in this order.
-        max_file_bytes: most bytes of tensor data in a file; a larger tensor gets a file of its own.
-        stem: beginning of the file names.
-        metadata: for each file's header.
-
-    Returns:
-        One layout `{stem}.safetensors`, or several `{stem}-00001-of-0000n.safetensors`.
-
-    Raises:
-        ValueError: if `max_file_bytes` is not positive or a name appears twice.
-    """
-    if max_file_bytes <= 0:
-        raise ValueError(f"max_file_bytes must be positive, got {max_file_bytes}")
-    groups: list[list[TensorSpec]] = [[]]
-    seen: set[str] = set()
-    filled = 0
-    for spec in specs:
-        if spec.name in seen:
-            raise ValueError(f"tensor {spec.name!r} appears twice")
-        seen.add(spec.name)
-        if groups[-1] and filled + spec.nbytes > max_file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(spec)
-        filled += spec.nbytes
-    if len(groups) == 1:
-        return [FileLayout.compute(f"{stem}.safetensors", groups[0], metadata)]
-    return [
-        FileLayout.compute(f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors", group, metadata)
-        for i, group in enumerate(groups, start=1)
-    ]
-
-
-def index_json(files: Sequence[FileLayout]) -> bytes:
-    """The text of Hugging Face's `model.safetensors.index.json` for the files of one model."""
-    weight_map = {name: layout.path for layout in files for name in layout.specs}
-    index = {"metadata": {"total_size": sum(layout.data_bytes for layout in files)}, "weight_map": weight_map}
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
 def _header(path: str, ordered: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -304,55 +246,6 @@ def _stored_shape(spec: TensorSpec) -> list[int]:
         return [*spec.shape[:-1], 2 * spec.shape[-1]]
     return list(spec.shape)
 
-_FLOAT = "$float"
-_TUPLE = "$tuple"
-
-
-def encode(value: object, where: str) -> Any:
-    """Translates a value into what the json module writes without loss.
-
-    Finite floats need no care: json writes the shortest digits that read back as the same double.
-
-    Args:
-        value: None, bool, int, float, str, or a list, tuple or string-keyed mapping of such.
-        where: path of the value, for errors.
-
-    Returns:
-        The same value with tuples and non-finite floats wrapped in one-key mappings.
-
-    Raises:
-        TypeError: if a value or a key has a type that JSON would change or cannot hold.
-        ValueError: if a key begins with "$", which is reserved for the wrappers.
-    """
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
-    if isinstance(value, (list, tuple)):
-        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return {_TUPLE: items} if isinstance(value, tuple) else items
-    if isinstance(value, Mapping):
-        return {_key(key, where): encode(item, f"{where}.{key}") for key, item in value.items()}
-    raise TypeError(
-        f"{where} has type {type(value).__name__}; a manifest holds only None, bool, int, float, str, "
-        "and lists, tuples and string-keyed mappings of these"
-    )
-
-
-def decode(value: Any) -> Any:
-    """Undoes `encode`."""
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if isinstance(value, dict):
-        if value.keys() == {_FLOAT}:
-            return float(value[_FLOAT])
-        if value.keys() == {_TUPLE}:
-            return tuple(decode(item) for item in value[_TUPLE])
-        return {key: decode(item) for key, item in value.items()}
-    return value
-
 
 def parse_object(data: bytes, source: str) -> dict[str, Any]:
     """Parses one JSON object.
@@ -376,14 +269,6 @@ def parse_object(data: bytes, source: str) -> dict[str, Any]:
     return value
 
 
-def _key(key: object, where: str) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"{where} has the key {key!r} of type {type(key).__name__}; keys must be strings")
-    if key.startswith("$"):
-        raise ValueError(f"{where} has the key {key!r}; keys beginning with '$' are reserved")
-    return key
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -394,6 +279,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(token: str) -> NoReturn:
     raise ValueError(f"{token} is not JSON")
+
 
 def read_layout(fd: int, path: str, source: str) -> FileLayout:
     """Reads and checks the layout of an open file, ours or any other tool's.

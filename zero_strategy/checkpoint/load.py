@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint import references
-from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, catalog_of, state_dict_entries, wanted_in_whole
+from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries
+from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.pieces import hosts as piece_exchange
+from zero_strategy.checkpoint.piece_reader import check_one_save, supplied
 from zero_strategy.checkpoint.state_reader import StateReader, Wanted
 from zero_strategy.comm.barrier import together
 from zero_strategy.fsdp.dtensor import held_by
@@ -44,12 +44,12 @@ def open_together(engine: TrainState, opened: Callable[[], T]) -> T:
 
 def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> None:
     """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
-    piece_exchange.check_one_save(engine, reader)
+    check_one_save(engine, reader)
     with contextlib.suppress(OSError):  # what could not be written before is written anew
         engine.offloaded.settle()
     _check_same(engine, reader)
     together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
-    referenced = references.check(engine, reader)
+    referenced = check_references(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
     whole = catalog_of(engine).without(referenced)
     tied = whole.aliases
@@ -74,7 +74,7 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
     together(engine.mesh.world_group.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
         together(engine.mesh.world_group.control, want)
-        with piece_exchange.supplied(engine, reader, wanted):
+        with supplied(engine, reader, wanted):
             together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "weights"))
         load_extra_state(engine.module, reader)
         for bucket in engine.model.buckets:
@@ -118,7 +118,7 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
     with torch.no_grad():
         together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
         together(engine.mesh.world_group.control, want)
-        with piece_exchange.supplied(engine, reader, wanted):
+        with supplied(engine, reader, wanted):
             together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
         for work in [bucket.publish() for bucket in engine.model.buckets]:

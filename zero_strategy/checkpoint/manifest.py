@@ -1,60 +1,48 @@
-"""The manifest: what a checkpoint holds and the sign that it is complete; and the plan of its files.
-
-what a checkpoint holds, and the sign that it is complete.
+"""The manifest: contents of a checkpoint, and the sign that it is complete.
 
 It is written last. A directory without a valid one is no checkpoint.
 
-a pure function of tensor specs, the same on every rank.
-
-What lies in the directory, besides the manifest and the caller's extra files:
-
-    model.safetensors                          or model-00001-of-0000n.safetensors and an index
-    optimizer/<state>.safetensors              with one optimizer, for example exp_avg
-    optimizer/<optimizer>/<state>.safetensors  with several
+The standard module turns tuples into lists, integer keys into strings and NaN into a token that other parsers reject,
+and on reading keeps the last of two equal keys. A manifest must do none of these: see `encode`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from zero_strategy.checkpoint.checksums import Checksums
 from zero_strategy.checkpoint.layout import (
     DTYPE_NAMES,
     DTYPES,
-    FileLayout,
-    TensorSpec,
-    check_file_name,
-    decode,
-    encode,
-    index_json,
     is_inner_path,
     parse_object,
-    plan_files,
     tensors_cut_off,
 )
-from zero_strategy.checkpoint.pieces.format import PieceTable, rank_path
+from zero_strategy.checkpoint.ranges import Checksums, PieceTable, rank_path
 from zero_strategy.runtime.host_bytes import checksum_of
 from zero_strategy.runtime.regular_files import odd_entry, open_regular, read_regular, size_of
 
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 """The file of a folder of checkpoints that names the last one."""
+INDEX_NAME = "model.safetensors.index.json"
 RECEIPTS_NAME = ".written"
 """Directory of the ranks' records of what they wrote; marks a checkpoint that is still being written."""
 FORMAT = "zero_strategy.checkpoint"
 VERSION = 2
 _OWN_CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')
 _BLANK = b'"checksum": "0000000000000000"'
-
 Scalar = None | bool | int | float | str
+FileKind = Literal["model"] | tuple[str, str]
+"""Weights, or the (optimizer, state kind) of optimizer state."""
 T = TypeVar("T")
 
 
@@ -157,17 +145,15 @@ class Manifest:
         if content.get("format") != FORMAT:
             raise ValueError(f"{source}: format is {content.get('format')!r}, expected {FORMAT!r}")
         if content.get("version") != VERSION:
-            raise ValueError(
-                f"{source}: format version {content.get('version')!r}; this package reads {VERSION}"
-            )
+            raise ValueError(f"{source}: format version {content.get('version')!r}; this package reads {VERSION}")
         _check_own_checksum(data, source)
         try:
             table = content.pop("pieces", None)
             _keys(content, set(_FIELDS) | {"format", "version", "checksum"}, "manifest")
-            pieces = None if table is None else _pieces(table, "pieces")
+            pieces = None if table is None else _read("pieces", PieceTable.from_json, table)
             manifest = cls(pieces=pieces, **{key: parse(content[key], key) for key, parse in _FIELDS.items()})
             _check_references(manifest)
-        except _Malformed as error:
+        except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         return manifest
 
@@ -253,10 +239,6 @@ def _check_own_checksum(data: bytes, source: str) -> None:
         raise ValueError(f"{source}: is damaged: its checksum is {actual}, it says {found[1].decode()}")
 
 
-class _Malformed(Exception):
-    """Something in a manifest is not as it must be; the caller adds the file's name."""
-
-
 def _encode_optimizer(name: str, entry: OptimizerRecord) -> dict[str, Any]:
     where = f"optimizers.{name}"
     return {
@@ -264,20 +246,6 @@ def _encode_optimizer(name: str, entry: OptimizerRecord) -> dict[str, Any]:
         "param_groups": encode(list(entry.param_groups), f"{where}.param_groups"),
         "scalars": encode(entry.scalars, f"{where}.scalars"),
     }
-
-
-def _checksums(value: Any, where: str) -> Checksums:
-    try:
-        return Checksums.from_json(value)
-    except ValueError as error:
-        raise _Malformed(str(error)) from None
-
-
-def _pieces(value: Any, where: str) -> PieceTable:
-    try:
-        return PieceTable.from_json(value)
-    except ValueError as error:
-        raise _Malformed(f"{where}: {error}") from None
 
 
 def _check_some_pieces(pieces: PieceTable, directory: Path) -> None:
@@ -299,67 +267,71 @@ def _check_references(manifest: Manifest) -> None:
         _check_logical_files(manifest, manifest.pieces)
     if manifest.checksums.files.keys() != manifest.files.keys():
         differing = sorted(manifest.checksums.files.keys() ^ manifest.files.keys())
-        raise _Malformed(f"either a checksum without a file, or a file without a checksum: {differing}")
+        raise ValueError(f"either a checksum without a file, or a file without a checksum: {differing}")
     referenced = [(f"weight {name!r}", entry.file) for name, entry in manifest.weights.items()]
     for optimizer, entry in manifest.optimizers.items():
         referenced += [(f"state {kind!r} of optimizer {optimizer!r}", p) for kind, p in entry.states.items()]
     for what, path in referenced:
         if path not in manifest.files:
-            raise _Malformed(f"{what} is in {path!r}, which is not among the files")
+            raise ValueError(f"{what} is in {path!r}, which is not among the files")
     for alias, name in manifest.aliases.items():
         if name not in manifest.weights or alias in manifest.weights:
-            raise _Malformed(f"alias {alias!r} of {name!r} does not lead from a free name to a weight")
+            raise ValueError(f"alias {alias!r} of {name!r} does not lead from a free name to a weight")
 
 
 def _check_logical_files(manifest: Manifest, pieces: PieceTable) -> None:
     if clash := sorted(pieces.layouts.keys() & pieces.owners.keys()):
-        raise _Malformed(f"pieces has {clash} among the files with tensors and among the small ones")
+        raise ValueError(f"pieces has {clash} among the files with tensors and among the small ones")
     if (known := pieces.layouts.keys() | pieces.owners.keys()) != manifest.files.keys():
-        raise _Malformed(f"pieces and files differ in {sorted(known ^ manifest.files.keys())}")
+        raise ValueError(f"pieces and files differ in {sorted(known ^ manifest.files.keys())}")
     for path, layout in pieces.layouts.items():
         if manifest.files[path] != layout.size or manifest.checksums.files.get(path) != checksum_of(layout.header):
-            raise _Malformed(f"the layout of {path} in pieces does not give the file's size and header")
+            raise ValueError(f"the layout of {path} in pieces does not give the file's size and header")
 
 
 def _keys(value: Any, expected: set[str], where: str) -> None:
     if not isinstance(value, dict):
-        raise _Malformed(f"{where} is no object")
+        raise ValueError(f"{where} is no object")
     if missing := expected - value.keys():
-        raise _Malformed(f"{where} lacks {sorted(missing)}")
+        raise ValueError(f"{where} lacks {sorted(missing)}")
     if unknown := value.keys() - expected:
-        raise _Malformed(f"{where} has the unknown keys {sorted(unknown)}")
+        raise ValueError(f"{where} has the unknown keys {sorted(unknown)}")
 
 
 def _count(value: Any, where: str) -> int:
     if type(value) is not int or value < 0:
-        raise _Malformed(f"{where} is {value!r}, expected a count")
+        raise ValueError(f"{where} is {value!r}, expected a count")
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise _Malformed(f"{where} is {value!r}, expected a string")
+        raise ValueError(f"{where} is {value!r}, expected a string")
     return value
 
 
 def _scalar(value: Any, where: str) -> Scalar:
     result = _decode(value, where)
     if not isinstance(result, Scalar):
-        raise _Malformed(f"{where} is {value!r}, expected a single value")
+        raise ValueError(f"{where} is {value!r}, expected a single value")
     return result
 
 
 def _decode(value: Any, where: str) -> Any:
+    return _read(where, decode, value)
+
+
+def _read(where: str, parse: Callable[[Any], T], value: Any) -> T:
     try:
-        return decode(value)
+        return parse(value)
     except (TypeError, ValueError) as error:
-        raise _Malformed(f"{where}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _mapping(parse: Callable[[Any, str], T]) -> Callable[[Any, str], dict[str, T]]:
     def parse_mapping(value: Any, where: str) -> dict[str, T]:
         if not isinstance(value, dict):
-            raise _Malformed(f"{where} is no object")
+            raise ValueError(f"{where} is no object")
         return {key: parse(item, f"{where}.{key}") for key, item in value.items()}
 
     return parse_mapping
@@ -369,7 +341,7 @@ def _files(value: Any, where: str) -> dict[str, int]:
     files = _mapping(_count)(value, where)
     for path in files:
         if not is_inner_path(path):
-            raise _Malformed(f"{where} has {path!r}, which is not a path inside the checkpoint")
+            raise ValueError(f"{where} has {path!r}, which is not a path inside the checkpoint")
     return files
 
 
@@ -377,9 +349,9 @@ def _weight(value: Any, where: str) -> WeightRecord:
     _keys(value, {"dtype", "shape", "file"}, where)
     dtype = DTYPES.get(_text(value["dtype"], f"{where}.dtype"))
     if dtype is None:
-        raise _Malformed(f"{where} has the unknown dtype {value['dtype']!r}")
+        raise ValueError(f"{where} has the unknown dtype {value['dtype']!r}")
     if not isinstance(value["shape"], list):
-        raise _Malformed(f"{where}.shape is no list")
+        raise ValueError(f"{where}.shape is no list")
     shape = tuple(_count(size, f"{where}.shape") for size in value["shape"])
     return WeightRecord(dtype, shape, _text(value["file"], f"{where}.file"))
 
@@ -388,16 +360,12 @@ def _optimizer(value: Any, where: str) -> OptimizerRecord:
     _keys(value, {"states", "scalars", "param_groups"}, where)
     groups = _decode(value["param_groups"], f"{where}.param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise _Malformed(f"{where}.param_groups is no list of objects")
+        raise ValueError(f"{where}.param_groups is no list of objects")
     return OptimizerRecord(
         states=_mapping(_text)(value["states"], f"{where}.states"),
         scalars=_mapping(_mapping(_scalar))(value["scalars"], f"{where}.scalars"),
         param_groups=groups,
     )
-
-
-def _user(value: Any, where: str) -> dict[str, Any]:
-    return _mapping(_decode)(value, where)
 
 
 _FIELDS: dict[str, Callable[[Any, str], Any]] = {
@@ -409,171 +377,62 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
     "world_size": _count,
     "stage": _count,
     "save": _text,
-    "user": _user,
-    "checksums": _checksums,
+    "user": _mapping(_decode),
+    "checksums": lambda value, where: Checksums.from_json(value),
 }
-
-FileKind = Literal["model"] | tuple[str, str]
-"""Weights, or the (optimizer, state kind) of optimizer state."""
-
-DEFAULT_MAX_FILE_BYTES = 5_000_000_000
-INDEX_NAME = "model.safetensors.index.json"
+_FLOAT = "$float"
+_TUPLE = "$tuple"
 
 
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """Layouts of all tensor files of a checkpoint. Make it with `build`.
+def encode(value: object, where: str) -> Any:
+    """Translates a value into what the json module writes without loss.
 
-    Attributes:
-        weights: the model's files.
-        states: one file per (optimizer, state kind).
-        aliases: tied name -> the name its tensor is stored under.
+    Finite floats need no care: json writes the shortest digits that read back as the same double.
+
+    Args:
+        value: None, bool, int, float, str, or a list, tuple or string-keyed mapping of such.
+        where: path of the value, for errors.
+
+    Returns:
+        The same value with tuples and non-finite floats wrapped in one-key mappings.
+
+    Raises:
+        TypeError: if a value or a key has a type that JSON would change or cannot hold.
+        ValueError: if a key begins with "$", which is reserved for the wrappers.
     """
-
-    weights: tuple[FileLayout, ...]
-    states: Mapping[tuple[str, str], FileLayout]
-    aliases: Mapping[str, str]
-
-    @classmethod
-    def build(
-        cls,
-        weights: Iterable[TensorSpec],
-        states: Mapping[str, Mapping[str, Iterable[TensorSpec]]] | None = None,
-        *,
-        aliases: Mapping[str, str] | None = None,
-        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
-        metadata: Mapping[str, str] | None = None,
-    ) -> CheckpointPlan:
-        """Plans a checkpoint.
-
-        Args:
-            weights: the model's tensors, a tied one once, under its first name.
-            states: optimizer name -> state kind -> tensors under their parameters' names. Dtype and shape
-                are free: fp32 master weights of bf16 parameters, int8 moments, factored moments.
-            aliases: further names of tied tensors -> the first name.
-            max_file_bytes: most bytes of tensor data in one weights file.
-            metadata: further strings for the headers of the weights files.
-
-        Returns:
-            The plan.
-
-        Raises:
-            ValueError: if names clash, an alias points nowhere, or an optimizer or state name cannot be
-                a file name.
-        """
-        aliases = dict(aliases or {})
-        states = states or {}
-        header = {"aliases": json.dumps(aliases, sort_keys=True), **(metadata or {})}
-        if metadata and "aliases" in metadata:
-            raise ValueError("header metadata 'aliases' is reserved; pass aliases= instead")
-        model = tuple(plan_files(weights, max_file_bytes, metadata=header))
-        _check_aliases(aliases, {name for layout in model for name in layout.specs})
-        files = {
-            (optimizer, kind): FileLayout.compute(_state_path(optimizer, kind, len(states) > 1), specs)
-            for optimizer, kinds in states.items()
-            for kind, specs in kinds.items()
-        }
-        return cls(model, files, aliases)
-
-    @property
-    def layouts(self) -> tuple[FileLayout, ...]:
-        """All files with tensors."""
-        return (*self.weights, *self.states.values())
-
-    @property
-    def generated(self) -> Mapping[str, bytes]:
-        """Further files whose content follows from the plan: the index of several weights files."""
-        return {INDEX_NAME: index_json(self.weights)} if len(self.weights) > 1 else {}
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all these files."""
-        return sum(layout.size for layout in self.layouts) + sum(map(len, self.generated.values()))
-
-    def sizes(self) -> dict[str, int]:
-        """Relative path -> bytes of all these files."""
-        generated = {path: len(content) for path, content in self.generated.items()}
-        return {layout.path: layout.size for layout in self.layouts} | generated
-
-    def layout_of(self, kind: FileKind, name: str) -> FileLayout:
-        """The file that holds a tensor.
-
-        Raises:
-            ValueError: if the plan has no such kind or tensor.
-        """
-        if kind != "model" and kind not in self.states:
-            known = ["model", *self.states]
-            raise ValueError(f"the checkpoint plan has no file kind {kind!r}; it has {known}")
-        for layout in self.weights if kind == "model" else (self.states[kind],):
-            if name in layout.specs:
-                return layout
-        raise ValueError(f"tensor {name!r} is not in the checkpoint plan for {kind!r}")
-
-    def manifest(
-        self,
-        *,
-        world_size: int,
-        stage: int,
-        scalars: Mapping[str, Mapping[str, Mapping[str, Scalar]]] | None = None,
-        param_groups: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-        counters: Mapping[str, Scalar] | None = None,
-        user: Mapping[str, Any] | None = None,
-    ) -> Manifest:
-        """Makes the manifest of this plan.
-
-        Args:
-            world_size: number of ranks that save, for information.
-            stage: ZeRO stage, for information.
-            scalars: optimizer -> parameter -> state key -> value, for example the step count.
-            param_groups: optimizer -> groups of hyper-parameters, parameters given by name.
-            counters: the training loop's counters.
-            user: anything that JSON can hold.
-
-        Returns:
-            A manifest that lists the planned files.
-        """
-        scalars, param_groups = scalars or {}, param_groups or {}
-        names = dict.fromkeys([*(optimizer for optimizer, _ in self.states), *scalars, *param_groups])
-        return Manifest(
-            files=self.sizes(),
-            weights=self.weight_records(),
-            aliases=self.aliases,
-            optimizers={
-                name: OptimizerRecord(
-                    self.state_paths(name), scalars.get(name, {}), list(param_groups.get(name, []))
-                )
-                for name in names
-            },
-            counters=counters or {},
-            world_size=world_size,
-            stage=stage,
-            user=user or {},
-        )
-
-    def weight_records(self) -> dict[str, WeightRecord]:
-        """Name -> dtype, shape and file of every weight."""
-        return {
-            spec.name: WeightRecord(spec.dtype, spec.shape, layout.path)
-            for layout in self.weights
-            for spec in layout.specs.values()
-        }
-
-    def state_paths(self, optimizer: str) -> dict[str, str]:
-        """State kind -> path of one optimizer's files."""
-        return {kind: layout.path for (owner, kind), layout in self.states.items() if owner == optimizer}
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        return {_key(key, where): encode(item, f"{where}.{key}") for key, item in value.items()}
+    raise TypeError(
+        f"{where} has type {type(value).__name__}; a manifest holds only None, bool, int, float, str, "
+        "and lists, tuples and string-keyed mappings of these"
+    )
 
 
-def _check_aliases(aliases: Mapping[str, str], stored: set[str]) -> None:
-    for alias, name in aliases.items():
-        if alias in stored:
-            raise ValueError(f"{alias!r} is both an alias and a stored tensor")
-        if name not in stored:
-            raise ValueError(f"alias {alias!r} points to {name!r}, which is not a stored tensor")
+def decode(value: Any) -> Any:
+    """Undoes `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT}:
+            return float(value[_FLOAT])
+        if value.keys() == {_TUPLE}:
+            return tuple(decode(item) for item in value[_TUPLE])
+        return {key: decode(item) for key, item in value.items()}
+    return value
 
 
-def _state_path(optimizer: str, kind: str, several: bool) -> str:
-    for part in (optimizer, kind):
-        check_file_name(part, "optimizer or state", ".safetensors")
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", part):
-            raise ValueError(f"{part!r} cannot name an optimizer or its state: it must serve as a file name")
-    return f"optimizer/{optimizer}/{kind}.safetensors" if several else f"optimizer/{kind}.safetensors"
+def _key(key: object, where: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{where} has the key {key!r} of type {type(key).__name__}; keys must be strings")
+    if key.startswith("$"):
+        raise ValueError(f"{where} has the key {key!r}; keys beginning with '$' are reserved")
+    return key

@@ -12,7 +12,7 @@ at the next step boundary, by all ranks, whichever rank got it.
             ...
             optimizer.step()            # saves here, if some rank got a signal before
 
-A handler only sets a flag; ranks tell each other with the next reduction of gradients (`step_watch`).
+A handler only sets a flag; ranks tell each other with the next reduction of gradients (`StepWatch`).
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class StepWatch:
         self._due |= Due(flags & (Due.SAVE | Due.END))
         self._save_failed |= bool(flags & _SAVE_FAILED)
 
+
 class CheckpointingEngine(TrainState, Protocol):
     """A training with its saver and its step counters; see `ZeroEngine`."""
 
@@ -159,6 +160,7 @@ class CheckpointingEngine(TrainState, Protocol):
     def load(
         self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True
     ) -> StateReader: ...
+
 
 EXIT_CODE = 143
 """What a shell makes of a process that SIGTERM ended: 128 + 15."""

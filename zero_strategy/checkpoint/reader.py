@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block
 from zero_strategy.checkpoint.folders import locate, parse_aliases
-from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
-from zero_strategy.checkpoint.manifest import FileKind, Manifest
-from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
-from zero_strategy.runtime.host_bytes import Transfer, checksum_of
+from zero_strategy.checkpoint.layout import FileLayout, read_layout
+from zero_strategy.checkpoint.manifest import FileKind
+from zero_strategy.checkpoint.ranges import Block
+from zero_strategy.checkpoint.state_reader import LayoutReader, Wanted, check_out
+from zero_strategy.runtime.host_bytes import Transfer
 from zero_strategy.runtime.regular_files import open_regular, read_regular
 
 _THREADS = 2
@@ -102,7 +101,8 @@ class _Queue:
                     size = min(_ANNOUNCED_AT_ONCE, job.nbytes - begin)
                     os.posix_fadvise(job.fd, job.offset + begin, size, os.POSIX_FADV_WILLNEED)
 
-class CheckpointReader(StateReader):
+
+class CheckpointReader(LayoutReader):
     """A checkpoint, or plain weights, open for reading. It keeps no file open between calls.
 
     Args:
@@ -118,9 +118,7 @@ class CheckpointReader(StateReader):
 
     directory: Path
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20, verify: bool = True
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, chunk_bytes: int = 32 << 20, verify: bool = True) -> None:
         location = locate(directory)
         self.directory = location.directory
         self._manifest = location.manifest
@@ -129,57 +127,10 @@ class CheckpointReader(StateReader):
         self._layouts: dict[str, FileLayout] = {}
         self._identities: dict[str, tuple[int, int, int, int]] = {}
         self._weight_files = self._open_weights(location.weight_files, location.weight_map)
-        self._weights = MappingProxyType(
-            {name: self._layouts[file].specs[name] for name, file in self._weight_files.items()}
-        )
+        self._weights = {name: self._layouts[file].specs[name] for name, file in self._weight_files.items()}
         self.aliases = self._read_aliases(location.weight_files)
         self._check_weight_records()
         self._check_states()
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest.
-
-        Raises:
-            ValueError: if these are plain weights.
-        """
-        if self._manifest is None:
-            raise ValueError(f"{self.directory}: plain weights, not a checkpoint with a manifest")
-        return self._manifest
-
-    @property
-    def has_manifest(self) -> bool:
-        """False for plain weights."""
-        return self._manifest is not None
-
-    @property
-    def weights(self) -> Mapping[str, TensorSpec]:
-        """Name -> spec of every stored weight, without aliases."""
-        return self._weights
-
-    def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
-        """Tensor state of an optimizer.
-
-        Returns:
-            State kind -> parameter name -> spec.
-
-        Raises:
-            ValueError: if the checkpoint has no such optimizer.
-        """
-        record = self.manifest.optimizers.get(optimizer)
-        if record is None:
-            known = sorted(self.manifest.optimizers)
-            raise ValueError(f"{self.directory}: has no optimizer {optimizer!r}; it has {known}")
-        return {kind: self._layout(path).specs for kind, path in record.states.items()}
-
-    def spec(self, name: str, kind: FileKind = "model") -> TensorSpec:
-        """Spec of a tensor; its name is the stored one where `name` is an alias.
-
-        Raises:
-            ValueError: if there is no such tensor.
-        """
-        layout, stored = self._find(name, kind)
-        return layout.specs[stored]
 
     def read(
         self,
@@ -232,10 +183,7 @@ class CheckpointReader(StateReader):
                 os.close(fd)
 
     def _fill(self, layout: FileLayout, stored: str, item: Wanted, fd: int, transfer: Transfer) -> None:
-        values = self._read(fd, transfer, layout, stored, item.start, item.stop, item.out)
-        if item.then is not None:
-            with torch.no_grad():
-                item.then(values)
+        item.take(self._read(fd, transfer, layout, stored, item.start, item.stop, item.out))
 
     def _read(
         self,
@@ -275,8 +223,8 @@ class CheckpointReader(StateReader):
         if path not in self.manifest.files:
             raise ValueError(f"{self.directory}: the manifest lists no file {path!r}")
         content = read_regular(self.directory / path)
-        if path not in {layout.path for layout in self._layouts.values()}:
-            self._check_content(path, content)
+        if self._verified is not None and path not in self._layouts:
+            self._verified.checksums.check_file(path, content, self.directory / path)
         return content
 
     def _read_checked(
@@ -302,37 +250,7 @@ class CheckpointReader(StateReader):
         checksum = xxhash.xxh3_64()
         offset, _ = layout.span(name, block.start, block.stop)
         transfer.read(fd, out, offset, checksum.update)
-        if checksum.hexdigest() != block.checksum:
-            raise ValueError(
-                f"{self.directory / layout.path}: tensor {name!r} is damaged: elements [{block.start}, {block.stop}) "
-                f"have the checksum {checksum.hexdigest()}, the manifest says {block.checksum}"
-            )
-
-    def _check_content(self, path: str, content: bytes) -> None:
-        if self._verified is None:
-            return
-        expected = self._verified.checksums.files[path]
-        if (actual := checksum_of(content)) != expected:
-            raise ValueError(
-                f"{self.directory / path}: is damaged: its checksum is {actual}, the manifest says {expected}"
-            )
-
-    def _find(self, name: str, kind: FileKind) -> tuple[FileLayout, str]:
-        if kind == "model":
-            stored = self.stored_name(name, self._weight_files)
-            if stored not in self._weight_files:
-                raise ValueError(f"{self.directory}: has no tensor {name!r}")
-            return self._layout(self._weight_files[stored]), stored
-        optimizer, state = kind
-        record = self.manifest.optimizers.get(optimizer)
-        path = record.states.get(state) if record else None
-        if path is None:
-            raise ValueError(f"{self.directory}: has no state {state!r} of an optimizer {optimizer!r}")
-        layout = self._layout(path)
-        stored = self.stored_name(name, layout.specs)
-        if stored not in layout.specs:
-            raise ValueError(f"{self.directory / path}: has no tensor {name!r}")
-        return layout, stored
+        block.check(checksum.hexdigest(), name, self.directory / layout.path)
 
     def _layout(self, path: str) -> FileLayout:
         """Reads a file's header at first use."""
@@ -344,7 +262,7 @@ class CheckpointReader(StateReader):
             finally:
                 os.close(fd)
             if self._verified is not None:
-                self._check_content(path, layout.header)
+                self._verified.checksums.check_file(path, layout.header, self.directory / path)
                 sizes = {name: spec.numel for name, spec in layout.specs.items()}
                 self._verified.checksums.check_cover(path, sizes, str(self.directory / path))
             self._layouts[path] = layout

@@ -1,216 +1,185 @@
-"""The saver: what ranks agree before a save, at once or in the background, one save at a time.
+"""The saver: at once, or from a snapshot in the background; one save at a time, never failing silently.
 
-who holds which state, and whether anything hinders one of them.
+What training waits for is one small exchange of tables and a copy of this rank's bytes, in host memory or in files. All
+the rest is a thread's business: it writes past the page cache and mostly waits for the disk. A failure is raised by the
+next step on all ranks, by the next save, by `wait()`, and at exit.
 
-Between two saves hardly anything changes but the step counts, which are the same everywhere. Then three numbers per
-rank say all; the tables themselves travel when a rank's have changed.
-
-at once, or from a snapshot in the background; one at a time, never failing silently.
-
-What training waits for is one small exchange of tables and a copy of this rank's bytes in host memory. All the rest is
-a thread's business: it writes past the page cache and mostly waits for the disk. A failure is raised by the next step
-on all ranks, by the next save, by `wait()`, and at exit.
+With state in files, state that lies in files is not copied: what changes meanwhile is written elsewhere
+(`offload.chunk_store`); state in memory is copied into files, a few megabytes at a time.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import xxhash
 
-from zero_strategy.checkpoint import random_state, references
+from zero_strategy.checkpoint import random_state
+from zero_strategy.checkpoint.agreement import Catalog, catalog_of, state_dict_entries, union_of_groups
 from zero_strategy.checkpoint.contents import (
-    Catalog,
     OptimizerTable,
-    States,
-    catalog_of,
     extra_state_file,
     groups_of,
-    own_table,
     pieces_of,
-    state_dict_entries,
     states_of,
     stored_dtype,
-    union_of_groups,
 )
 from zero_strategy.checkpoint.folders import prune
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import CheckpointPlan, FileKind, Manifest
+from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
-from zero_strategy.checkpoint.snapshot import AnyPiece, FileSnapshot, Snapshot
-from zero_strategy.checkpoint.writer import in_file_order
+from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
 from zero_strategy.comm.barrier import together
-from zero_strategy.comm.store import FailedElsewhereError, SaveBoard, own_store
+from zero_strategy.comm.store import SaveBoard, own_store
 from zero_strategy.config import CheckpointConfig
-from zero_strategy.offload.images import StateImages
+from zero_strategy.offload.chunk_store import FileCopies, StateImages
 from zero_strategy.offload.tier import Tier
-from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
+from zero_strategy.checkpoint.agreement import REFERENCES, Agreed, Agreement, describe_references
 
 
-_AS_BEFORE, _BUSY, _KNOWS_PLACE = 1, 2, 4
+class Snapshot:
+    """Host memory that lies as the files do, so that it is written without another copy.
 
-
-@dataclass(frozen=True)
-class Agreed:
-    """Findings that the ranks agreed on.
-
-    Attributes:
-        tables: Of each optimizer, all ranks' entries together.
-        token: Names this save; equal on all ranks.
-        references: Parameter name -> digest, of frozen weights that are not stored.
-        known: Whether all ranks know the folder that the checkpoint goes into.
-    """
-
-    tables: list[OptimizerTable]
-    token: str
-    references: dict[str, str]
-    known: bool
-
-
-@dataclass(frozen=True)
-class _Contribution:
-    tables: list[OptimizerTable]
-    digests: dict[str, int]
-    error: str | None
-
-
-class Agreement:
-    """The exchange before each save of one engine. A collective.
+    The places of one plan's pieces are kept for the next time, which is then hardly more than the copies.
 
     Args:
-        engine: The engine, or a weak proxy.
+        pinned: page-locked memory, for copies from a CUDA device.
     """
 
-    def __init__(self, engine: TrainState) -> None:
-        self._engine = engine
-        self._own: list[OptimizerTable] = []
-        self._all: list[OptimizerTable] | None = None
+    def __init__(self, pinned: bool = False) -> None:
+        self._arena = AlignedArena(pinned)
+        self._plan: CheckpointPlan | None = None
+        self._keys: list[tuple[FileKind, str, int, int, torch.dtype]] = []
+        self.places: list[torch.Tensor] = []
+        self._copies: list[tuple[FileKind, Piece]] = []
 
-    def reach(
-        self,
-        saved: list[ShardedOptimizer],
-        states: list[States],
-        place: SavePlace,
-        *,
-        frozen: Collection[str],
-        busy: bool,
-    ) -> Agreed:
-        """Whatever is wrong on one rank is raised on all.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are held."""
+        return self._arena.nbytes
+
+    @torch.no_grad()
+    def take(self, plan: CheckpointPlan, pieces: Iterable[Entry]) -> list[tuple[FileKind, Piece]]:
+        """Copies pieces; what was copied before is given up.
 
         Args:
-            saved: The optimizers.
-            states: This rank's state of each.
-            place: Where the checkpoint goes.
-            frozen: Parameters that are named by their digest.
-            busy: Whether this rank still writes the checkpoint before.
+            plan: where the pieces go.
+            pieces: views of live memory on any device.
+
+        Returns:
+            The same pieces in the order of the files' bytes, on the CPU.
+        """
+        live = list(pieces)
+        keys = [(kind, piece.name, piece.start, piece.numel, piece.dtype) for kind, piece in live]
+        if plan is not self._plan or keys != self._keys:
+            self._lay_out(plan, live)
+            self._plan, self._keys = plan, keys
+        on_device = False
+        for place, (_, piece) in zip(self.places, live, strict=True):
+            data = piece.loaded().data
+            place.copy_(data, non_blocking=True)
+            on_device = on_device or data.is_cuda
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return self._copies
+
+    def _lay_out(self, plan: CheckpointPlan, live: list[Entry]) -> None:
+        """Gives each piece its place."""
+        self._plan = None  # not even half of the old places are valid any more
+        ordered = in_file_order(plan, live)
+        sizes = [piece.numel * piece.dtype.itemsize for _, piece in ordered]
+        self._arena.reserve(sum(sizes) + PAGE * len(sizes))
+        self._copies, places = [], dict[int, torch.Tensor]()
+        for (kind, piece), nbytes in zip(ordered, sizes, strict=True):
+            layout = plan.layout_of(kind, piece.name)
+            offset, _ = layout.span(piece.name, piece.start, piece.start + piece.numel)
+            place = self._arena.take(nbytes, offset).view(piece.dtype)
+            self._copies.append((kind, Piece(piece.name, piece.start, place)))
+            places[id(piece)] = place
+        self.places = [places[id(piece)] for _, piece in live]
+
+
+class FileSnapshot:
+    """Room in files for one snapshot at a time; it is kept for the next.
+
+    Args:
+        tier: Where it is.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._copies = FileCopies(tier, "checkpoint")
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of copies that are asked for and taken; of state in files, `OffloadStores.spare_bytes` are."""
+        return self._copies.nbytes
+
+    def begin(self) -> StateImages:
+        """Images for pieces that are read late; their `reader` is what `pieces_of` needs."""
+        return StateImages(self._copies)
+
+    def reserve(self, images: StateImages, live: Sequence[Entry]) -> None:
+        """Make room.
+
+        Args:
+            images: Of what the late pieces read.
+            live: What is to be saved.
 
         Raises:
-            TypeError: Naming a state that cannot be stored.
-            FailedElsewhereError: What is wrong on another rank.
-            RuntimeError: A rank is busy, and the configuration does not let a save wait.
+            OSError: If there is not enough.
         """
-        error, own, digests = None, list[OptimizerTable](), dict[str, int]()
-        try:
-            own = [own_table(self._engine, *each) for each in zip(saved, states, strict=True)]
-            digests = references.own_digests(self._engine, frozen) if frozen else {}
-        except Exception as caught:
-            error = caught
-        as_before = error is None and not frozen and self._is_as_before(own)
-        flags = _AS_BEFORE * as_before | _BUSY * busy | _KNOWS_PLACE * place.known
-        row = torch.tensor([flags, uuid.uuid4().int >> 80, _digest(own) if as_before else 0])
-        rows = [row.tolist() for row in self._engine.mesh.world_group.control.all_gather_small(row)]
-        if all(flags & _AS_BEFORE for flags, _, _ in rows) and len({digest for _, _, digest in rows}) == 1:
-            tables, referenced = self._with_scalars_of(own), dict[str, str]()
-        else:
-            tables, referenced = self._gather(own, digests, error, frozen)
-        writing = [rank for rank, (flags, _, _) in enumerate(rows) if flags & _BUSY]
-        if writing and self._engine.config.config.checkpoint.while_saving == "refuse":
-            raise RuntimeError(
-                f"{place.path}: the last checkpoint is still being written (by ranks {writing}), and "
-                "checkpoint.while_saving is 'refuse'; save less often, or set it to 'wait'"
-            )
-        known = all(flags & _KNOWS_PLACE for flags, _, _ in rows)
-        return Agreed(tables, f"{rows[0][1]:012x}", referenced, known)
+        images.reserve({name: piece.numel * piece.dtype.itemsize for name, piece in _in_memory(live)})
 
-    def _gather(
-        self, own: list[OptimizerTable], digests: dict[str, int], error: Exception | None, frozen: Collection[str]
-    ) -> tuple[list[OptimizerTable], dict[str, str]]:
-        self._all = None
-        mine = _Contribution(own, digests, None if error is None else f"{error}")
-        everyone: list[_Contribution] = self._engine.mesh.world_group.control.all_gather_objects(mine)
-        if error is not None:
-            raise error
-        if failed := {rank: other.error for rank, other in enumerate(everyone) if other.error is not None}:
-            raise FailedElsewhereError(f"failed on other rank(s): {failed}")
-        tables = [OptimizerTable() for _ in own]
-        for other in everyone:
-            for table, part in zip(tables, other.tables, strict=True):
-                table.merge(part)
-        self._own, self._all = own, tables
-        return tables, references.total([other.digests for other in everyone], frozen)
+    def take(self, plan: CheckpointPlan, images: StateImages, live: Sequence[Entry]) -> list[Entry]:
+        """Fix all values. The same arguments as for `reserve`.
 
-    def _is_as_before(self, own: list[OptimizerTable]) -> bool:
-        """True if only values have changed, those of all parameters to the same."""
-        return (
-            self._all is not None
-            and len(own) == len(self._own)
-            and all(_same_form(*pair) for pair in zip(own, self._own, strict=True))
-            and all(_is_uniform(table) for table in own)
-            and all(bool(table.scalars) == bool(total.scalars) for table, total in zip(own, self._all, strict=True))
-        )
+        Returns:
+            The same pieces in the order of the files' bytes, all to be read late.
 
-    def _with_scalars_of(self, own: list[OptimizerTable]) -> list[OptimizerTable]:
-        """All ranks' tables with this rank's values, which are everybody's."""
-        assert self._all is not None
-        return [
-            OptimizerTable(
-                total.kinds,
-                {name: dict(next(iter(table.scalars.values()))) for name in total.scalars},
-                total.scalar_dtypes,
-            )
-            for table, total in zip(own, self._all, strict=True)
-        ]
+        Raises:
+            OSError: If the tier fails.
+        """
+        images.take()
+        self._copies.write((name, piece.data) for name, piece in _in_memory(live))
+        names = {id(piece): name for name, piece in _in_memory(live)}
+        fixed = [(kind, self._late(names[id(piece)], piece) if id(piece) in names else piece) for kind, piece in live]
+        return in_file_order(plan, fixed)
+
+    def _late(self, name: str, piece: AnyPiece) -> LatePiece:
+        load = partial(self._copies.read, name, piece.dtype)
+        return LatePiece(piece.name, piece.start, piece.numel, piece.dtype, load)
 
 
-def _same_form(a: OptimizerTable, b: OptimizerTable) -> bool:
-    return a.kinds == b.kinds and a.scalar_dtypes == b.scalar_dtypes and a.scalars.keys() == b.scalars.keys()
+def _in_memory(live: Iterable[Entry]) -> Iterable[tuple[str, Piece]]:
+    """Pieces that have their values with them, each with a name for its copy."""
+    for number, (_, piece) in enumerate(live):
+        if isinstance(piece, Piece):
+            yield f"piece {number}", piece
 
-
-def _is_uniform(table: OptimizerTable) -> bool:
-    values = list(table.scalars.values())
-    return all(_typed(value) == _typed(values[0]) for value in values)
-
-
-def _typed(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """`True`, `1` and `1.0` are equal and not the same, and a NaN is not equal to itself."""
-    return sorted((key, repr(value)) for key, value in values.items())
-
-
-def _digest(tables: list[OptimizerTable]) -> int:
-    """Of the values of each table, which are the same for all its parameters; 63 bits."""
-    values = [_typed(next(iter(table.scalars.values()))) if table.scalars else [] for table in tables]
-    return int(xxhash.xxh3_64_intdigest(repr(values).encode()) >> 1)
 
 OWN = "zero_strategy"
 """Key of the engine's own entry in the manifest's user metadata."""
-Fixed = tuple[StateImages, list[tuple[FileKind, AnyPiece]]]
+Fixed = tuple[StateImages, list[Entry]]
 """Images of state in tiers, and the pieces that are to be saved."""
 
 
 class Saver:
-    """The saves of one engine."""
+    """The saves of one engine.
+
+    Attributes:
+        places: Facts about the folders that checkpoints go into.
+    """
 
     def __init__(self, engine: TrainState) -> None:
         self._engine = weakref.proxy(engine)
@@ -223,12 +192,7 @@ class Saver:
         self._store: Any = None
         self._number = 0
         self._agreement = Agreement(self._engine)
-        self._places = SavePlaces(self._engine.config.config.checkpoint.layout)
-
-    @property
-    def places(self) -> SavePlaces:
-        """Facts about the folders that checkpoints go into."""
-        return self._places
+        self.places = SavePlaces(self._engine.config.config.checkpoint.layout)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -301,7 +265,7 @@ class Saver:
         engine.mesh.world_group.barrier.wait_for_all(f"save({os.fspath(directory)!r})")
         engine.model.reducer.check_whole()
         engine.model.follow_edits()
-        place = self._places.place_of(directory)
+        place = self.places.place_of(directory)
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
         whole = catalog_of(engine)
@@ -322,7 +286,7 @@ class Saver:
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
             manifest = self._manifest(plan, whole, agreed, groups, user, counters)
             job = SaveJob(  # in this order on all ranks: what meets or exchanges
-                writer=self._places.writer(place, board, agreed.token, known=agreed.known),
+                writer=self.places.writer(place, board, agreed.token, known=agreed.known),
                 board=board,
                 plan=plan,
                 extra_files={**extra_files, **extra_state_file(engine)},
@@ -343,13 +307,13 @@ class Saver:
             pending.run()
         return pending
 
-    def _room_in_files(self, tier: Tier, pieces: Callable[..., Iterable[tuple[FileKind, AnyPiece]]]) -> Fixed | None:
+    def _room_in_files(self, tier: Tier, pieces: Callable[..., Iterable[Entry]]) -> Fixed | None:
         """Get ready to fix state in files at this moment; None if some rank has no room for that. A collective."""
         if self._file_snapshot is None:
             self._file_snapshot = FileSnapshot(tier)
         snapshot, images = self._file_snapshot, self._file_snapshot.begin()
 
-        def reserve() -> list[tuple[FileKind, AnyPiece]]:
+        def reserve() -> list[Entry]:
             live = list(pieces(values_of=images.reader))
             snapshot.reserve(images, live)
             return live
@@ -367,10 +331,10 @@ class Saver:
     def _pieces(
         self,
         plan: CheckpointPlan,
-        pieces: Callable[..., Iterable[tuple[FileKind, AnyPiece]]],
+        pieces: Callable[..., Iterable[Entry]],
         fixed: Fixed | None,
         asynchronous: bool,
-    ) -> Sequence[tuple[FileKind, AnyPiece]]:
+    ) -> Sequence[Entry]:
         """Contents that this rank writes: live, or, in the background, such that training does not change it."""
         if fixed is not None:
             assert self._file_snapshot is not None
@@ -391,7 +355,7 @@ class Saver:
         own = {
             "scalar_dtypes": [table.scalar_dtypes for table in tables],
             "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
-            references.KEY: references.describe(whole, agreed.references),
+            REFERENCES: describe_references(whole, agreed.references),
         }
         return plan.manifest(
             world_size=engine.mesh.world_group.world_size,

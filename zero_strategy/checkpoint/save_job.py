@@ -25,10 +25,11 @@ from pathlib import Path
 
 from zero_strategy.checkpoint.disk import remove
 from zero_strategy.checkpoint.folders import Found, leave_mark, mark_name, which_to_remove
-from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, CheckpointPlan, FileKind, Manifest
-from zero_strategy.checkpoint.pieces.hosts import HostPieceWriter
-from zero_strategy.checkpoint.remote import RemoteFolder, RemotePieceWriter, is_remote
-from zero_strategy.checkpoint.writer import CheckpointWriter, LatePiece, Piece, SaveWriter
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.piece_writer import HostPieceWriter
+from zero_strategy.checkpoint.plan import CheckpointPlan
+from zero_strategy.checkpoint.storage import RemoteFolder, RemotePieceWriter, is_remote
+from zero_strategy.checkpoint.writer import CheckpointWriter, Entry, SaveWriter
 from zero_strategy.comm.store import FailedElsewhereError, RankLostError, SaveBoard
 from zero_strategy.runtime.terminal import progress
 
@@ -123,6 +124,7 @@ def _leaders(board: SaveBoard, parent: Path, token: str) -> Sharing:
 def _is_there(parent: Path, token: str, rank: int) -> bool:
     return os.path.lexists(parent / mark_name(token, rank))
 
+
 @dataclass(frozen=True)
 class SavePlace:
     """Target of a checkpoint, found out once for all that a save asks of it.
@@ -212,7 +214,7 @@ def remove_remote(url: str | os.PathLike[str]) -> None:
 
 
 def prune_remote(url: str, keep_last: int, keep_every: int) -> None:
-    """Removes what `retention.which_to_remove` chooses among the checkpoints at a URL; their age is their step.
+    """Removes what `folders.which_to_remove` chooses among the checkpoints at a URL; their age is their step.
 
     Raises:
         OSError: If the store fails.
@@ -231,6 +233,7 @@ def prune_remote(url: str, keep_last: int, keep_every: int) -> None:
             found.append(Found(Path(name), step if type(step) is int else None, 0, is_latest=name == latest))
     for old in which_to_remove(found, keep_last, keep_every):
         remove_remote(folder.child(old.path.name).url)
+
 
 _THREADS = 2
 """Of a save that training waits for."""
@@ -256,7 +259,7 @@ class SaveJob:
     writer: SaveWriter
     board: SaveBoard
     plan: CheckpointPlan
-    pieces: Sequence[tuple[FileKind, Piece | LatePiece]]
+    pieces: Sequence[Entry]
     own_files: Mapping[str, bytes]
     manifest: Manifest
     extra_files: Mapping[str, bytes]
@@ -268,9 +271,7 @@ class SaveJob:
         """Bytes of this rank's pieces."""
         return sum(piece.numel * piece.dtype.itemsize for _, piece in self.pieces)
 
-    def run(
-        self, *, threads: int, bytes_per_second: float | None, tell: Callable[[int], object] | None = None
-    ) -> None:
+    def run(self, *, threads: int, bytes_per_second: float | None, tell: Callable[[int], object] | None = None) -> None:
         """Carry it out.
 
         Args:

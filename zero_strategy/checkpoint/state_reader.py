@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from zero_strategy.checkpoint.layout import TensorSpec
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
 from zero_strategy.runtime.host_bytes import checksum_of
 
@@ -31,6 +32,12 @@ class Wanted:
     out: torch.Tensor | None = None
     then: Callable[[torch.Tensor], object] | None = None
 
+    def take(self, values: torch.Tensor) -> None:
+        """Give what was read to `then`."""
+        if self.then is not None:
+            with torch.no_grad():
+                self.then(values)
+
 
 class StateReader(ABC):
     """Weights and optimizer state, open for reading by element range.
@@ -44,25 +51,29 @@ class StateReader(ABC):
     directory: Path | str
     aliases: dict[str, str]
     block = 4 << 20
+    _manifest: Manifest | None = None
+    _weights: Mapping[str, TensorSpec]
 
     @property
-    @abstractmethod
     def manifest(self) -> Manifest:
         """State besides tensors.
 
         Raises:
             ValueError: If these are plain weights.
         """
+        if self._manifest is None:
+            raise ValueError(f"{self.directory}: plain weights, not a checkpoint with a manifest")
+        return self._manifest
 
     @property
-    @abstractmethod
     def has_manifest(self) -> bool:
         """False for plain weights."""
+        return self._manifest is not None
 
     @property
-    @abstractmethod
     def weights(self) -> Mapping[str, TensorSpec]:
         """Name -> spec of every stored weight, without aliases."""
+        return MappingProxyType(self._weights)
 
     @abstractmethod
     def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
@@ -129,10 +140,7 @@ class StateReader(ABC):
             ValueError, TypeError: as `read`.
         """
         for item in wanted:
-            values = self.read(item.name, item.start, item.stop, item.out, item.kind)
-            if item.then is not None:
-                with torch.no_grad():
-                    item.then(values)
+            item.take(self.read(item.name, item.start, item.stop, item.out, item.kind))
 
     def name_parameters(self, optimizer: str, names: Sequence[str]) -> None:  # noqa: B027 (most know the names)
         """Tells the names of an optimizer's parameters, through its groups, to a checkpoint that does not know them.
@@ -226,6 +234,48 @@ class StateReader(ABC):
     def stored_name(self, name: str, stored: Mapping[str, object]) -> str:
         """The name itself where it is stored, else what it is an alias of."""
         return name if name in stored else self.aliases.get(name, name)
+
+
+class LayoutReader(StateReader):
+    """A checkpoint of safetensors files, whose layouts tell where each element is."""
+
+    _weight_files: Mapping[str, str]
+    """Name of a weight -> its file."""
+
+    @abstractmethod
+    def _layout(self, path: str) -> FileLayout:
+        """Layout of a file."""
+
+    def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
+        """See `StateReader.states`."""
+        record = self.manifest.optimizers.get(optimizer)
+        if record is None:
+            known = sorted(self.manifest.optimizers)
+            raise ValueError(f"{self.directory}: has no optimizer {optimizer!r}; it has {known}")
+        return {kind: self._layout(path).specs for kind, path in record.states.items()}
+
+    def spec(self, name: str, kind: FileKind = "model") -> TensorSpec:
+        """See `StateReader.spec`."""
+        layout, stored = self._find(name, kind)
+        return layout.specs[stored]
+
+    def _find(self, name: str, kind: FileKind) -> tuple[FileLayout, str]:
+        """The file that holds a tensor, and the tensor's name there."""
+        if kind == "model":
+            stored = self.stored_name(name, self._weight_files)
+            if stored not in self._weight_files:
+                raise ValueError(f"{self.directory}: has no tensor {name!r}")
+            return self._layout(self._weight_files[stored]), stored
+        optimizer, state = kind
+        record = self.manifest.optimizers.get(optimizer)
+        path = record.states.get(state) if record else None
+        if path is None:
+            raise ValueError(f"{self.directory}: has no state {state!r} of an optimizer {optimizer!r}")
+        layout = self._layout(path)
+        stored = self.stored_name(name, layout.specs)
+        if stored not in layout.specs:
+            raise ValueError(f"{self.directory}/{path}: has no tensor {name!r}")
+        return layout, stored
 
 
 def _all_names(tied: Mapping[str, str]) -> dict[str, list[str]]:

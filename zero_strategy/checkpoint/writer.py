@@ -17,16 +17,17 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 
-from zero_strategy.checkpoint.checksums import Block, Checksums, Coverage, blocks_of
 from zero_strategy.checkpoint.disk import (
     DiskWriter,
+    WriteOptions,
     all_beside,
     beside,
     create_file,
@@ -36,19 +37,16 @@ from zero_strategy.checkpoint.disk import (
     sync,
     write_file,
 )
-from zero_strategy.checkpoint.folders import remove_leftovers, remove_leftovers_of, sign
-from zero_strategy.checkpoint.layout import FileLayout, folders_above, is_inner_path, parse_object
-from zero_strategy.checkpoint.manifest import (
-    LATEST_NAME,
-    MANIFEST_NAME,
-    RECEIPTS_NAME,
-    CheckpointPlan,
-    FileKind,
-    Manifest,
-)
-from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX
-from zero_strategy.runtime.host_bytes import checksum_of
+from zero_strategy.checkpoint.folders import make_signed, remove_leftovers, remove_leftovers_of
+from zero_strategy.checkpoint.layout import FileLayout, parse_object
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, FileKind, Manifest
+from zero_strategy.checkpoint.plan import CheckpointPlan
+from zero_strategy.checkpoint.ranges import Block, Checksums, Coverage, blocks_of
+from zero_strategy.runtime.host_bytes import Seen, checksum_of
 from zero_strategy.runtime.regular_files import read_regular
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +101,16 @@ class LatePiece:
         return Piece(self.name, self.start, self.load())
 
 
-def in_file_order(
-    plan: CheckpointPlan, pieces: Iterable[tuple[FileKind, Piece | LatePiece]]
-) -> list[tuple[FileKind, Piece | LatePiece]]:
+AnyPiece = Piece | LatePiece
+Entry = tuple[FileKind, AnyPiece]
+"""A piece, and which files it goes into."""
+
+
+def in_file_order(plan: CheckpointPlan, pieces: Iterable[Entry]) -> list[Entry]:
     """Pieces in the order of their bytes in the files of `plan`."""
     order = {layout.path: number for number, layout in enumerate(plan.layouts)}
 
-    def place(item: tuple[FileKind, Piece | LatePiece]) -> tuple[int, int]:
+    def place(item: Entry) -> tuple[int, int]:
         kind, piece = item
         layout = plan.layout_of(kind, piece.name)
         return order[layout.path], layout.offsets[piece.name] + piece.start * piece.dtype.itemsize
@@ -118,7 +119,7 @@ def in_file_order(
 
 
 class SaveWriter(ABC):
-    """One rank's part in saving one checkpoint; `saving.job.SaveJob` says in which order the ranks call it.
+    """One rank's part in saving one checkpoint; `save_job.SaveJob` says in which order the ranks call it.
 
     Attributes:
         leads: Whether this rank, not being rank 0, is the first one of a host with a directory of its own.
@@ -126,23 +127,34 @@ class SaveWriter(ABC):
 
     leads = False
 
+    def __init__(self, target: object, *, rank: int, world_size: int, token: str) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not within a world of {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self._target, self._token = target, token
+        self._plan: CheckpointPlan | None = None
+        self._checksums = Checksums()
+        self._own_files: dict[str, int] = {}
+
     @abstractmethod
     def prepare(self, plan: CheckpointPlan) -> None:
         """Before the first byte; every rank calls it, with the same plan."""
 
-    @abstractmethod
     def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Writes small files of this rank's own, such as its random state, under paths that no other rank uses."""
+        """Writes small files of this rank's own, such as its random state, under paths that no other rank uses.
+
+        Raises:
+            ValueError: if a path is not free, or leads out of the checkpoint.
+            OSError: if the file system fails.
+        """
+        self._prepared_plan().check_extra_files(files)
+        for path, content in files.items():
+            self._put(path, content)
+            self._own_files[path] = len(content)
+            self._checksums.files[path] = checksum_of(content)
 
     @abstractmethod
-    def write_all(
-        self,
-        pieces: Iterable[tuple[FileKind, Piece | LatePiece]],
-        *,
-        threads: int = 2,
-        bytes_per_second: float | None = None,
-        wrote: Callable[[int], object] | None = None,
-    ) -> None:
+    def write_all(self, pieces: Iterable[Entry], **options: Unpack[WriteOptions]) -> None:
         """Writes this rank's pieces and flushes them."""
 
     @abstractmethod
@@ -159,9 +171,13 @@ class SaveWriter(ABC):
         """Work of the other ranks while rank 0 is in `commit`."""
         return
 
-    @abstractmethod
     def is_committed(self) -> bool:
-        """True if the target is what this writer's group wrote."""
+        """True if the target is what this writer's group wrote; any rank may ask, while nobody saves to it again."""
+        try:
+            manifest = self._manifest_there()
+        except (OSError, ValueError):
+            return False
+        return manifest is not None and manifest.save == self._token
 
     def clean_up(self) -> None:  # noqa: B027 (most have nothing to do)
         """Removes what a commit has replaced, if it has left that for later."""
@@ -170,8 +186,42 @@ class SaveWriter(ABC):
     def abandon(self) -> None:
         """Removes what was written; the target is not touched. After `commit` it does nothing."""
 
+    @abstractmethod
+    def _put(self, path: str, content: bytes) -> None:
+        """Writes a small file of this save."""
 
-def check_piece(layout: FileLayout, piece: Piece | LatePiece) -> None:
+    @abstractmethod
+    def _manifest_there(self) -> Manifest | None:
+        """The target's manifest, if there is one."""
+
+    def _prepared_plan(self) -> CheckpointPlan:
+        if self._plan is None:
+            raise RuntimeError(f"{self._target}: prepare(plan) must come before write and commit")
+        return self._plan
+
+    def _in_blocks(self, path: str, piece: Piece) -> Iterator[tuple[int, torch.Tensor, Seen]]:
+        """The blocks of a piece: first element, data, and what is to see the bytes; notes the checksum of each."""
+        stop = piece.start + piece.numel
+        for begin, end in blocks_of(piece.start, stop, piece.data.element_size()):
+            checksum = xxhash.xxh3_64()
+            yield begin, piece.data[begin - piece.start : end - piece.start], checksum.update
+            self._checksums.add(path, piece.name, Block(begin, end, checksum.hexdigest()))
+
+    def _completed(
+        self, manifest: Manifest, checksums: Checksums, own_files: dict[str, int], small: Mapping[str, bytes]
+    ) -> Manifest:
+        """The manifest with all files: those of all ranks, and `small` ones that are written at the commit."""
+        plan = self._prepared_plan()
+        check_free_of(own_files, small)
+        small = {**plan.generated, **small}
+        checksums.sort()
+        checksums.files |= {layout.path: checksum_of(layout.header) for layout in plan.layouts}
+        checksums.files |= {path: checksum_of(content) for path, content in small.items()}
+        sizes = plan.sizes() | own_files | {path: len(content) for path, content in small.items()}
+        return replace(manifest, files=sizes, checksums=checksums, save=self._token)
+
+
+def check_piece(layout: FileLayout, piece: AnyPiece) -> None:
     """Raises ValueError or TypeError, naming the tensor, if a piece does not fit into its file."""
     spec = layout.specs[piece.name]
     if piece.dtype != spec.dtype:
@@ -215,30 +265,11 @@ def check_free_space(parent: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"the checkpoint takes {needed} bytes, {free} are free", str(parent))
 
 
-def check_extra_files(plan: CheckpointPlan, extra_files: Mapping[str, bytes]) -> None:
-    """Raises ValueError if the path of a small file is not free, or leads out of the checkpoint."""
-    taken = plan.sizes().keys() | {MANIFEST_NAME}
-    for path in extra_files:
-        if not is_inner_path(path) or path.startswith((RECEIPTS_NAME, FOLDER_PREFIX)) or path in taken:
-            raise ValueError(f"extra file {path!r}: not a free relative path inside the checkpoint")
-    files = taken | extra_files.keys()
-    if clash := sorted({folder for path in files for folder in folders_above(path)} & files):
-        raise ValueError(f"extra file: {clash[0]!r} would be both a file and the folder of another one")
-
-
 def check_free_of(taken: Mapping[str, object], files: Mapping[str, object]) -> None:
     """Raises ValueError if a small file has two writers."""
     if twice := sorted(taken.keys() & files.keys()):
         raise ValueError(f"extra file {twice[0]!r} is written by two ranks, or by a rank and at the commit")
 
-
-def check_manifest(plan: CheckpointPlan, manifest: Manifest) -> None:
-    """Raises ValueError if the manifest was made for another plan."""
-    owners = {optimizer for optimizer, _ in plan.states}
-    same = dict(manifest.weights) == plan.weight_records() and dict(manifest.aliases) == dict(plan.aliases)
-    same = same and owners <= manifest.optimizers.keys()
-    if not same or any(dict(e.states) != plan.state_paths(n) for n, e in manifest.optimizers.items()):
-        raise ValueError("the manifest does not describe the plan; make it with plan.manifest(...)")
 
 class CheckpointWriter(SaveWriter):
     """One rank's part in saving one checkpoint.
@@ -261,20 +292,13 @@ class CheckpointWriter(SaveWriter):
         token: str = "save",
         cleans_later: bool = False,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not within a world of {world_size}")
         self.directory = Path(os.path.abspath(directory))
+        super().__init__(self.directory, rank=rank, world_size=world_size, token=token)
         self.temporary = beside(self.directory, token, "tmp")
         self._shadow = beside(self.directory, token, "old")
-        self._token = token
         self._cleans_later = cleans_later
         self._replaced: Path | None = None
-        self._rank = rank
-        self._world_size = world_size
         self._coverage = Coverage()
-        self._checksums = Checksums()
-        self._own_files: dict[str, int] = {}
-        self._plan: CheckpointPlan | None = None
 
     def prepare(self, plan: CheckpointPlan) -> None:
         """Creates all files at their full size; every rank calls it, rank 0 acts.
@@ -289,15 +313,14 @@ class CheckpointWriter(SaveWriter):
             OSError: with ENOSPC if the file system has too little free space, or another failure of it.
         """
         self._plan = plan
-        if self._rank != 0:
+        if self.rank != 0:
             return
         check_replaceable(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers_of(self.directory, RECEIPTS_NAME)
         remove_leftovers(self.directory.parent, RECEIPTS_NAME)
         check_free_space(self.directory.parent, plan.total_bytes)
-        (self.temporary / RECEIPTS_NAME).mkdir(parents=True)
-        sign(self.temporary / RECEIPTS_NAME)
+        make_signed(self.temporary / RECEIPTS_NAME)
         for layout in plan.layouts:
             path = self.temporary / layout.path
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -309,14 +332,7 @@ class CheckpointWriter(SaveWriter):
         """`write_all` of pieces of one kind."""
         self.write_all((kind, piece) for piece in pieces)
 
-    def write_all(
-        self,
-        pieces: Iterable[tuple[FileKind, Piece | LatePiece]],
-        *,
-        threads: int = 2,
-        bytes_per_second: float | None = None,
-        wrote: Callable[[int], object] | None = None,
-    ) -> None:
+    def write_all(self, pieces: Iterable[Entry], **options: Unpack[WriteOptions]) -> None:
         """Writes this rank's pieces in place and flushes them, after rank 0's `prepare`.
 
         Any number of calls; one for all is best, for each waits for the disk. In the order of the files' bytes
@@ -325,7 +341,7 @@ class CheckpointWriter(SaveWriter):
         Args:
             pieces: (kind, piece); kind is "model", or (optimizer, state kind). Consumed one by one. Together with
                 those of all other calls and ranks they must cover every element once.
-            threads, bytes_per_second, wrote: see `DiskWriter`.
+            options: see `WriteOptions`.
 
         Raises:
             ValueError: naming the tensor, if it is unknown or the range is outside it or already written.
@@ -333,7 +349,7 @@ class CheckpointWriter(SaveWriter):
             OSError: if the file system fails. After any error the checkpoint can only be abandoned.
         """
         plan = self._prepared_plan()
-        disk = DiskWriter(self.temporary, threads=threads, bytes_per_second=bytes_per_second, wrote=wrote)
+        disk = DiskWriter(self.temporary, **options)
         try:
             for kind, given in pieces:
                 piece = given.loaded()
@@ -348,19 +364,8 @@ class CheckpointWriter(SaveWriter):
         self._leave_receipt()
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Writes small files of this rank's own, such as its random state, under paths that no other rank uses.
-
-        Raises:
-            ValueError: if a path is not free, or leads out of the checkpoint.
-            OSError: if the file system fails.
-        """
-        check_extra_files(self._prepared_plan(), files)
-        for path, content in files.items():
-            target = self.temporary / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_file(target, content)
-            self._own_files[path] = len(content)
-            self._checksums.files[path] = checksum_of(content)
+        """See `SaveWriter.write_files`."""
+        super().write_files(files)
         self._leave_receipt()
 
     def _leave_receipt(self) -> None:
@@ -369,7 +374,7 @@ class CheckpointWriter(SaveWriter):
             "checksums": self._checksums.to_json(),
             "files": self._own_files,
         }
-        (self.temporary / self._receipt(self._rank)).write_text(json.dumps(receipt))
+        (self.temporary / self._receipt(self.rank)).write_text(json.dumps(receipt))
 
     def commit(
         self,
@@ -392,23 +397,19 @@ class CheckpointWriter(SaveWriter):
                 or an extra file's path is not free or leads out of the checkpoint.
             OSError: if the file system fails. The target is then as it was.
         """
-        if self._rank != 0:
+        if self.rank != 0:
             return
         plan = self._prepared_plan()
         extra_files = extra_files or {}
-        check_extra_files(plan, extra_files)
-        check_manifest(plan, manifest)
-        checksums, own_files = self._gathered(plan)
-        check_free_of(own_files, extra_files)
-        checksums.files |= {layout.path: checksum_of(layout.header) for layout in plan.layouts}
-        checksums.files |= {path: checksum_of(data) for path, data in {**plan.generated, **extra_files}.items()}
-        sizes = plan.sizes() | own_files | {path: len(data) for path, data in extra_files.items()}
-        text = replace(manifest, files=sizes, checksums=checksums, save=self._token).to_json()
+        plan.check_extra_files(extra_files)
+        plan.check_manifest(manifest)
+        described = self._completed(manifest, *self._gathered(plan), extra_files)
+        text = described.to_json()
         for name, content in extra_files.items():
             path = self.temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        self._seal(sizes, text)
+        self._seal(described.files, text)
         self._replaced = replace_directory(self.temporary, self.directory, self._shadow, keep_old=True)
         remove(self.directory / RECEIPTS_NAME)
         if update_latest:
@@ -420,34 +421,27 @@ class CheckpointWriter(SaveWriter):
         """Removes what had the checkpoint's name before `commit`; rank 0 acts."""
         if self._replaced is not None:
             remove(self._replaced)
-        for stale in all_beside(self.directory, "old") if self._rank == 0 else ():
+        for stale in all_beside(self.directory, "old") if self.rank == 0 else ():
             remove(stale)
-
-    def is_committed(self) -> bool:
-        """True if the target is what this writer's group wrote; any rank may ask, while nobody saves to it again."""
-        try:
-            return Manifest.read(self.directory).save == self._token
-        except (OSError, ValueError):
-            return False
 
     def abandon(self) -> None:
         """Removes what was written; the target is not touched. After `commit` it does nothing."""
         remove(self.temporary)
         self._plan = None
 
-    def _prepared_plan(self) -> CheckpointPlan:
-        if self._plan is None:
-            raise RuntimeError(f"{self.directory}: prepare(plan) must come before write and commit")
-        return self._plan
+    def _put(self, path: str, content: bytes) -> None:
+        target = self.temporary / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, content)
+
+    def _manifest_there(self) -> Manifest:
+        return Manifest.read(self.directory)
 
     def _write_piece(self, disk: DiskWriter, layout: FileLayout, piece: Piece) -> None:
-        stop = piece.start + piece.data.numel()
-        self._coverage.add(layout.path, piece.name, piece.start, stop)
-        for begin, end in blocks_of(piece.start, stop, piece.data.element_size()):
-            offset, _ = layout.span(piece.name, begin, end)
-            checksum = xxhash.xxh3_64()
-            disk.write(layout.path, piece.data[begin - piece.start : end - piece.start], offset, checksum.update)
-            self._checksums.add(layout.path, piece.name, Block(begin, end, checksum.hexdigest()))
+        self._coverage.add(layout.path, piece.name, piece.start, piece.start + piece.numel)
+        for begin, part, seen in self._in_blocks(layout.path, piece):
+            offset, _ = layout.span(piece.name, begin, begin + part.numel())
+            disk.write(layout.path, part, offset, seen)
 
     def _receipt(self, rank: int) -> str:
         return f"{RECEIPTS_NAME}/rank-{rank:05d}.json"
@@ -456,7 +450,7 @@ class CheckpointWriter(SaveWriter):
         """All ranks' checksums and own files, once it is certain that the ranks wrote every element."""
         total, checksums = Coverage(), Checksums()
         files: dict[str, int] = {}
-        for rank in range(self._world_size):
+        for rank in range(self.world_size):
             path = self.temporary / self._receipt(rank)
             # Opened by name, not found by listing: network file systems cache listings for long.
             try:
@@ -468,7 +462,6 @@ class CheckpointWriter(SaveWriter):
             check_free_of(files, receipt["files"])
             files |= receipt["files"]
         total.check_complete(plan.layouts)
-        checksums.sort()
         return checksums, files
 
     def _seal(self, files: Iterable[str], manifest: bytes) -> None:

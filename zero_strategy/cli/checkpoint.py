@@ -1,27 +1,24 @@
 """`zero-strategy checkpoint ...`: inspect, verify, diff, convert, merge, prune.
-
-tools for checkpoint directories, one module per action.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_strategy.runtime.regular_files import read_text
-from zero_strategy.runtime.terminal import parse_size, parser_for, progress_bar, size, table
+from zero_strategy.runtime.terminal import parse_size, size, table
 
 if TYPE_CHECKING:
-    from zero_strategy.checkpoint.compare import Difference
     from zero_strategy.checkpoint.state_reader import StateReader
-
-
+    from zero_strategy.cli.checkpoint_checks import Difference
 
 
 def add_checkpoint_commands(commands: Any) -> None:
@@ -43,6 +40,38 @@ def run_checkpoint_command(options: argparse.Namespace) -> int:
         return 2
     return status
 
+
+def parser_for(actions: Any, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with examples at the end of its help, --json and --quiet."""
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+@contextlib.contextmanager
+def progress_bar(options: argparse.Namespace, what: str) -> Iterator[Callable[[int], Callable[[int], object]]]:
+    """Gives a function from the total number of bytes to what is told of each part of them."""
+    from tqdm import tqdm
+
+    hidden = options.quiet or options.json or not sys.stderr.isatty()
+    with contextlib.ExitStack() as stack:
+
+        def start(total: int) -> Callable[[int], object]:
+            bar: Any = stack.enter_context(
+                tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, disable=hidden)
+            )
+            return lambda count: bar.update(count)
+
+        yield start
+
+
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -56,7 +85,7 @@ def add_convert(actions: Any) -> None:
         "file says is executed. Exit status: 0 done, 2 error.\n\n"
         "from: native, deepspeed, deepspeed-universal, torch, dcp, lightning, accelerate; found out if not given\n"
         "to:   native, hf (safetensors weights alone), torch (one .pt), dcp, deepspeed-universal,\n"
-        "      lightning (one .ckpt that Trainer(strategy=\"ddp\") resumes; all of it is in memory meanwhile)",
+        '      lightning (one .ckpt that Trainer(strategy="ddp") resumes; all of it is in memory meanwhile)',
         "  zero-strategy checkpoint convert --from deepspeed runs/ds ours --tag global_step100\n"
         "  zero-strategy checkpoint convert runs/step200 model --to hf --dtype bfloat16 --max-file-size 2GB\n"
         "  zero-strategy checkpoint convert runs/step200 step200.pt --to torch\n"
@@ -120,6 +149,7 @@ def _names(path: Path) -> list[str]:
         raise ValueError(f"{path}: is no list of names")
     return names
 
+
 def add_diff(actions: Any) -> None:
     """Adds the action."""
     parser = parser_for(
@@ -139,7 +169,7 @@ def add_diff(actions: Any) -> None:
 
 def run_diff(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
-    from zero_strategy.checkpoint.compare import bytes_to_compare, compare
+    from zero_strategy.cli.checkpoint_checks import bytes_to_compare, compare
     from zero_strategy.convert.convert import open_any
 
     a, b = (open_any(path, verify=not options.no_verify) for path in (options.a, options.b))
@@ -166,6 +196,7 @@ def _row(entry: Difference) -> tuple[str, ...]:
 
 def _finite(value: Any) -> Any:
     return str(value) if value in (float("inf"), float("-inf")) else value
+
 
 def add_inspect(actions: Any) -> None:
     """Adds the action."""
@@ -323,6 +354,7 @@ def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
+
 def add_merge(actions: Any) -> None:
     """Adds the action."""
     parser = parser_for(
@@ -341,7 +373,7 @@ def add_merge(actions: Any) -> None:
 
 def run_merge(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
-    from zero_strategy.checkpoint.pieces.merge import merge
+    from zero_strategy.cli.checkpoint_merge import merge
 
     with progress_bar(options, "merge") as progress:
         made = merge(options.directory, options.output, progress)
@@ -351,6 +383,7 @@ def run_merge(options: argparse.Namespace) -> int:
     else:
         print(f"{made.directory}: made of the pieces of {made.ranks} rank(s) ({made.files} files, {made.bytes} bytes)")
     return 0
+
 
 def add_prune(actions: Any) -> None:
     """Adds the action."""
@@ -396,9 +429,7 @@ def run_prune(options: argparse.Namespace) -> int:
         print(json.dumps({"directory": options.directory, "dry_run": options.dry_run, "checkpoints": rows}, indent=1))
         return 0
     gone = "would go" if options.dry_run else "removed"
-    state = [
-        gone if entry in chosen else "stays" if entry.complete else "incomplete, left alone" for entry in found
-    ]
+    state = [gone if entry in chosen else "stays" if entry.complete else "incomplete, left alone" for entry in found]
     lines = [
         [entry.path.name, "-" if entry.step is None else entry.step, size(entry.bytes), what]
         for entry, what in zip(found, state, strict=True)
@@ -407,6 +438,7 @@ def run_prune(options: argparse.Namespace) -> int:
         print(table(lines, ("checkpoint", "step", "size", ""), right=(1, 2)))
     print(f"{len(chosen)} of {len(found)} {gone}, {size(sum(entry.bytes for entry in chosen))}")
     return 0
+
 
 def add_verify(actions: Any) -> None:
     """Adds the action."""
@@ -424,7 +456,7 @@ def add_verify(actions: Any) -> None:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
-    from zero_strategy.checkpoint.verify import verify
+    from zero_strategy.cli.checkpoint_checks import verify
 
     try:
         with progress_bar(options, "verify") as progress:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from zero_strategy.comm.barrier import all_gather_row
 from zero_strategy.comm.local_ranks import LocalRankError, run_local_ranks
-from zero_strategy.planning.machine import Machine
+from zero_strategy.planning.held import Machine
 from zero_strategy.version import __version__
 
 
@@ -49,6 +49,7 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 def all_reduce() -> int:
     """All ranks meet; returns how many they are."""
     return len(all_gather_row([1.0]))
+
 
 State = Literal["ok", "warn", "fail"]
 PACKAGES = (
@@ -193,7 +194,7 @@ def _compiler(name: str) -> Finding:
 
 
 def _library(name: str) -> Finding:
-    from zero_strategy.ops.native import libraries, ops_report
+    from zero_strategy.ops.library import libraries, ops_report
 
     status = libraries.ensure(name)
     ops_of: dict[str, list[str]] = {}
@@ -344,6 +345,7 @@ def _smoke(timeout: float) -> Finding:
     if seconds > SMOKE_SECONDS:
         return Finding(name, "warn", what, "starting is slow: a busy machine, or packages on a slow file system")
     return Finding(name, "ok", what)
+
 
 _DESCRIPTION = """\
 Looks at what training needs here: versions, devices, compilers, native ops, file I/O, limits of memory, and whether two

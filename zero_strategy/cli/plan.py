@@ -1,8 +1,4 @@
 """`zero-strategy plan`: the settings and the model of a plan, and the command.
-
-a config file of either kind, with the command line on top of it.
-
-a factory, a Hugging Face config, plain numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_strategy.comm.local_ranks import sentence
+from zero_strategy.cli.plan_fit import Budget, gpt_shape, largest_json, largest_models, largest_table
+from zero_strategy.cli.verify import sentence
 from zero_strategy.config import UnitsConfig, ZeroConfig, load_config
 from zero_strategy.config.deepspeed.read import inspect_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.load import config_of, read_layer
 from zero_strategy.fsdp.model import parameters_on_meta
 from zero_strategy.planning.buckets import Offload
-from zero_strategy.planning.shapes import ModelShape, gpt_shape
+from zero_strategy.planning.shapes import ModelShape
 from zero_strategy.runtime.terminal import parse_size
 from zero_strategy.verify.subject import load_factory, named
 
@@ -103,6 +100,7 @@ def _config(path: str | None) -> tuple[ZeroConfig, DeepSpeedSettings | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load_config(path), None
+
 
 HIDDEN_PER_LAYER = 128
 """Of the family of shapes: hidden / layers, that of GPT-3 and of 7B-parameter Llamas."""
@@ -260,6 +258,7 @@ def family_shape_near(parameters: float, vocabulary: int) -> ModelShape:
     before = family_shape(max(1, step - 1), vocabulary)
     return min(before, shape, key=lambda found: abs(found.parameters - parameters))
 
+
 _DESCRIPTION = """\
 Computes what every rank of a run will hold, before anything is allocated: by tier (device, host, nvme) and category,
 padding included. Held against what this machine has, or the sizes you give, it says whether that fits, and if not the
@@ -376,8 +375,7 @@ def run_plan_command(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from zero_strategy.cli.plan_report import report, report_text
-    from zero_strategy.planning.fit import Budget
-    from zero_strategy.planning.machine import Machine
+    from zero_strategy.planning.held import Machine
 
     machine = Machine.here(options.nvme_path)
     given = {"device": options.gpu_mem, "host": options.host_mem, "disk": options.disk}
@@ -474,12 +472,8 @@ def _model(options: argparse.Namespace, config: Any) -> Any:
 
 
 def _largest(plan: Any, budget: Any, options: argparse.Namespace) -> int:
-    from zero_strategy.planning.fit import largest_json, largest_models, largest_table
-
     vocabulary = options.vocabulary or VOCABULARY
-    models = list(
-        largest_models(plan, budget, lambda step: family_shape(step, vocabulary, options.hidden_per_layer))
-    )
+    models = list(largest_models(plan, budget, lambda step: family_shape(step, vocabulary, options.hidden_per_layer)))
     if options.json:
         print(json.dumps(largest_json(models), indent=1))
     else:

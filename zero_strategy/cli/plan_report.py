@@ -1,6 +1,4 @@
 """A plan as text, as JSON and as a picture.
-
-stacked bars, one panel per tier, one bar per stage.
 """
 
 from __future__ import annotations
@@ -8,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.planning.fit import Budget, Change, changes_that_fit, needs, notes, suggestions
+from zero_strategy.cli.plan_fit import Budget, Change, changes_that_fit, needs, notes, suggestions
+from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import CATEGORIES, TIERS, Key, Ledger, Tier
-from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.runtime.terminal import size, table
 
@@ -116,6 +114,7 @@ def _ways_out(found: dict[str, Any]) -> str:
         lead = "It fits with" if number == 0 else "or with     "
         lines.append(f"{lead} {', '.join(change['what'])}  ({taken} per rank)")
     return "It does not fit.\n" + "\n".join(lines)
+
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 _VISIBLE = 0.002

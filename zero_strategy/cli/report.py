@@ -1,12 +1,260 @@
-"""`zero-strategy report` and `zero-strategy trace`."""
+"""`zero-strategy report` and `zero-strategy trace`: a recorded run as one HTML page, or as a Chrome trace.
+
+The page holds series by step, few enough points to draw; it needs no network and no other file.
+"""
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
+
+from zero_strategy.diagnostics.recorder import PHASES, PIPELINE, TRAINING
+from zero_strategy.diagnostics.run_files import Interval, MemorySample, RecordedRun, StepRecord, read_run
+from zero_strategy.diagnostics.step_clock import PARTS
+from zero_strategy.planning.ledger import CATEGORIES, TIERS
+
+MOST_POINTS = 400
+"""Along a chart; steps beyond that are averaged in groups."""
+_WAITS = ("all_gather", "reduce_scatter", "broadcast", "control", "pipeline_bubble")
+"""What a rank does that waits for another one; the rest is its own work."""
+_MOST_INTERVALS = 3000
+"""Of a rank in the picture of one step."""
+
+Group = Sequence[StepRecord | None]
+"""The records of steps that share a point, None where a rank has none."""
+
+
+def report_data(run: RecordedRun) -> dict[str, Any]:
+    """Plain types, as the page's script takes them."""
+    numbers = run.numbers
+    size = -(-len(numbers) // MOST_POINTS)
+    groups = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    by_rank = {rank: {record.step: record for record in records} for rank, records in run.steps.items()}
+    points = {rank: [[records.get(n) for n in group] for group in groups] for rank, records in by_rank.items()}
+    there = {part for records in run.steps.values() for record in records for part in record.parts}
+    parts = [part for part in PARTS if part in there]
+    return {
+        "facts": dict(run.facts),
+        "directory": run.directory.name or str(run.directory),
+        "steps": [group[-1] for group in groups],
+        "grouped": size,
+        "recorded": len(numbers),
+        "ranks": list(run.steps),
+        "parts": parts,
+        "loss": _over_ranks(points, lambda record: record.loss),
+        "seconds": {rank: _series(found, lambda record: record.seconds) for rank, found in points.items()},
+        "budget": {rank: {part: _series(found, _part(part)) for part in parts} for rank, found in points.items()},
+        "own": {rank: _series(found, own_work) for rank, found in points.items()},
+        "tokens_per_second": _summed(points, lambda record: record.rate(record.tokens)),
+        "tflops": _over_ranks(points, _tflops),
+        "memory": {rank: _memory(records) for rank, records in run.steps.items()},
+        "flows": _flows(run),
+        "summary": _summary(run),
+        "timeline": _timeline(run),
+    }
+
+
+def own_work(record: StepRecord) -> float:
+    """Seconds in which a rank waited for no other one."""
+    return record.seconds - sum(record.parts.get(part, 0.0) for part in _WAITS)
+
+
+def _part(part: str) -> Callable[[StepRecord], float]:
+    return lambda record: record.parts.get(part, 0.0)
+
+
+def _tflops(record: StepRecord) -> float | None:
+    rate = record.rate(record.operations)
+    return None if rate is None else rate / 1e12
+
+
+def _series(groups: Sequence[Group], value: Callable[[StepRecord], float | None]) -> list[float | None]:
+    return [_mean(value(record) for record in group if record is not None) for group in groups]
+
+
+def _over_ranks(
+    points: dict[int, list[list[StepRecord | None]]], value: Callable[[StepRecord], float | None]
+) -> list[float | None]:
+    """The mean over ranks, by point."""
+    return [_mean(one) for one in zip(*(_series(found, value) for found in points.values()), strict=True)]
+
+
+def _summed(
+    points: dict[int, list[list[StepRecord | None]]], value: Callable[[StepRecord], float | None]
+) -> list[float | None]:
+    """The sum over ranks, by point; None where no rank knows."""
+    rows = zip(*(_series(found, value) for found in points.values()), strict=True)
+    return [sum(known) if (known := [one for one in row if one is not None]) else None for row in rows]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _memory(records: Sequence[StepRecord]) -> dict[str, Any]:
+    """Samples of one rank over its steps, thinned out; bytes by tier and category."""
+    every = [record for record in records if record.memory is not None]
+    chosen = every[:: -(-len(every) // MOST_POINTS)] if every else []
+    samples: list[MemorySample] = [record.memory for record in chosen if record.memory is not None]
+    tiers: dict[str, dict[str, list[int]]] = {}
+    for tier in TIERS:
+        for category in CATEGORIES:
+            values = [sample.tiers.get(tier, {}).get(category, 0) for sample in samples]
+            if any(values):
+                tiers.setdefault(tier, {})[category] = values
+    return {
+        "steps": [record.step for record in chosen],
+        "tiers": tiers,
+        "resident": [sample.resident for sample in samples],
+        "allocated": [sample.allocated for sample in samples],
+    }
+
+
+def _flows(run: RecordedRun) -> list[dict[str, Any]]:
+    """By kind: bytes and calls of a step of a rank, and the rate while something moved."""
+    every = [record for records in run.steps.values() for record in records]
+    found = []
+    for kind in sorted({kind for record in every for kind in record.flows}):
+        flows = [record.flows[kind] for record in every if kind in record.flows]
+        nbytes, seconds = sum(flow.nbytes for flow in flows), sum(flow.seconds for flow in flows)
+        found.append(
+            {
+                "kind": kind,
+                "calls": sum(flow.calls for flow in flows) / len(every),
+                "bytes": nbytes / len(every),
+                "rate": nbytes / seconds if seconds and kind != "control" else None,  # those mostly wait for each other
+            }
+        )
+    return found
+
+
+def _summary(run: RecordedRun) -> dict[str, float | None]:
+    """Medians over steps after the first, which is longer than the others."""
+    steady = [record for records in run.steps.values() for record in (records[1:] or records)]
+    waits = [1 - own_work(record) / record.seconds for record in steady if record.seconds > 0]
+    peaks = [record.memory for records in run.steps.values() for record in records if record.memory is not None]
+    tokens = [
+        _median(record.rate(record.tokens) for record in (records[1:] or records)) for records in run.steps.values()
+    ]
+    losses = [records[-1].loss for records in run.steps.values()]
+    return {
+        "seconds": _median(record.seconds for record in steady),
+        "tokens_per_second": sum(known) if (known := [one for one in tokens if one is not None]) else None,
+        "tflops": _median(_tflops(record) for record in steady),
+        "mfu": _median(record.mfu for record in steady),
+        "waits": _median(waits),
+        "memory": max((peak.allocated_peak or peak.resident_peak for peak in peaks), default=None),
+        "loss": _mean(losses),
+    }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _timeline(run: RecordedRun) -> dict[str, Any] | None:
+    """The last step that all ranks traced: intervals by rank in milliseconds from its beginning."""
+    if not run.traces:
+        return None
+    common = set.intersection(*(set(steps) for steps in run.traces.values()))
+    if not common:
+        return None
+    step = max(common)
+    chosen = {rank: steps[step] for rank, steps in run.traces.items()}
+    zero = min((one.begin for intervals in chosen.values() for one in intervals), default=0.0)
+    return {
+        "step": step,
+        "pipeline": any(one.row == PIPELINE for intervals in chosen.values() for one in intervals),
+        "left_out": max(len(intervals) - _MOST_INTERVALS for intervals in chosen.values()),
+        "ranks": {
+            rank: [
+                [one.name, one.row, round(1e3 * (one.begin - zero), 4), round(1e3 * (one.end - zero), 4), one.detail]
+                for one in sorted(intervals, key=lambda one: one.begin - one.end)[:_MOST_INTERVALS]
+            ]
+            for rank, intervals in chosen.items()
+        },
+    }
+
+
+_NESTED = (PHASES, TRAINING, PIPELINE)
+"""Rows of one thread: what is in them nests. In others transfers overlap as they like."""
+
+
+def chrome_trace(run: RecordedRun) -> dict[str, Any]:
+    """The traced steps: a process for each rank, a thread for each row, times in microseconds from the first on.
+
+    Raises:
+        ValueError: If no step was traced.
+    """
+    found = [one for steps in run.traces.values() for intervals in steps.values() for one in intervals]
+    if not found:
+        raise ValueError(
+            f"{run.directory} holds no traced step (trace-RANK.jsonl): set diagnostics.trace_steps to more than 0"
+        )
+    zero = min(one.begin for one in found)
+    events: list[dict[str, Any]] = []
+    for rank, steps in run.traces.items():
+        events.append(_named("process_name", f"rank {rank}", rank, 0))
+        rows = _rows([one for intervals in steps.values() for one in intervals])
+        events.extend(_named("thread_name", row, rank, number) for row, number in rows.items())
+        number = 0
+        for step, intervals in steps.items():
+            for one in intervals:
+                number += 1
+                events.extend(_events(one, step, rank, rows[one.row], number, zero))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _rows(intervals: list[Interval]) -> dict[str, int]:
+    """Thread numbers by row, those of the thread that trains first."""
+    there = {one.row for one in intervals}
+    ordered = [row for row in _NESTED if row in there] + sorted(there.difference(_NESTED))
+    return {row: number for number, row in enumerate(ordered, start=1)}
+
+
+def _events(one: Interval, step: int, rank: int, row: int, number: int, zero: float) -> Iterator[dict[str, Any]]:
+    begin, end = 1e6 * (one.begin - zero), 1e6 * (one.end - zero)
+    common = {"name": one.name, "cat": one.row, "pid": rank, "tid": row}
+    details = {"step": step, **({"detail": one.detail} if one.detail else {})}
+    if one.row in _NESTED:
+        yield {**common, "ph": "X", "ts": begin, "dur": end - begin, "args": details}
+    else:
+        yield {**common, "ph": "b", "id": f"{rank}.{number}", "ts": begin, "args": details}
+        yield {**common, "ph": "e", "id": f"{rank}.{number}", "ts": end}
+
+
+def _named(what: str, name: str, rank: int, row: int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": {"name": name}}
+
+
+def report_page(run: RecordedRun) -> str:
+    """The page's text."""
+    parts = files("zero_strategy.cli") / "page"
+    page, style, script = ((parts / name).read_text("utf-8") for name in ("report.html", "report.css", "report.js"))
+    data = json.dumps(report_data(run), separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    title = html.escape(f"{run.facts.get('model', {}).get('class', 'Run')}: {run.directory.name}")
+    for place, text in (("@TITLE@", title), ("@STYLE@", style), ("@SCRIPT@", script), ("@DATA@", data)):
+        page = page.replace(place, text, 1)
+    return page
+
+
+def write_report(run: RecordedRun, path: Path) -> None:
+    """Write the page.
+
+    Raises:
+        OSError: If that is not possible.
+    """
+    path.write_text(report_page(run), encoding="utf-8")
+
 
 _REPORT = """\
 Writes what ranks recorded (diagnostics.run_dir) as one HTML page: loss, where the time of steps goes, memory by
@@ -37,9 +285,6 @@ def add_report_commands(commands: Any) -> None:
 
 def run_report_command(options: argparse.Namespace) -> int:
     """Run either; returns the exit status."""
-    from zero_strategy.diagnostics.report import chrome_trace, write_report
-    from zero_strategy.diagnostics.run_files import read_run
-
     path = options.output or options.directory / options.default_output
     try:
         run = read_run(options.directory)
@@ -49,7 +294,9 @@ def run_report_command(options: argparse.Namespace) -> int:
         else:
             trace = chrome_trace(run)
             path.write_text(json.dumps(trace), encoding="utf-8")
-            what = f"{len(trace['traceEvents'])} events of {len(run.traces)} rank(s); open it in https://ui.perfetto.dev"
+            what = (
+                f"{len(trace['traceEvents'])} events of {len(run.traces)} rank(s); open it in https://ui.perfetto.dev"
+            )
     except (ValueError, OSError) as error:
         print(f"zero-strategy {options.command}: {error}", file=sys.stderr)
         return 2

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.runtime.torch_private import default_store
 from zero_strategy.watchdog.flight_recorder import CollectiveLog
+from zero_strategy.watchdog.watchdog import Watchdog
 
 
 class BarrierError(RuntimeError):
@@ -42,6 +43,16 @@ class StoreBarrier:
         self.rank, self.world_size, self.timeout, self.prefix = rank, world_size, timeout, prefix
         self._round = 0
         self.track: CollectiveLog | None = None
+
+    def guarded(self, watchdog: Watchdog, ranks: Sequence[int]) -> None:
+        """Let a watchdog watch these meetings.
+
+        Args:
+            watchdog: Of the engine.
+            ranks: World ranks that meet.
+        """
+        if self.world_size > 1 and self.track is None:
+            self.track = watchdog.track("meeting", ranks, compared=False)
 
     def wait_for_all(self, call: str) -> None:
         """Return when all ranks have reached this meeting with the same `call`.

@@ -1,13 +1,10 @@
-"""Ranks on this host for a command: started, connected, and their failures told in sentences.
-
-A message of this package is a sentence already. Of other errors the line of the user's code is named that raised, or
-that called what raised.
+"""Ranks on this host for a command: started, connected, and ended with it.
 
     results = run_local_ranks("package.module:function", (1, 2), ranks=2)
 
 The call lies in a private temporary directory beside the file through which ranks find each other, and a result comes
 through a pipe that its rank inherits. Only the connections of the process group itself listen, on the loopback; what
-the ranks exchange over them is unpickled only where a key shows that one of them sent it (`sealed`). Ranks may print
+the ranks exchange over them is unpickled only where a key shows that one of them sent it (`transport`). Ranks may print
 what they like; it goes to stderr. Whatever ends this process ends them: they are killed when a call returns or raises
 (Ctrl-C included), and each watches its parent.
 """
@@ -17,83 +14,26 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zero_strategy.comm.sealed import KEY_VARIABLE, new_key
+from zero_strategy.comm.transport import KEY_VARIABLE, new_key
 from zero_strategy.runtime.torch_private import FileStore
-
-_HEAD = "Traceback (most recent call last):\n"
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_NOT_THE_USERS = (_OWN, *(path + os.sep for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}))
-_SENTENCES = ("ValueError", "TypeError", "FileNotFoundError", "NotImplementedError")
-"""Classes whose messages, where this package raises them, need no class before them."""
-
-
-class Frame(NamedTuple):
-    """One line of a traceback."""
-
-    file: str
-    line: int
-    name: str
-
-
-def in_sentences(failures: Mapping[int, str]) -> str:
-    """Events that happened on ranks, a line or so for each different thing.
-
-    Args:
-        failures: By rank, a traceback as Python prints it, or a sentence.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in sorted(failures.items()):
-        ranks_of.setdefault(sentence(text), []).append(rank)
-    if len(ranks_of) == 1 and len(failures) > 1:
-        return next(iter(ranks_of))
-    return "\n".join(f"{_ranks(ranks)}: {said}" for said, ranks in ranks_of.items())
-
-
-def sentence(text: str) -> str:
-    """The last exception of a traceback and its place in the user's code; other text as it is."""
-    begin = text.rfind(_HEAD)
-    if begin < 0:
-        return text.strip()
-    frames, said = _divided(text[begin + len(_HEAD) :])
-    users = [frame for frame in frames if not frame.file.startswith((*_NOT_THE_USERS, "<"))]
-    kind, _, message = said.partition(": ")
-    if frames and frames[-1].file.startswith(_OWN) and kind in _SENTENCES and message:
-        return message
-    place = f" ({users[-1].file}, line {users[-1].line}, in {users[-1].name})" if users else ""
-    return said + place
-
-
-def _divided(block: str) -> tuple[list[Frame], str]:
-    """The frames of one traceback, and the exception below them."""
-    lines = block.splitlines()
-    end = next((number for number, line in enumerate(lines) if not line.startswith("  ")), len(lines))
-    frames = [Frame(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(block)]
-    return frames, "\n".join(lines[end:]).strip()
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 _CALL, _STORE = "call", "store"
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}

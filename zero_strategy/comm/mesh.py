@@ -1,18 +1,16 @@
-"""The mesh of data-parallel ranks: replicate x shard, beside tensor-parallel groups.
+"""The mesh of data-parallel ranks: a replicate axis times a shard axis, beside tensor-parallel groups.
 
-    8 ranks, groups of 2:   [0 1] [2 3] [4 5] [6 7]     lanes: [0 2 4 6] and [1 3 5 7]
+    8 ranks, tensor groups of 2:   [0 1] [2 3] [4 5] [6 7]     data-parallel groups: [0 2 4 6] and [1 3 5 7]
 
-A lane holds the same part of every layer; ZeRO divides its state among the lane.
-
-a replicate axis times a shard axis.
+The ranks of a data-parallel group hold the same part of every layer; ZeRO divides its state among them.
 
 Rank r sits at (r // shard, r % shard): neighbours, which usually share a node, shard among themselves, and the copies
 on other nodes replicate (hybrid sharding). Parameter gathers, gradient reductions and control messages each have a
 group of their own, so that an early gather never waits behind a reduction.
 
 Where the world trains one model in parts (pipeline stages, tensor-parallel parts of layers), every part has a mesh of
-its own, over its *lane* of ranks;
-what concerns all of the model (checkpoints, above all) is for the *team*, the ranks of all lanes.
+its own, over its data-parallel group; what concerns all of the model (checkpoints, above all) is for the world group,
+the ranks of all data-parallel groups.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from zero_strategy.comm.barrier import StoreBarrier
+from zero_strategy.comm.barrier import StoreBarrier, gather_everywhere
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import end_group, has_process_group, own_group
 from zero_strategy.comm.store import own_store
@@ -53,12 +51,7 @@ def tensor_groups_of(ranks: Sequence[int] | None, size: int) -> list[list[int]]:
     Raises:
         ValueError: If a rank's model says nothing, or other than `size`, or groups overlap.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    everyone: list[Sequence[int] | None] = [ranks]
-    if world > 1:
-        everyone = [None] * world
-        dist.all_gather_object(everyone, ranks)
-    found = [None if one is None else tuple(one) for one in everyone]
+    found = [None if one is None else tuple(one) for one in gather_everywhere(ranks)]
     for rank, one in enumerate(found):
         if one is None:
             raise ValueError(
@@ -130,7 +123,7 @@ class WorldGroup:
 
     Attributes:
         control: Them, on the host, for flags and objects.
-        rendezvous: Bounded meeting of them.
+        barrier: Bounded meeting of them.
     """
 
     control: Communicator
@@ -157,8 +150,8 @@ class Mesh:
         replicate: Ranks that hold the same slice.
         control: All data-parallel ranks, on the host, for flags, norms and objects.
         shard_control: The ranks of the shard axis, on the host, for norms.
-        rendezvous: Bounded meeting of all data-parallel ranks.
-        team: The ranks of all lanes; the data-parallel ranks where there is one lane.
+        barrier: Bounded meeting of all data-parallel ranks.
+        world_group: The ranks of all data-parallel groups; the data-parallel ranks where there is one group.
         tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
         counters: What this rank sent.
         watchdog: Watches all of these; None: nobody does.
@@ -181,9 +174,14 @@ class Mesh:
     observed: Observed = field(default_factory=Observed)
 
     def __post_init__(self) -> None:
-        groups = (self.gather, self.reduce, self.replicate, self.control, self.shard_control, self.world_group.control)
-        for communicator in (*groups, self.tensor):
-            communicator.observed = self.observed
+        for communicator in self._communicators:
+            communicator.observed_by(self.observed)
+
+    @property
+    def _communicators(self) -> tuple[Communicator, ...]:
+        """All of them, in the order in which they end."""
+        data_parallel = self.gather, self.reduce, self.replicate, self.shard_control, self.control
+        return (*data_parallel, self.world_group.control, self.tensor, *self.further.values())
 
     @property
     def world_size(self) -> int:
@@ -228,15 +226,15 @@ class Mesh:
             timeout: Seconds after which a collective of these groups fails.
             barrier_seconds: Bound of our own waits.
             name: Tells engines of one process apart; equal on all ranks.
-            lanes: The ranks of every mesh, this rank's among them; the same on all ranks, every rank in one.
-                Default: one lane of all ranks.
+            dp_groups: The ranks of every mesh, this rank's among them; the same on all ranks, every rank in one.
+                Default: one group of all ranks.
             watchdog: How collectives are watched; None: not at all.
             tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
             further: Makes groups beyond these, by name, which the mesh watches and closes as its own.
-            titles: Ranks in words.
+            rank_labels: Ranks in words.
 
         Raises:
-            ValueError: If replicate x shard is not the size of a lane, or a rank is in no lane or in two.
+            ValueError: If replicate x shard is not the size of a group, or a rank is in no group or in two.
         """
         counters = CommunicationCounters()
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -268,14 +266,14 @@ class Mesh:
         meeting = StoreBarrier(dist.get_rank(), world, barrier_seconds, name)
         dp_group = next(number for number, ranks in enumerate(dp_groups) if dist.get_rank() in ranks)
         rank = list(dp_groups[dp_group]).index(dist.get_rank())
-        own = StoreBarrier(rank, replicate * shard, barrier_seconds, f"{name}.lane{dp_group}")
+        local = StoreBarrier(rank, replicate * shard, barrier_seconds, f"{name}.lane{dp_group}")
         mesh = cls(
             gather=group_of(rows) if shard > 1 else Communicator(None, counters),
             reduce=group_of(rows) if shard > 1 else Communicator(None, counters),
             replicate=group_of(columns) if replicate > 1 else Communicator(None, counters),
             control=control,
             shard_control=shard_control,
-            barrier=meeting if len(dp_groups) == 1 else own,
+            barrier=meeting if len(dp_groups) == 1 else local,
             world_group=WorldGroup(everyone, meeting),
             tensor=divided,
             counters=counters,
@@ -306,10 +304,7 @@ class Mesh:
             with suppress(Exception):  # a rank that does not come any more is no reason to stay
                 seconds = min(meeting.timeout, _CLOSING_SECONDS)
                 StoreBarrier(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").wait_for_all("close()")
-        communicators = (
-            self.gather, self.reduce, self.replicate, self.shard_control, self.control, self.world_group.control,
-            self.tensor, *self.further.values(),
-        )  # fmt: skip
+        communicators = self._communicators
         groups = {one.group: None for one in communicators if one.group is not None}
         for communicator in communicators:
             communicator.close()
@@ -322,7 +317,7 @@ class Mesh:
         """Take groups in that others have made."""
         self.further.update(further)
         for name, communicator in further.items():
-            communicator.observed = self.observed
+            communicator.observed_by(self.observed)
             if self.watchdog is not None:
                 communicator.guarded(self.watchdog, name)
 
@@ -350,18 +345,15 @@ class Mesh:
         ):  # fmt: skip
             twin = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
             communicator.guarded(watchdog, what, twin)
-        for meeting in (self.world_group.barrier, self.barrier):
-            if meeting.world_size > 1 and meeting.track is None:
-                ranks = dist.get_process_group_ranks(
-                    (world_group if meeting is self.world_group.barrier else self.control).group
-                )
-                meeting.track = watchdog.track("meeting", ranks, compared=False)
+        for meeting, control in ((self.world_group.barrier, world_group), (self.barrier, self.control)):
+            assert control.group is not None
+            meeting.guarded(watchdog, dist.get_process_group_ranks(control.group))
 
 
 def _check_dp_groups(dp_groups: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:
     size = len(dp_groups[0])
     if replicate * shard != size:
-        what = f"the world size {world}" if len(dp_groups) == 1 else f"{size}, the ranks of a lane"
+        what = f"the world size {world}" if len(dp_groups) == 1 else f"{size}, the ranks of a data-parallel group"
         raise ValueError(f"mesh.replicate {replicate} x mesh.shard {shard} is not {what}")
     if sorted(rank for dp_group in dp_groups for rank in dp_group) != list(range(world)) or {
         len(dp_group) for dp_group in dp_groups

@@ -88,9 +88,9 @@ class PointToPoint:
         self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
-        end = self._break_connections
-        self._senders = {group: _DeviceSender() if group.on_device else _Sender(end) for group in groups}
         self.waits = BoundedWaits(self.ranks[self.rank], title, groups, board, timeout, patience, watchdog)
+        end = self.waits.break_connections
+        self._senders = {group: _DeviceSender() if group.on_device else _Sender(end) for group in groups}
         weakref.finalize(self, self.waits.stop)
 
     def post(self, buffer: Tensor, channel: Channel) -> Any:
@@ -140,9 +140,6 @@ class PointToPoint:
     def close(self) -> None:
         """End all connections."""
         self.waits.stop()
-        self.waits.break_connections()
-
-    def _break_connections(self) -> None:
         self.waits.break_connections()
 
     def _awaited(self, what: str, rank: int) -> Awaited:
@@ -231,7 +228,7 @@ def _make_groups(
     """
     if len(ranks) == 1:
         return {}
-    own, timeout = ranks.index(dist.get_rank()), timedelta(seconds=seconds)
+    local, timeout = ranks.index(dist.get_rank()), timedelta(seconds=seconds)
     store: Any = default_store()
 
     def place(name: str) -> PrefixStore:
@@ -239,16 +236,16 @@ def _make_groups(
 
     if device.type == "cpu":
         down, up = (
-            Group(dist.ProcessGroupGloo(place(way), own, len(ranks), timeout), list(range(len(ranks))))
+            Group(dist.ProcessGroupGloo(place(way), local, len(ranks), timeout), list(range(len(ranks))))
             for way in ("down", "up")
         )
         return {channel: down if channel.source < channel.target else up for channel in channels}
     found = {}
     for channel in channels:
         pair = sorted(channel[:2])
-        if own in pair:
+        if local in pair:
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            backend = dist.ProcessGroupNCCL(place("-".join(map(str, channel))), pair.index(own), 2, options)
+            backend = dist.ProcessGroupNCCL(place("-".join(map(str, channel))), pair.index(local), 2, options)
             found[channel] = Group(backend, pair)
     return found

@@ -1,7 +1,5 @@
 """Process groups: rank and world size, start from the launcher's environment, subgroups.
 
-what the launcher said is found in its environment variables.
-
 | launcher | rank | ranks | rank on its host |
 | --- | --- | --- | --- |
 | torchrun and its like | RANK | WORLD_SIZE | LOCAL_RANK |
@@ -46,8 +44,8 @@ def world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def has_group() -> bool:
-    """True if there is a default process group."""
+def has_process_group() -> bool:
+    """True if the default process group was started."""
     return dist.is_initialized()
 
 
@@ -281,11 +279,6 @@ def _on_gpus(group: ProcessGroup) -> bool:
         return not isinstance(backend_of(group, "cuda"), dist.ProcessGroupGloo)
     except RuntimeError:  # nothing does
         return False
-
-
-def has_process_group() -> bool:
-    """True if the default process group was started."""
-    return dist.is_initialized()
 
 
 def group_size(group: ProcessGroup) -> int:

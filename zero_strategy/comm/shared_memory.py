@@ -1,11 +1,9 @@
 """Exchange of large tensors between ranks of one host through shared memory, and the pipes that signal it.
 
-a pipe each, into which the others write.
-
-Telling costs one system call, and waiting two: less than a hundredth of a millisecond, and no other thread has to run
-for it, where a message of gloo's passes through a thread on either side. Each record is written in one piece (far below
-PIPE_BUF), so that several ranks can write into one pipe. A rank whose process ends is noticed at once, by a descriptor
-of its process; whoever aborts tells the others and itself.
+Each rank has a pipe, into which the others write. Telling costs one system call, and waiting two: less than a hundredth
+of a millisecond, and no other thread has to run for it, where a message of gloo's passes through a thread on either
+side. Each record is written in one piece (far below PIPE_BUF), so that several ranks can write into one pipe. A rank
+whose process ends is noticed at once, by a descriptor of its process; whoever aborts tells the others and itself.
 
 The pipes have no names: a rank opens another one's through /proc, as it does the memory that they share.
 
@@ -28,17 +26,129 @@ import struct
 import sys
 import time
 import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from zero_strategy.comm.transport import Message, TensorMessage, decode_card, encode_card
 from zero_strategy.watchdog.flight_recorder import TransportError
 from zero_strategy.watchdog.peers import host as _host
+
+_CARD_BYTES = 256
+
+
+class Message(Protocol):
+    """A message to a peer, wherever its values lie."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+
+    def write(self, start: int, stop: int, target: Tensor) -> None:
+        """Copy bytes [start, stop) to a tensor of as many uint8; multiples of 64, but for the message's end."""
+
+
+class TensorMessage:
+    """A contiguous tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = tensor.view(-1).view(torch.uint8)
+        self.nbytes = self._bytes.numel()
+
+    def write(self, start: int, stop: int, target: Tensor) -> None:
+        """See `Message`."""
+        target.copy_(self._bytes[start:stop])
+
+
+class Scattered:
+    """A flat buffer whose values lie elsewhere: what is sent is copied once, not into a whole buffer before.
+
+    Flat tensors stand for parts of it; what none covers is zero.
+
+    Args:
+        numel: Elements of the whole.
+        parts: First element and values of each, in order; contiguous, of one dtype. Nobody may change them.
+        like: A tensor of that dtype and device, should there be no part.
+    """
+
+    def __init__(self, numel: int, parts: Iterable[tuple[int, Tensor]], like: Tensor) -> None:
+        self.numel, self.dtype, self.device = numel, like.dtype, like.device
+        self._starts, self._parts = list[int](), list[Tensor | None]()
+        end = 0
+        for start, values in parts:
+            assert start >= end and values.dim() == 1 and values.is_contiguous() and values.dtype == self.dtype
+            if start > end:
+                self._add(end, None)
+            if values.numel():
+                self._add(start, values)
+            end = max(end, start + values.numel())
+        assert end <= numel
+        if end < numel:
+            self._add(end, None)
+        self._starts.append(numel)
+
+    def _add(self, start: int, values: Tensor | None) -> None:
+        self._starts.append(start)
+        self._parts.append(values)
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Elements [start, stop): of each part of them where it begins and ends, and its values; None: zeros."""
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            begin, values = self._starts[number], self._parts[number]
+            end = min(stop, self._starts[number + 1])
+            yield start, end, None if values is None else values[start - begin : end - begin]
+            start, number = end, number + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.numel * self.dtype.itemsize
+
+    def slice(self, start: int, stop: int) -> ScatteredSlice:
+        """Elements [start, stop) as a message."""
+        return ScatteredSlice(self, start, stop)
+
+
+class ScatteredSlice:
+    """A part of a scattered buffer that is sent."""
+
+    def __init__(self, source: Scattered, start: int, stop: int) -> None:
+        self._source, self._start = source, start
+        self.nbytes = (stop - start) * source.dtype.itemsize
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
+        """The same as `Scattered.between`, counted from the slice's first element."""
+        for low, high, values in self._source.between(self._start + start, self._start + stop):
+            yield low - self._start, high - self._start, values
+
+    def write(self, start: int, stop: int, target: Tensor) -> None:
+        """Copy bytes [start, stop) of the slice; whole elements."""
+        size = self._source.dtype.itemsize
+        into, first = target.view(self._source.dtype), start // size
+        for low, high, values in self.parts(first, stop // size):
+            place = into[low - first : high - first]
+            if values is None:
+                place.zero_()
+            else:
+                place.copy_(values)
+
+
+def encode_card(text: str) -> Tensor:
+    """A short text as bytes of a fixed length."""
+    encoded = text.encode()
+    assert len(encoded) <= _CARD_BYTES
+    return torch.frombuffer(bytearray(encoded.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def decode_card(card: Tensor) -> str:
+    """The inverse."""
+    return bytes(card.tolist()).rstrip(b"\0").decode()
+
 
 _RECORD = struct.Struct("<iqq")
 """Who tells; two numbers."""
@@ -155,6 +265,7 @@ def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
+
 VARIABLE = "ZERO_STRATEGY_SHARED_MEMORY"
 """Set to 0, exchanges go through gloo alone."""
 SLOT_BYTES = 1 << 20
@@ -200,13 +311,13 @@ class SharedMemoryExchange:
         self._used = 0
         self._memory: dict[int, mmap.mmap] = {}
         self._pipes: MeetingPipes | None = None
-        own = _create() if _is_wanted() else None
-        if own is not None:
+        local = _create() if _is_wanted() else None
+        if local is not None:
             with suppress(OSError):
                 self._pipes = MeetingPipes(rank, timeout)
         cards = [encode_card("") for _ in range(size)]
-        if own is not None and self._pipes is not None:
-            descriptor, self._memory[rank], token = own
+        if local is not None and self._pipes is not None:
+            descriptor, self._memory[rank], token = local
             cards[rank] = encode_card(f"{_host()} {os.getpid()} {self._pipes.number} {descriptor} {token}")
         plain([cards[rank]] * size, cards)
         opened = self._pipes is not None
@@ -215,8 +326,8 @@ class SharedMemoryExchange:
         flags = [torch.tensor([int(opened)]) for _ in range(size)]
         plain([flags[rank]] * size, flags)
         self.available = all(map(bool, flags))
-        if own is not None:
-            os.close(own[0])
+        if local is not None:
+            os.close(local[0])
         if not self.available:
             self._memory.clear()
             self._pipes = None

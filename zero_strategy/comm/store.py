@@ -1,7 +1,5 @@
 """The board of one save on the process group's key-value store: what ranks report to each other.
 
-never a collective.
-
 A collective in the middle of a save would hold up training, or be held up by it, and would wait for a dead rank as
 long as the process group's time-out. Here a rank posts that it has finished a phase, that it is at work, or why it
 failed; whoever waits sees all three.
@@ -19,7 +17,7 @@ from typing import Any
 
 from zero_strategy.runtime.torch_private import default_store
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _LONGEST_PAUSE = 0.01
 _TELL_SECONDS = 5.0
 _PATIENCE = 10
@@ -105,7 +103,7 @@ class SaveBoard:
         """This rank gets on; called often, told at most once a second, by any thread."""
         now = time.monotonic()
         with self._lock:
-            due = self._store is not None and now - self._told > _BEAT_SECONDS
+            due = self._store is not None and now - self._told > _HEARTBEAT_SECONDS
             if due:
                 self._told = now
         if due:
@@ -119,12 +117,12 @@ class SaveBoard:
             return
         over = threading.Event()
 
-        def beat() -> None:
+        def heartbeat() -> None:
             with contextlib.suppress(Exception):  # the store is gone: who waits here will notice
-                while not over.wait(_BEAT_SECONDS):
+                while not over.wait(_HEARTBEAT_SECONDS):
                     self._store.add(f"{self._key}/alive/{self.rank}", 1)
 
-        thread = threading.Thread(target=beat, name="checkpoint-alive", daemon=True)
+        thread = threading.Thread(target=heartbeat, name="checkpoint-alive", daemon=True)
         thread.start()
         try:
             yield
@@ -179,9 +177,9 @@ class SaveBoard:
     def clear(self) -> None:
         """Removes this rank's messages; for when all ranks are known to have left the save."""
         if self._store is not None:
-            own = [f"{name}/{self.rank}" for name in ["alive", "progress", *self._phases, *self._sent]]
-            own += [f"{name}/{self.rank}/{number}" for name, count in self._sent.items() for number in range(count)]
-            for name in [*own, *(self._phases if self.rank == 0 else ())]:
+            local = [f"{name}/{self.rank}" for name in ["alive", "progress", *self._phases, *self._sent]]
+            local += [f"{name}/{self.rank}/{number}" for name, count in self._sent.items() for number in range(count)]
+            for name in [*local, *(self._phases if self.rank == 0 else ())]:
                 self._store.delete_key(f"{self._key}/{name}")
 
     def _finished(self, phase: str, rank: int | None) -> bool:
@@ -212,13 +210,13 @@ class _Watch:
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
         self._next = 0.0
 
-    def look(self, phase: str, ranks: list[int], own: int) -> None:
+    def look(self, phase: str, ranks: list[int], local: int) -> None:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + _BEAT_SECONDS
+        self._next = now + _HEARTBEAT_SECONDS
         for rank in ranks:
-            if rank == own:
+            if rank == local:
                 continue
             lost = self._lost(rank)  # before the next line: a rank may have finished and then ended
             if self._store.check([f"{self._key}/{phase}/{rank}"]):

@@ -1,8 +1,6 @@
-"""The transport of one group: the interface of its collectives, and the messages that it carries.
+"""The transport of one group: its collectives on tensors of the host (gloo, shared memory) and of a GPU (NCCL).
 
-a tensor, parts of a buffer in several places, or a short text.
-
-The contract, for every implementation:
+The contract, for either kind of device:
 
 - *Into place.* Results land in the tensors that were given: a gather fills all slices of `flat` but this rank's own,
   which is there before; a reduction leaves all of `flat` but its result as it was.
@@ -11,137 +9,52 @@ The contract, for every implementation:
 - *Who waits.* A gather and a reduction are jobs, which somebody else has wrapped before they start. `start` never waits
   for other ranks; whoever needs the result waits for what it returns, and calls the job's `then`. All other methods
   return when they are done.
-- *Who counts and watches.* Not the transport: see `instrumentation`.
+- *Who counts and watches.* Not the transport: see `collectives`.
 - *Errors.* A connection that breaks is a `TransportError`.
+
+On the host. Gloo's own all-gather and reduce-scatter are two to four times slower than point-to-point exchange of the
+same slices, so they are built from it: every rank sends each slice straight to the rank that needs it, through memory
+that they share where they are on one host (`shared_memory`). Sums are taken in rank order, ((g0 + g1) + g2) + ..., so
+that a result does not depend on the stage or on who computes it. Exchanges block their caller, so jobs run in a thread
+of their own, one after the other (`worker`).
+
+On a device its own library works in place, without holding the caller. Its streams are ordered against the current one
+by `torch.distributed` itself: what was put into a buffer before is seen, and a wait makes the current stream wait, not
+the host. The order of summation is the library's.
+
+Objects. The connections of ranks that a command has started listen on the loopback, where another user of the host may
+connect. So what comes over them is unpickled only where a MAC (HMAC-SHA256, RFC 2104) shows that one of these ranks has
+sent it. The key comes with the environment, which other users cannot read.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
+import pickle
+import secrets
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_strategy.runtime.torch_private import backend_of
+from zero_strategy.comm.shared_memory import (
+    LEAST_BYTES,
+    Scattered,
+    SharedMemoryExchange,
+    TensorMessage,
+)
+from zero_strategy.runtime.torch_private import backend_of, timeout_of
+from zero_strategy.runtime.worker import BackgroundWorker
 from zero_strategy.watchdog.flight_recorder import TransportError
 from zero_strategy.watchdog.waits import Group
 
-_CARD_BYTES = 256
-
-
-class Message(Protocol):
-    """A message to a peer, wherever its values lie."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-
-    def write(self, start: int, stop: int, target: Tensor) -> None:
-        """Copy bytes [start, stop) to a tensor of as many uint8; multiples of 64, but for the message's end."""
-
-
-class TensorMessage:
-    """A contiguous tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._bytes = tensor.view(-1).view(torch.uint8)
-        self.nbytes = self._bytes.numel()
-
-    def write(self, start: int, stop: int, target: Tensor) -> None:
-        """See `Message`."""
-        target.copy_(self._bytes[start:stop])
-
-
-class Scattered:
-    """A flat buffer whose values lie elsewhere: what is sent is copied once, not into a whole buffer before.
-
-    Flat tensors stand for parts of it; what none covers is zero.
-
-    Args:
-        numel: Elements of the whole.
-        parts: First element and values of each, in order; contiguous, of one dtype. Nobody may change them.
-        like: A tensor of that dtype and device, should there be no part.
-    """
-
-    def __init__(self, numel: int, parts: Iterable[tuple[int, Tensor]], like: Tensor) -> None:
-        self.numel, self.dtype, self.device = numel, like.dtype, like.device
-        self._starts, self._parts = list[int](), list[Tensor | None]()
-        end = 0
-        for start, values in parts:
-            assert start >= end and values.dim() == 1 and values.is_contiguous() and values.dtype == self.dtype
-            if start > end:
-                self._add(end, None)
-            if values.numel():
-                self._add(start, values)
-            end = max(end, start + values.numel())
-        assert end <= numel
-        if end < numel:
-            self._add(end, None)
-        self._starts.append(numel)
-
-    def _add(self, start: int, values: Tensor | None) -> None:
-        self._starts.append(start)
-        self._parts.append(values)
-
-    def between(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Elements [start, stop): of each part of them where it begins and ends, and its values; None: zeros."""
-        number = bisect_right(self._starts, start) - 1
-        while start < stop:
-            begin, values = self._starts[number], self._parts[number]
-            end = min(stop, self._starts[number + 1])
-            yield start, end, None if values is None else values[start - begin : end - begin]
-            start, number = end, number + 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole."""
-        return self.numel * self.dtype.itemsize
-
-    def slice(self, start: int, stop: int) -> ScatteredSlice:
-        """Elements [start, stop) as a message."""
-        return ScatteredSlice(self, start, stop)
-
-
-class ScatteredSlice:
-    """A part of a scattered buffer that is sent."""
-
-    def __init__(self, source: Scattered, start: int, stop: int) -> None:
-        self._source, self._start = source, start
-        self.nbytes = (stop - start) * source.dtype.itemsize
-
-    def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """The same as `Scattered.between`, counted from the slice's first element."""
-        for low, high, values in self._source.between(self._start + start, self._start + stop):
-            yield low - self._start, high - self._start, values
-
-    def write(self, start: int, stop: int, target: Tensor) -> None:
-        """Copy bytes [start, stop) of the slice; whole elements."""
-        size = self._source.dtype.itemsize
-        into, first = target.view(self._source.dtype), start // size
-        for low, high, values in self.parts(first, stop // size):
-            place = into[low - first : high - first]
-            if values is None:
-                place.zero_()
-            else:
-                place.copy_(values)
-
-
-def encode_card(text: str) -> Tensor:
-    """A short text as bytes of a fixed length."""
-    encoded = text.encode()
-    assert len(encoded) <= _CARD_BYTES
-    return torch.frombuffer(bytearray(encoded.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def decode_card(card: Tensor) -> str:
-    """The inverse."""
-    return bytes(card.tolist()).rstrip(b"\0").decode()
 
 class Work(Protocol):
     """Work that a device has under way."""
@@ -219,9 +132,11 @@ class Collectives(ABC):
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """Every rank's `value` (same shape everywhere, on the CPU), in rank order."""
 
-    @abstractmethod
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
+        assert self.group is not None
+        with transport_errors():
+            return _all_gather_objects(value, self.group, torch.device(self.device))
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends; from any thread."""
@@ -248,3 +163,256 @@ def transport_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise TransportError(str(error)) from error
+
+
+KEY_VARIABLE = "ZERO_STRATEGY_LOCAL_RANKS_KEY"
+_MAC_BYTES = 32
+
+
+def new_key() -> str:
+    """A key for the environment of ranks that are about to start."""
+    return secrets.token_hex(32)
+
+
+def _all_gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Every rank's picklable `value`, in rank order.
+
+    Raises:
+        RuntimeError: If the ranks share a key and a message was not sent by one of them.
+    """
+    size = dist.get_world_size(group)
+    key = os.environ.get(KEY_VARIABLE)
+    if key is None:
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, value, group=group)
+        return values
+    messages = _gather_bytes(_seal(pickle.dumps(value), key), group, size, device)
+    for rank, message in enumerate(messages):
+        if not hmac.compare_digest(message, _seal(message[_MAC_BYTES:], key)):
+            raise RuntimeError(
+                f"a message in the name of rank {rank} does not come from it: another process of this host has written "
+                "to the ranks' connections; nothing of it was read"
+            )
+    return [pickle.loads(message[_MAC_BYTES:]) for message in messages]
+
+
+def _seal(data: bytes, key: str) -> bytes:
+    return hmac.digest(key.encode(), data, "sha256") + data
+
+
+def _gather_bytes(message: bytes, group: dist.ProcessGroup, size: int, device: torch.device) -> list[bytes]:
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
+    counts = [int(length) for length in lengths]
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    everyone: list[Tensor] = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(everyone, padded, group=group)
+    return [bytes(tensor[:count].cpu().numpy()) for tensor, count in zip(everyone, counts)]
+
+
+_MOST_DIRECT = 8
+"""Ranks among which small messages go straight from each to each."""
+
+
+class HostCollectives(Collectives):
+    """See `Collectives`; on tensors of the CPU."""
+
+    device = "cpu"
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self._worker = BackgroundWorker(interrupt=self.abort)
+        self._buffers: dict[int, Tensor] = {}
+        self._shared: SharedMemoryExchange | None = None
+
+    def start(self, run: Run) -> Future[None]:
+        """Queue it for the thread."""
+        return self._worker.submit(run)
+
+    def close(self) -> None:
+        """See `Collectives`."""
+        super().close()
+        self._worker, self._shared = BackgroundWorker(), None
+        self._buffers.clear()
+
+    def abort(self) -> None:
+        """See `Collectives`."""
+        if self._shared is not None:
+            self._shared.abort()
+        super().abort()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that are kept from one exchange to the next."""
+        shared = 0 if self._shared is None else self._shared.nbytes
+        return shared + sum(buffer.numel() for buffer in self._buffers.values())
+
+    def all_gather(self, flat: Tensor) -> Job:
+        """See `Collectives`."""
+        slices = list(flat.chunk(self.size))
+        return Job(partial(self.exchange, [slices[self.rank]] * self.size, slices))
+
+    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
+        """See `Collectives`."""
+        slices = list(flat.chunk(self.size))
+        total = slices[self.rank] if into is None else into
+        return Job(partial(self._sum_in_rank_order, slices, total, factor))
+
+    def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
+        """True if `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
+        shared, nbytes = self._shared, numel // self.size * dtype.itemsize
+        return shared is not None and shared.available and nbytes >= LEAST_BYTES
+
+    def reduce_scatter_scattered(self, source: Scattered, into: Tensor, factor: float) -> Job:
+        """As `reduce_scatter` of a flat buffer, from where its parts lie."""
+        return Job(partial(self._sum_scattered, source, into, factor))
+
+    def all_gather_small(self, value: Tensor) -> list[Tensor]:
+        """See `Collectives`."""
+        values = self._room_for_all(value)
+        if self.size <= _MOST_DIRECT:
+            self.exchange([value] * self.size, values)
+        else:
+            with transport_errors():
+                dist.all_gather(values, value.clone(), group=self.group)
+        return values
+
+    def exchange_card(self, card: Tensor) -> list[Tensor]:
+        """The same, by gloo's messages alone, so that no memory is shared for it."""
+        cards = self._room_for_all(card)
+        self._exchange_by_gloo([card] * self.size, cards)
+        return cards
+
+    def all_to_all(self, outgoing: list[Tensor]) -> list[Tensor]:
+        """Exchange tensors of one shape and dtype with all ranks; returns those sent here, in rank order."""
+        incoming = self._room_for_all(outgoing[self.rank])
+        sent = [tensor.view(torch.uint8) for tensor in outgoing]  # gloo does not know all dtypes
+        self.exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
+        return incoming
+
+    def exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+        """Send outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""
+        if (shared := self._shared_memory(outgoing[self.rank])) is not None:
+            shared(outgoing, incoming)
+        else:
+            self._exchange_by_gloo(outgoing, incoming)
+
+    def _room_for_all(self, local: Tensor) -> list[Tensor]:
+        """By rank: this one's value, and room for each of the others'."""
+        return [local if rank == self.rank else torch.empty_like(local) for rank in range(self.size)]
+
+    def _sum_in_rank_order(self, slices: list[Tensor], total: Tensor, factor: float) -> None:
+        local, in_place = slices[self.rank], total is slices[self.rank]
+        if (shared := self._shared_memory(local)) is not None:
+            for one in shared.rounds([TensorMessage(each) for each in slices]):
+                mine, sums = (
+                    tensor.view(torch.uint8)[one.start : one.stop].view(local.dtype) for tensor in (local, total)
+                )
+                others = {peer: part.view(local.dtype) for peer, part in one.parts.items()}
+                spare = one.spare.view(local.dtype) if in_place else None
+                self._add_up(others, mine, sums, factor, spare)
+            return
+        arrived = {rank: self._arrivals(rank, local) for rank in range(self.size) if rank != self.rank}
+        self._exchange_by_gloo(slices, [arrived.get(rank, local) for rank in range(self.size)])
+        if in_place and self.rank > 1:  # what is summed up is not yet its own
+            self._add_up(arrived, local, arrived[0], factor, None)
+            local.copy_(arrived[0])
+        else:
+            self._add_up(arrived, local, total, factor, None)
+
+    def _sum_scattered(self, source: Scattered, into: Tensor, factor: float) -> None:
+        assert self._shared is not None
+        count, size = into.numel(), into.element_size()
+        outgoing = [source.slice(rank * count, (rank + 1) * count) for rank in range(self.size)]
+        for one in self._shared.rounds(outgoing):
+            first, stop = one.start // size, one.stop // size
+            others = {peer: part.view(into.dtype) for peer, part in one.parts.items()}
+            for low, high, values in outgoing[self.rank].parts(first, stop):
+                local = into.new_zeros(high - low) if values is None else values
+                there = {peer: part[low - first : high - first] for peer, part in others.items()}
+                self._add_up(there, local, into[low:high], factor, None)
+
+    def _add_up(
+        self, others: dict[int, Tensor], local: Tensor, total: Tensor, factor: float, spare: Tensor | None
+    ) -> None:
+        """Total becomes the sum of all, in rank order, times the factor.
+
+        It may be the first part; if it is this rank's own, `spare` is memory of its size, where that may wait.
+        """
+        parts = {**others, self.rank: local}
+        if spare is not None and self.rank > 1:  # until its turn in the sum comes
+            parts[self.rank] = spare.copy_(local)
+        torch.add(parts[0], parts[1], out=total)
+        for rank in range(2, self.size):
+            total.add_(parts[rank])
+        if factor != 1.0:
+            total.mul_(factor)
+
+    def _arrivals(self, rank: int, like: Tensor) -> Tensor:
+        """A buffer for a slice from `rank`, used again for the next one: exchanges run one at a time."""
+        needed = like.numel() * like.element_size()
+        buffer = self._buffers.get(rank)
+        if buffer is None or buffer.numel() < needed:
+            self._buffers[rank] = buffer = torch.empty(needed, dtype=torch.uint8)
+        return buffer[:needed].view(like.dtype)
+
+    def _shared_memory(self, message: Tensor) -> SharedMemoryExchange | None:
+        """The shared memory for large messages, if all ranks share a host."""
+        if message.numel() * message.element_size() < LEAST_BYTES:
+            return None
+        if self._shared is None:
+            self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo, self._timeout())
+        return self._shared if self._shared.available else None
+
+    def _timeout(self) -> float:
+        """Seconds, as the group was made with."""
+        assert self.group is not None
+        return timeout_of(backend_of(self.group, self.device))
+
+    def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+        # Messages of other lengths are kept apart: gloo ends the process that receives more than it asked for.
+        works, tag = [], 1 + outgoing[self.rank].numel() * outgoing[self.rank].element_size() % (1 << 30)
+        try:
+            for step in range(1, self.size):
+                target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                works.append(dist.irecv(incoming[source], group=self.group, group_src=source, tag=tag))
+                works.append(dist.isend(outgoing[target], group=self.group, group_dst=target, tag=tag))
+            for work in works:
+                assert work is not None  # every rank is a member
+                work.wait()
+        except RuntimeError as error:
+            raise TransportError(str(error)) from error
+
+
+_native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_native_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class DeviceCollectives(Collectives):
+    """See `Collectives`; on tensors of a GPU."""
+
+    device = "cuda"
+
+    def start(self, run: Run) -> Work | None:
+        """Run it now: it only queues what the device does."""
+        return run()
+
+    def all_gather(self, flat: Tensor) -> Job:
+        """See `Collectives`."""
+        local = flat.chunk(self.size)[self.rank]
+        return Job(partial(_native_all_gather, flat, local, group=self.group, async_op=True))
+
+    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
+        """See `Collectives`; whoever has waited for the sum multiplies it, on the stream of its own."""
+        total = flat.chunk(self.size)[self.rank] if into is None else into
+        run = partial(_native_reduce_scatter, total, flat, group=self.group, async_op=True)
+        return Job(run, None if factor == 1.0 else partial(total.mul_, factor))
+
+    def all_gather_small(self, value: Tensor) -> list[Tensor]:
+        """See `Collectives`; by way of the device, for groups that have no other."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        values = [torch.empty_like(value, device=device) for _ in range(self.size)]
+        with transport_errors():
+            dist.all_gather(values, value.to(device), group=self.group)
+        return list(torch.stack(values).cpu())

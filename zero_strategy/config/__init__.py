@@ -15,8 +15,7 @@ from zero_strategy.config.deepspeed.read import (
     read_deepspeed,
 )
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
-from zero_strategy.config.keywords import ZeroSettings
-from zero_strategy.config.load import load_config, load_layers, register_hydra
+from zero_strategy.config.load import ZeroSettings, load_config, load_layers, register_hydra
 from zero_strategy.config.resolve import Fact, ResolvedConfig, batch_fact, resolve
 from zero_strategy.config.schema import (
     DEFAULT_BUDGET,

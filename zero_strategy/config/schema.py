@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zero_strategy.config.section import Section, at_least, between, matching, non_empty, one_of, table, within
@@ -22,17 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
-
-
-FORMER_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "guard": "watchdog",
-        "release_after_backward": "reshard_after_backward",
-        "release_after_forward": "reshard_after_forward",
-        "rendezvous_seconds": "barrier_seconds",
-    }
-)
-"""Former names of settings, which configs and keywords may go on using."""
 
 _PLANNER = "zero_strategy.planning.memory_plan:plan_model"
 """Where `ZeroConfig.plan` leads, as a name: planning reads settings, and settings stand below it."""
@@ -242,10 +230,8 @@ class OffloadConfig(Section):
     def check(self) -> None:
         """Checks the values, and that there is a place for files where one is needed."""
         super().check()
-        for key, value in (
-            ("optimizer", self.optimizer), ("parameters", self.parameters), ("gradients", self.gradients)
-        ):
-            if value == "nvme" and not self.nvme_path:
+        for key in ("optimizer", "parameters", "gradients"):
+            if getattr(self, key) == "nvme" and not self.nvme_path:
                 raise ValueError(
                     f"offload.{key} is 'nvme' and offload.nvme_path is empty; give one or several directories on NVMe "
                     "drives, such as offload.nvme_path: [/local_nvme], or for strategy names the environment variable "

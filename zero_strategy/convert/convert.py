@@ -26,13 +26,13 @@ import torch
 from zero_strategy.checkpoint.disk import beside, remove, sync
 from zero_strategy.checkpoint.folders import checkpoint_directory, looks_saved, newest_complete
 from zero_strategy.checkpoint.layout import TensorSpec, is_inner_path
-from zero_strategy.checkpoint.manifest import DEFAULT_MAX_FILE_BYTES, LATEST_NAME, MANIFEST_NAME, Manifest
-from zero_strategy.checkpoint.pieces.format import FOLDER_PREFIX
-from zero_strategy.checkpoint.pieces.reader import PieceReader
+from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
+from zero_strategy.checkpoint.piece_reader import PieceReader
+from zero_strategy.checkpoint.plan import DEFAULT_MAX_FILE_BYTES
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.remote import RemoteFolder, is_remote, newest_complete_at, remote_checkpoint
 from zero_strategy.checkpoint.state_reader import StateReader
-from zero_strategy.checkpoint.storage import Folder
+from zero_strategy.checkpoint.storage import Folder, RemoteFolder, is_remote, newest_complete_at, remote_checkpoint
 from zero_strategy.convert.portable import (
     PortableReader,
     PortableState,

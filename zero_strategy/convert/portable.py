@@ -20,22 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import (
-    DEFAULT_MAX_FILE_BYTES,
-    INDEX_NAME,
-    CheckpointPlan,
-    FileKind,
-    Manifest,
-    OptimizerRecord,
-    Scalar,
-    WeightRecord,
-)
+from zero_strategy.checkpoint.manifest import INDEX_NAME, FileKind, Manifest, OptimizerRecord, Scalar, WeightRecord
+from zero_strategy.checkpoint.plan import DEFAULT_MAX_FILE_BYTES, CheckpointPlan
 from zero_strategy.checkpoint.state_reader import StateReader, check_out
 from zero_strategy.checkpoint.writer import CheckpointWriter, Piece
 
@@ -354,6 +345,8 @@ class PortableReader(StateReader):
     Args:
         state: The state.
         directory: Where it came from, for errors.
+
+    Its manifest has records without files: of the files, it lists those that `extra` gives.
     """
 
     block = sys.maxsize  # any part costs as much as the whole
@@ -363,30 +356,15 @@ class PortableReader(StateReader):
         self.directory = directory
         self.aliases = dict(state.aliases)
         self._tensors = self._by_kind()
-        self._weights = MappingProxyType({name: tensor.spec for name, tensor in state.weights.items()})
+        self._weights = {name: tensor.spec for name, tensor in state.weights.items()}
         self._files = {**state.extra_files, **client_state_file(state)}
         self._last: tuple[FileKind, str, torch.Tensor] | None = None
         self._manifest = self._described()
 
-    @property
-    def manifest(self) -> Manifest:
-        """Records without files: of the files, the manifest lists those that `extra` gives."""
-        return self._manifest
-
-    @property
-    def has_manifest(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def weights(self) -> Mapping[str, TensorSpec]:
-        """Name -> spec of every stored weight, without aliases."""
-        return self._weights
-
     def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
         """See `StateReader.states`."""
-        if optimizer not in self._manifest.optimizers:
-            known = sorted(self._manifest.optimizers)
+        if optimizer not in self.manifest.optimizers:
+            known = sorted(self.manifest.optimizers)
             raise ValueError(f"{self.directory}: has no optimizer {optimizer!r}; it has {known}")
         kinds = self.state.optimizers[int(optimizer)].kinds
         return {kind: {name: tensor.spec for name, tensor in tensors.items()} for kind, tensors in kinds.items()}

@@ -18,7 +18,7 @@ import torch
 
 from zero_strategy.comm.process_group import world_rank
 from zero_strategy.diagnostics.run_files import MemorySample
-from zero_strategy.planning.held import resident
+from zero_strategy.planning.held import host_memory, resident
 from zero_strategy.runtime.terminal import report
 
 if TYPE_CHECKING:
@@ -145,11 +145,6 @@ def _process(root: Path) -> tuple[int | None, int | None]:
 
 def _host(root: Path) -> tuple[int | None, int | None]:
     """Bytes of host memory that cannot be had, and all of it."""
-    try:
-        text = (root / "proc/meminfo").read_text()
-    except OSError:
-        return None, None
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in text.splitlines() if line.endswith("kB")}
-    if "MemTotal" not in kib or "MemAvailable" not in kib:
-        return None, None
-    return 1024 * (kib["MemTotal"] - kib["MemAvailable"]), 1024 * kib["MemTotal"]
+    known = host_memory(root)
+    total, available = known.get("MemTotal"), known.get("MemAvailable")
+    return (None, None) if total is None or available is None else (total - available, total)

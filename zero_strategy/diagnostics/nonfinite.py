@@ -1,15 +1,9 @@
 """The first value that is not finite, by step, rank, micro-batch and module.
 
-inputs, random numbers, gradients of the outputs.
-
 Nothing is copied: inputs and gradients are kept by reference until the next step's first forward.
-
-forward, and backward from the outputs' gradients.
 
 Parameters are frozen meanwhile, so that no gradient of theirs is computed or reduced; gradients flow back to
 floating-point inputs, or to the first such outputs of modules.
-
-step, rank, micro-batch, module, forward or backward.
 
     watch = NonFiniteWatch(engine)           # or raises=True: NonFiniteError on all ranks, before the step
     ...
@@ -25,12 +19,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_strategy.activation.rng import RandomState, kept_random_state
+from zero_strategy.diagnostics.memory_use import get_autocast_status
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.unshard import tensors_in
 from zero_strategy.optim.grad_norm import GradientStats
@@ -128,7 +124,8 @@ class CallRecorder:
             self.forget()
         elif self._backward_seen:
             self._micro_batch, self._backward_seen = self._micro_batch + 1, False
-        self.calls.append(Call(name, module, self._micro_batch, args, kwargs, RandomState.now(), _autocast()))
+        random, autocast = RandomState.now(), get_autocast_status()
+        self.calls.append(Call(name, module, self._micro_batch, args, kwargs, random, autocast))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._open or self._open[-1] is not module:
@@ -140,9 +137,9 @@ class CallRecorder:
         for index, tensor in enumerate(floating(output)):
             call.gradients.append(None)
             if tensor.requires_grad:
-                tensor.register_hook(_Keeper(self, call, index))
+                tensor.register_hook(partial(self._keep, call, index))
 
-    def keep(self, call: Call, index: int, gradient: Tensor) -> None:
+    def _keep(self, call: Call, index: int, gradient: Tensor) -> None:
         """The gradient of an output has arrived."""
         self._backward_seen = True
         size = gradient.numel() * gradient.element_size()
@@ -159,19 +156,6 @@ class _Before:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.recorder.begin(self.name, module, args, kwargs)
 
-
-class _Keeper:
-    def __init__(self, recorder: CallRecorder, call: Call, index: int) -> None:
-        self.recorder, self.call, self.index = recorder, call, index
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.recorder.keep(self.call, self.index, gradient)
-
-
-def _autocast() -> dict[str, torch.dtype]:
-    return {
-        device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    }
 
 FINITE, INF, NAN = 0, 1, 2
 KINDS = ("finite", "inf", "nan")

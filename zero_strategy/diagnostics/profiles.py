@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zero_strategy.diagnostics.step_clock import Operations
+from zero_strategy.runtime.terminal import table
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
@@ -61,9 +62,7 @@ class MessageLog:
         rows = [("message", "calls", "sent", "per call")]
         for kind, (calls, nbytes) in sorted(self._sent().items()):
             rows.append((kind, str(calls), _size(nbytes), _size(nbytes / calls) if calls else "-"))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"comms_logger: sent by rank {self._rank}", *lines])
+        return f"comms_logger: sent by rank {self._rank}\n{table(rows)}"
 
     def _sent(self) -> dict[str, tuple[int, int]]:
         counters = self._counters

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_strategy.config import DiagnosticsConfig
-from zero_strategy.diagnostics.forward_hooks import watch_forwards
 from zero_strategy.diagnostics.memory_use import sample_memory
 from zero_strategy.diagnostics.run_files import Interval, RunWriter, StepRecord, facts_of
 from zero_strategy.diagnostics.step_clock import (
@@ -40,8 +39,9 @@ from zero_strategy.diagnostics.step_clock import (
     peak_operations,
 )
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.runtime.observer import Mark, Span, Transfer
-from zero_strategy.runtime.torch_private import in_backward
+from zero_strategy.runtime.torch_private import in_backward, uncompiled
 
 if TYPE_CHECKING:
     from zero_strategy.diagnostics.monitor import Monitor
@@ -130,15 +130,6 @@ def record(engine: ZeroEngine, settings: DiagnosticsConfig | None = None) -> Ste
     return recorder
 
 
-class _Lap(NamedTuple):
-    """Measurements of a step."""
-
-    seconds: float
-    parts: Mapping[str, float]
-    flows: dict[str, Flow]
-    intervals: list[Interval]
-
-
 class StepRecorder:
     """The observer of one engine; see `observing.Observer`.
 
@@ -169,11 +160,11 @@ class StepRecorder:
         self._metrics: StepRecord | None = None
         self.last: StepRecord | None = None
         self._forget_work()
-        self._unhook = watch_forwards(engine.module, self.forward, self._forward_gave)
+        self._hooks = _ForwardHooks(engine.module, self.forward, self._forward_gave)
 
     def close(self) -> None:
         """Stop listening, and close the files."""
-        self._unhook()
+        self._hooks.remove()
         self._writer.close()
         engine = self._engine()
         if engine is not None and engine.observed.observer is self:
@@ -307,28 +298,26 @@ class StepRecorder:
         if engine is None:
             return
         self._stepping, self._depth = False, 0
-        lap = self._lap() if self._recording and self._clock.running else None
-        self._recorded += lap is not None
+        measured = None
+        if self._recording and self._clock.running:
+            measured = *self._clock.end(), self._traffic.take(), self._intervals.take()
+        self._recorded += measured is not None
         self._recording = self._due(step + 1)
         if self._recording:
             self._start("diagnostics")
-        if lap is not None:
-            self._write(engine, step, lap)
+        if measured is not None:
+            seconds, parts, moved, intervals = measured
+            self.last = self._metrics = self._record(engine, step, seconds, parts, moved)
+            self._writer.step(self.last)
+            if intervals:
+                self._writer.trace(step, intervals)
         self._forget_work()
         if self._recording:
             self._turn("data_wait")
 
-    def _lap(self) -> _Lap:
-        seconds, parts = self._clock.end()
-        return _Lap(seconds, parts, self._traffic.take(), self._intervals.take())
-
-    def _write(self, engine: ZeroEngine, step: int, lap: _Lap) -> None:
-        self.last = self._metrics = self._record(engine, step, lap)
-        self._writer.step(self.last)
-        if lap.intervals:
-            self._writer.trace(step, lap.intervals)
-
-    def _record(self, engine: ZeroEngine, step: int, lap: _Lap) -> StepRecord:
+    def _record(
+        self, engine: ZeroEngine, step: int, seconds: float, parts: Mapping[str, float], flows: Mapping[str, Flow]
+    ) -> StepRecord:
         tokens = [tokens for tokens, _ in self._amounts if tokens is not None]
         samples = [samples for _, samples in self._amounts if samples is not None]
         counted = [count for count in self._operations if count is not None]
@@ -337,14 +326,14 @@ class StepRecorder:
             step=step,
             rank=engine.mesh.world_group.rank,
             time=time.time(),
-            seconds=lap.seconds,
-            parts=lap.parts,
-            flows=lap.flows | self._messages_sent(engine),
+            seconds=seconds,
+            parts=parts,
+            flows={**flows, **self._messages_sent(engine)},
             loss=_mean(self._losses or self._outputs),
             tokens=sum(tokens) if tokens else None,
             samples=sum(samples) if samples else None,
             operations=sum(counted) if counted and len(counted) == len(self._operations) else None,
-            peak=None if peak is None else peak * lap.seconds,
+            peak=None if peak is None else peak * seconds,
             copies=engine.mesh.world_size,
             memory=sample_memory(engine) if self._memory_due() else None,
         )
@@ -397,6 +386,56 @@ class StepRecorder:
                 self._outputs.append(loss.detach())
 
 
+class _ForwardHooks:
+    """Hooks that enter `around(inputs)` for every forward of a module, and call `gave` with what it returns."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Callable[[Any], AbstractContextManager[None]],
+        gave: Callable[[Any], object],
+    ) -> None:
+        scopes: list[AbstractContextManager[None]] = []
+
+        def before(args: Any, kwargs: Any) -> None:
+            scope = around((args, kwargs))
+            scope.__enter__()
+            scopes.append(scope)
+
+        def after(args: Any, output: Any) -> None:
+            if scopes:
+                scopes.pop().__exit__(None, None, None)
+            if output is not None:
+                gave(output)
+
+        self._handles = (
+            module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True),
+            module.register_forward_hook(_Hook(after), always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hook:
+    """A hook of a whole module, whoever calls that; a copy of the module has none."""
+
+    def __init__(self, told: Callable[[Any, Any], None]) -> None:
+        self._told = told
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any, more: Any) -> None:
+        self._told(args, more)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        return InertHook, ()
+
+
 def _nothing() -> None:
     pass
 
@@ -430,7 +469,6 @@ def install_diagnostics(engine: ZeroEngine) -> Installed:
     recorder: StepRecorder | None = None
     monitor: Monitor | None = None
     if settings.diagnostics.run_dir:
-
         recorder = record(engine)
     if settings.deepspeed is not None and settings.deepspeed.observers:
         from zero_strategy.diagnostics.monitor import Monitor

@@ -1,9 +1,5 @@
 """Files of a recorded run: facts, one line of JSON per step, and how they are read back.
 
-a line of JSON, and figures for a logger.
-
-who writes them, and how they are read back.
-
     RUN_DIR/run.json           facts: config with origins, versions, ranks, device, model
     RUN_DIR/steps-0.jsonl      a line for each recorded step, one file per rank
     RUN_DIR/trace-0.jsonl      a line for each traced step: every interval of it, seconds since 1970

@@ -1,16 +1,10 @@
 """The step clock: the time of a step divided without gaps, its work and its traffic.
 
-at every moment the thread that trains does exactly one thing.
-
     phase    | data_wait |     compute                        |  optimizer            |
     spans                    [all_gather]   [reduce_scatter]      [disk]
     parts     data_wait  compute  all_gather  compute ...        optimizer  disk ...
 
 A part is what the innermost span says, else the phase. So the parts of a step add up to it.
-
-tokens, samples and operations, and what the device could do.
-
-how many, and in how many seconds.
 """
 
 from __future__ import annotations

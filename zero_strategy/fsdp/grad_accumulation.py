@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from zero_strategy.comm.transport import Scattered
+from zero_strategy.comm.shared_memory import Scattered
 from zero_strategy.fsdp.dtensor import local_gradient
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.comm.instrumentation import PendingWork
+from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts

@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.comm.instrumentation import PendingWork
+from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.fsdp.moved_states import PARAMETERS, MovedStates
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.unshard import InertHook

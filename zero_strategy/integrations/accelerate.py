@@ -42,12 +42,11 @@ from zero_strategy.integrations.accelerate_models import (
     compile_in_place,
     facts_of_prepared,
 )
-from zero_strategy.integrations.accelerate_pipelines import check_dispatch, pipeline_engine, waiting_runners
 from zero_strategy.integrations.accelerate_saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate_scaler import AgreedGradScaler, loss_scale_rule
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
-from zero_strategy.integrations.tensor_mesh import refuse_tensor
-from zero_strategy.integrations.verifying import verify_settings
+from zero_strategy.integrations.framework_settings import refuse_tensor, verify_settings
+from zero_strategy.integrations.pipeline_runs import check_dispatch, pipeline_engine, waiting_runners
 from zero_strategy.ops.library import norm_order
 from zero_strategy.pipeline.module import PipelineModule
 
@@ -98,9 +97,7 @@ class ZeroAccelerator(Accelerator):
         self._set_up(zero_config)
 
     @classmethod
-    def adopt(
-        cls, accelerator: Accelerator, zero_config: Any = None, facts: Mapping[str, Fact] | None = None
-    ) -> Self:
+    def adopt(cls, accelerator: Accelerator, zero_config: Any = None, facts: Mapping[str, Fact] | None = None) -> Self:
         """Ours in the place of an Accelerator that somebody else has made and that has prepared nothing yet.
 
         Args:
@@ -125,10 +122,14 @@ class ZeroAccelerator(Accelerator):
         check_format(self.zero_config)
         self._prepared, self._told_factor = PreparedModels(), False
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
-        self._facts = dict(facts) if facts else {
-            "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
-            "training_precision": Fact(precision, f"ZeroAccelerator(mixed_precision={precision!r})"),
-        }
+        self._facts = (
+            dict(facts)
+            if facts
+            else {
+                "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
+                "training_precision": Fact(precision, f"ZeroAccelerator(mixed_precision={precision!r})"),
+            }
+        )
         check_owned(self.zero_config, self._facts, later=LATER_KEYS)
         if precision == "fp16":
             self.native_amp = True  # on the CPU, too, where Accelerate's would compute in fp32 without a word
@@ -191,7 +192,7 @@ class ZeroAccelerator(Accelerator):
         else:
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         install_diagnostics(engine)
-        engine.scaler = None if self.scaler is None else self.scaler.rule
+        engine.use_loss_scaler(None if self.scaler is None else self.scaler.rule)
         waiting = self._prepared.add(model, engine, training=not evaluation_mode)
         if backend != DynamoBackend.NO:
             compile_in_place(model, plugin.to_kwargs(), regions=bool(plugin.use_regional_compilation))
@@ -394,9 +395,7 @@ class ZeroAccelerator(Accelerator):
             finally:
                 self._prepared.followers = None
 
-    def log_parameter_norms(
-        self, every_n_steps: int = 50, *, gradients: bool = True, updates: bool = False
-    ) -> None:
+    def log_parameter_norms(self, every_n_steps: int = 50, *, gradients: bool = True, updates: bool = False) -> None:
         """From now on tell trackers the norms of every parameter's gradient and update, every so many optimizer steps.
 
         The names are `zero/gradient_norm/PARAMETER` and `zero/update_norm/PARAMETER`. Gradients are those of a step, of

@@ -43,9 +43,7 @@ _PER_RANK = "dl_state_dict"
 # ---- all that was prepared ----
 
 
-def save_prepared(
-    accelerator: Any, engines: Sequence[ZeroEngine], output_dir: str | os.PathLike[str] | None
-) -> Path:
+def save_prepared(accelerator: Any, engines: Sequence[ZeroEngine], output_dir: str | os.PathLike[str] | None) -> Path:
     """Save models with their optimizers, and the rest with the first; all ranks call it.
 
     Args:

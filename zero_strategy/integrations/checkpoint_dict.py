@@ -1,7 +1,14 @@
 """The framework's checkpoint dict beside the engine's files, and back.
 
-A checkpoint directory holds weights and optimizer state as safetensors, written by the engine. All else that Lightning
-(or Fabric) puts into its checkpoint dict goes into one small file of its own there, written by `torch.save`.
+A checkpoint directory holds weights and optimizer state as safetensors, written by the engine. All else that
+Lightning (or Fabric) puts into its checkpoint dict goes into one small file of its own there, written by
+`torch.save`; so do entries of a module's `state_dict` besides parameters and buffers (`get_extra_state`, metrics), of
+any type. States that every rank has of its own, such as a data loader's position, go into a small file of each.
+
+Lightning builds one dict with everything in it, hands it to the user's hooks, and then saves it (or loads from it).
+Sharded weights should not be gathered on the way. So the dict holds state dicts that are made when somebody looks
+into them: a hook that reads or changes one gets the real thing; where no hook does, the engine moves the shards by
+itself.
 """
 
 from __future__ import annotations
@@ -9,23 +16,28 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.disk import beside, remove, replace_directory, sync
-from zero_strategy.checkpoint.remote import is_remote, is_remote_checkpoint
+from zero_strategy.checkpoint.storage import is_remote, is_remote_checkpoint
 from zero_strategy.checkpoint.writer import check_replaceable
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.extra_state import EXTRA_KEY, extra_state, load_extra_state
-from zero_strategy.integrations.on_demand import StateOnDemand, whole
+from zero_strategy.runtime.torch_private import saves_tensors_itself, version_of
+
+if TYPE_CHECKING:
+    from zero_strategy.checkpoint import StateReader
+    from zero_strategy.comm.mesh import Mesh
+
 
 LIGHTNING_FILE = "lightning.pt"
 """The rest of the Trainer's checkpoint dict."""
@@ -118,9 +130,7 @@ def unpack(content: bytes, source: str, weights_only: bool | None) -> dict[str, 
     return dict(found)
 
 
-def read_checkpoint(
-    path: str | os.PathLike[str], weights_only: bool | None, *, verify: bool = True
-) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None, *, verify: bool = True) -> dict[str, Any]:
     """The Trainer's checkpoint dict from a directory; weights and optimizer state come when they are looked into.
 
     `verify`: compare checksums.
@@ -190,3 +200,193 @@ def check_options(path: str, storage_options: Any) -> None:
             "and has no use for them. For a URL give options to fsspec (its configuration or environment variables), "
             "or pass plugins=[a CheckpointIO] to save one whole file through it."
         )
+
+
+class StateOnDemand(MutableMapping[str, Any]):
+    """A state dict that `make` makes at the first access; under stage 3 all ranks must then access it.
+
+    Args:
+        make: Gives the whole state dict.
+        nested: Values are containers, whose changes are not seen: to have been looked into counts as changed.
+        source: What it is made from, for who can take it from there.
+        take_part: What a rank calls that has no use for it while others make it; default: `make`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], dict[str, Any]],
+        *,
+        nested: bool = False,
+        source: Any = None,
+        take_part: Callable[[], object] | None = None,
+    ) -> None:
+        self._make, self._nested, self.source, self._take_part = make, nested, source, take_part or make
+        self._made: dict[str, Any] | None = None
+        self._original: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
+
+    def whole(self) -> dict[str, Any]:
+        """The real dict."""
+        if self._made is None:
+            self._made = dict(self._make())
+            self._original = dict(self._made)
+            tensors = {key: value for key, value in self._made.items() if isinstance(value, Tensor)}
+            self._versions = {key: version_of(value) for key, value in tensors.items() if not value.is_inference()}
+        return self._made
+
+    def take_part(self) -> None:
+        """Do this rank's share in `whole` of others, and keep nothing."""
+        if self._made is None:
+            self._take_part()
+
+    @property
+    def changed(self) -> bool:
+        """True if somebody added, removed, replaced or wrote to an entry."""
+        if self._made is None:
+            return False
+        if self._nested or self._made.keys() != self._original.keys():
+            return True
+        if any(self._made[key] is not value for key, value in self._original.items()):
+            return True
+        return any(version_of(self._original[key]) != version for key, version in self._versions.items())
+
+    def __getitem__(self, key: str) -> Any:
+        return self.whole()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.whole()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.whole()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole())
+
+    def __len__(self) -> int:
+        return len(self.whole())
+
+    def __bool__(self) -> bool:
+        return True  # asked for by `if state_dict:`, which should not gather a model
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self.whole(),)
+
+
+def untouched(value: Any) -> bool:
+    """True if the engine may move this state by itself: it is on demand, and nobody changed it."""
+    return isinstance(value, StateOnDemand) and not value.changed
+
+
+def whole(value: Any) -> Any:
+    """The real thing in place of a state on demand, also inside dicts and lists."""
+    if isinstance(value, StateOnDemand):
+        return value.whole()
+    if type(value) is dict:
+        return {key: whole(item) for key, item in value.items()}
+    if type(value) is list:
+        return [whole(item) for item in value]
+    return value
+
+
+def take_part(value: Any) -> None:
+    """This rank's share in `whole` of others, for the same dict."""
+    if isinstance(value, StateOnDemand):
+        value.take_part()
+    elif type(value) is dict:
+        take_part(list(value.values()))
+    elif type(value) is list:
+        for item in value:
+            take_part(item)
+
+
+EXTRA_KEY = "zero_strategy.extra_state"
+"""Its key in the framework's file."""
+
+_SUFFIX = "_extra_state"
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """The entries of `module.state_dict()` that are no parameters and no buffers, by full name."""
+    found: dict[str, Any] = {}
+    for name, child in _savers(module):
+        prefix = f"{name}." if name else ""
+        tensors = {key for key, _ in [*child.named_parameters(), *child.named_buffers()]}
+        state = child.state_dict() if _is_own(child) else {_SUFFIX: child.get_extra_state()}
+        found.update({prefix + key: value for key, value in state.items() if key not in tensors})
+    return found
+
+
+def load_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give modules back what `extra_state` took; names that no module knows are left alone."""
+    for name, child in _savers(module):
+        prefix = f"{name}." if name else ""
+        mine = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if _is_own(child):
+            if mine:
+                child.load_state_dict(mine, strict=False)
+        elif _SUFFIX in mine:
+            child.set_extra_state(mine[_SUFFIX])
+
+
+def _savers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules():
+        if _is_own(child) or type(child).get_extra_state is not nn.Module.get_extra_state:
+            yield name, child
+
+
+def _is_own(child: nn.Module) -> bool:
+    """True if the module saves something of its own that calling its `state_dict` gives, without gathering anything."""
+    cls = type(child)
+    overrides = (
+        cls.state_dict is not nn.Module.state_dict
+        or saves_tensors_itself(cls)
+        or cls.get_extra_state is not nn.Module.get_extra_state
+    )
+    return overrides and not any(True for _ in child.parameters())
+
+
+_DIRECTORY = "ranks"
+
+
+def path_of(rank: int) -> str:
+    """The file of a rank, relative to the checkpoint; written by `torch.save`."""
+    return f"{_DIRECTORY}/rank-{rank:05d}.pt"
+
+
+def own_file(state: Any, mesh: Mesh) -> dict[str, bytes]:
+    """This rank's state as a file, {path: content}; nothing for an empty state, or where there is one rank only."""
+    if not state or mesh.world_size == 1 or mesh.tensor.rank:  # ranks that divide layers have the same data
+        return {}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return {path_of(mesh.rank): buffer.getvalue()}
+
+
+def load_own(reader: StateReader, mesh: Mesh, weights_only: bool | None, what: str) -> Any:
+    """Argument of this rank for `own_file`; None where rank 0's, in the framework's own file, is the one to take.
+
+    Saved by another number of ranks, states cannot be handed out again; that rank 0's goes to all is told, unless all
+    saved the same.
+
+    Args:
+        reader: The checkpoint.
+        mesh: Who loads it.
+        weights_only: See `unpack`.
+        what: What is in the states, for the warning.
+    """
+    files = reader.manifest.files if reader.has_manifest else {}
+    saved = [path for path in files if str(PurePosixPath(path).parent) == _DIRECTORY]
+    if not saved:
+        return None
+    mine = path_of(mesh.rank)
+    if len(saved) == mesh.world_size and mine in files:
+        return unpack(reader.extra(mine), f"{reader.directory}/{mine}", weights_only)
+    checksums = reader.manifest.checksums
+    if mesh.rank == 0 and (checksums is None or len({checksums.files[path] for path in saved}) > 1):
+        warnings.warn(
+            f"{reader.directory} was saved by {len(saved)} ranks, each with a state of its own ({what}), and is loaded "
+            f"by {mesh.world_size}: every rank gets the one of rank 0. In the rest of this epoch data may be seen "
+            "twice or not at all; go on from the end of an epoch, or with as many ranks, to avoid that.",
+            stacklevel=2,
+        )
+    return None

@@ -9,8 +9,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from zero_strategy.integrations.checkpoint_dict import is_directory_checkpoint, read_checkpoint
-from zero_strategy.integrations.on_demand import whole
+from zero_strategy.integrations.checkpoint_dict import is_directory_checkpoint, read_checkpoint, whole
 
 if TYPE_CHECKING:
     from typing import Any as _Base

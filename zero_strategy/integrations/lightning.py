@@ -13,11 +13,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zero_strategy.integrations.namespaces import OfTheTrainerInUse, strategy_class
-from zero_strategy.integrations.norm_logging import NormLogging
+from zero_strategy.integrations.precision import TrainerPrecision
 from zero_strategy.integrations.trainer import TrainerStrategy
+from zero_strategy.integrations.trainer_callbacks import BatchEnd, NormLogging
 from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
-from zero_strategy.integrations.trainer_precision import TrainerPrecision
-from zero_strategy.integrations.trainer_preemption import BatchEnd
 
 __all__ = ["ParameterNorms", "PipelineStrategy", "ZeroPrecision", "ZeroStrategy", "strategy_class"]
 

@@ -8,21 +8,29 @@
 | `bf16-mixed`  | as they are| the parameters          | under autocast to bf16    | no         |
 | `16-mixed`    | as they are| the parameters          | under autocast to fp16    | yes        |
 | `64-true`     | fp64       | the parameters          | default dtype fp64        | no         |
+
+The plugins of Fabric and of the Trainer scale the loss, clip, and step optimizers through the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero_strategy.config import LossScaleConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engines import engine_of
+
+if TYPE_CHECKING:
+    from typing import Any as _Base
+else:
+    _Base = object
 from zero_strategy.optim import LossScaler
 from zero_strategy.runtime.torch_private import tree_map_only
 
@@ -87,7 +95,7 @@ class ShardedPrecision:
         """Share one loss scaler with an engine."""
         if self.plan.scales_loss and self.scaler is None:
             self.scaler = LossScaler(loss_scale)
-        engine.scaler = self.scaler
+        engine.use_loss_scaler(self.scaler)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """`64-true` casts before the module is sharded; other dtypes are the engine's business."""
@@ -172,3 +180,141 @@ def precision_of(plugin: Any, owner: str) -> str:
                 'ZeroStrategy(loss_scale={"initial": ..., "growth_interval": ...}) instead.'
             )
     return str(plugin.precision)
+
+
+class FabricPrecision(ShardedPrecision, _Base):
+    """Common base of `ZeroPrecision` of both Fabric namespaces; see `ShardedPrecision`.
+
+    It leaves `backward` and `pre_backward` alone: Fabric forbids a plain `loss.backward()` where either is overridden.
+    """
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast low-precision outputs back, as Lightning's own plugins do."""
+        is_plain = self.plan.default_dtype is None and self.plan.autocast_dtype is None
+        return data if is_plain else convert_output(data)
+
+
+class ScaledFabricPrecision(FabricPrecision):
+    """With loss scaling; `fabric.backward(loss)` is then the only way to backward, as Fabric enforces.
+
+    Attributes:
+        engine_of_optimizer: Gives the engine that an optimizer is attached to, once a strategy has taken the plugin.
+    """
+
+    engine_of_optimizer: Callable[[Optimizer], ZeroEngine]
+
+    def __init__(self, precision: str = "16-mixed") -> None:
+        super().__init__(precision)
+        self._unscaled: dict[int, bool] = {}
+        self._finite: bool | None = None
+
+    def use_engines(self, engine_of_optimizer: Callable[[Optimizer], ZeroEngine]) -> None:
+        """Step through the engines of a strategy, which a user may have made after this plugin."""
+        self.engine_of_optimizer = engine_of_optimizer
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Backward of the scaled loss."""
+        assert self.scaler is not None
+        if self._finite is not None:  # only now: another optimizer's gradients may have been of the old scale
+            self.scaler.update(finite=self._finite)
+            self._finite = None
+        super().backward(tensor * self.scaler.scale, model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Undo the scale in an optimizer's gradients, once per step."""
+        if id(optimizer) not in self._unscaled:
+            self._unscaled[id(optimizer)] = self.engine_of_optimizer(optimizer).unscale_gradients(optimizer)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, unless the gradients of any rank are not finite.
+
+        Raises:
+            ValueError: If a closure is given.
+        """
+        if kwargs.get("closure") is not None:
+            raise ValueError(
+                "optimizer.step(closure) cannot be combined with loss scaling (fp16): run the closure's forward and "
+                "fabric.backward(loss) first, then optimizer.step()"
+            )
+        self.unscale_gradients(optimizer)
+        finite = self._unscaled.pop(id(optimizer))
+        self._finite = finite and self._finite is not False
+        return optimizer.step(**kwargs)
+
+
+class TrainerPrecision(ShardedPrecision, _Base):
+    """Common base of `ZeroPrecision` of both Trainer namespaces; see `ShardedPrecision`.
+
+    Attributes:
+        engine: That of the module.
+        loss_weight: What the loss of this training batch is multiplied by, behind the hooks that see it.
+    """
+
+    def __init__(self, precision: str = "32-true") -> None:
+        super().__init__(precision)
+        self.engine: ZeroEngine | None = None
+        self.loss_weight = 1.0
+        self._finite: bool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a Trainer get an engine of their own."""
+        return {**vars(self), "engine": None, "_finite": None}
+
+    def adopt(self, engine: ZeroEngine, loss_scale: LossScaleConfig) -> None:
+        """As for any; steps and clipping go through this engine from now on."""
+        super().adopt(engine, loss_scale)
+        self.engine = engine
+
+    def weigh(self, weight: float) -> None:
+        """Multiply the loss of this training batch by a weight, behind the hooks that see it."""
+        self.loss_weight = weight
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss, then call the user's hooks; then weigh it."""
+        if self.scaler is not None:
+            tensor = tensor * self.scaler.scale
+        hooked: Tensor = super().pre_backward(tensor, module)
+        return hooked * self.loss_weight if self.loss_weight != 1.0 and module.trainer.training else hooked
+
+    def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
+        """Run the closure, unscale, call the user's hooks, clip, step."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        # A training_step that returned None ran no backward: there is nothing to unscale.
+        skipped = result is None and model.automatic_optimization
+        if not skipped:
+            assert self.engine is not None
+            finite = self.engine.unscale_gradients(optimizer)
+            self._finite = finite and self._finite is not False
+        self._after_closure(model, optimizer)
+        return result if skipped else optimizer.step(**kwargs)
+
+    def update_scale(self) -> None:
+        """Follow the steps taken since the last call.
+
+        Once per batch, not per optimizer: backwards of a second optimizer may have run under the old scale.
+        """
+        if self.scaler is not None and self._finite is not None:
+            self.scaler.update(finite=self._finite)
+        self._finite = None
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clamp each element of the gradients."""
+        assert self.engine is not None
+        self.engine.clip_grad_value_(float(clip_val), optimizer=optimizer)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all ranks' shards."""
+        assert self.engine is not None
+        self.engine.clip_grad_norm_(float(clip_val), optimizer=optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, if there is one."""
+        self.update_scale()
+        return super().state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the loss scale from a checkpoint that was saved under plain DDP."""
+        if "MixedPrecision" in checkpoint and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(checkpoint["MixedPrecision"])

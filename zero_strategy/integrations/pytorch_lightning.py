@@ -8,11 +8,10 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from zero_strategy.integrations.namespaces import OfTheTrainerInUse
-from zero_strategy.integrations.norm_logging import NormLogging
+from zero_strategy.integrations.precision import TrainerPrecision
 from zero_strategy.integrations.trainer import TrainerStrategy
+from zero_strategy.integrations.trainer_callbacks import BatchEnd, NormLogging
 from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
-from zero_strategy.integrations.trainer_precision import TrainerPrecision
-from zero_strategy.integrations.trainer_preemption import BatchEnd
 
 
 class ZeroPrecision(TrainerPrecision, Precision):

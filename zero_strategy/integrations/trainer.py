@@ -33,30 +33,38 @@ from zero_strategy.config import (
 )
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import parameters_on_meta
-from zero_strategy.integrations.callbacks import refuse_averaging
 from zero_strategy.integrations.engines import OtherStrategy, engine_for, engine_of
-from zero_strategy.integrations.facts import trainer_facts
-from zero_strategy.integrations.failure import FailureAgreement, end_children_at_exit
+from zero_strategy.integrations.framework_settings import (
+    TensorMesh,
+    check_device,
+    check_world_size,
+    read_settings,
+    schedulers_left_alone,
+    shows_settings,
+    trainer_facts,
+    verify_settings,
+)
 from zero_strategy.integrations.namespaces import MODULES
-from zero_strategy.integrations.precision import precision_of
-from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
-from zero_strategy.integrations.settings import check_device, check_world_size, read_settings, shows_settings
-from zero_strategy.integrations.tensor_mesh import TensorMesh
+from zero_strategy.integrations.precision import TrainerPrecision, precision_of
+from zero_strategy.integrations.trainer_callbacks import (
+    FailureAgreement,
+    SavesOnSignals,
+    end_children_at_exit,
+    refuse_averaging,
+)
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
-from zero_strategy.integrations.trainer_precision import TrainerPrecision
-from zero_strategy.integrations.trainer_preemption import TrainerPreemption
-from zero_strategy.integrations.trainer_uneven import TrainerUneven
-from zero_strategy.integrations.verifying import verify_settings
+from zero_strategy.integrations.uneven import TrainingBatches
 
 if TYPE_CHECKING:
     from typing import Any as _Base
 
+    from zero_strategy.integrations.trainer_callbacks import BatchEnd
     from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
 
 
-class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, TensorMesh, _Base):
+class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     """Common base of `ZeroStrategy` of both Trainer namespaces.
 
     Attributes:
@@ -66,6 +74,12 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
     """
 
     precision_class: ClassVar[type[TrainerPrecision]]
+    batch_end_class: ClassVar[type[BatchEnd]]
+    """`BatchEnd` as a callback of the Trainer's namespace."""
+    sigterm_exception: ClassVar[type[BaseException]]
+    """What Lightning leaves the Trainer by."""
+    compares_batches: ClassVar[bool] = True
+    """Whether ranks' numbers of training batches are compared here; pipelines look by themselves."""
 
     @shows_settings
     def __init__(
@@ -120,11 +134,13 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         self._failure = FailureAgreement(self.config.barrier_seconds)
         self._failed = False
         self._drained = True
+        self._signals = SavesOnSignals(self)
+        self._batches = TrainingBatches(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "engine": None, "_optimizers": [], "lr_scheduler_configs": [], "_signal_watch": None}
+        return {**state, "engine": None, "_optimizers": [], "lr_scheduler_configs": []}
 
     # ---- plugins and settings ----
 
@@ -220,7 +236,6 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         if self._failed:
             self.engine.reset()
             self._failed = False
-        self.precision_plugin.engine = self.engine
         self.precision_plugin.adopt(self.engine, self.config.loss_scale)
         self.model = module
         if fitting:
@@ -311,7 +326,20 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         if len(self.optimizers) == 1:
             facts["optimizer"] = Fact(self.optimizers[0], "configure_optimizers()")
         check_owned(self.config, facts)
+        self._signals.watch()
         super().on_train_start()
+
+    def on_train_end(self) -> None:
+        """After the last batch."""
+        super().on_train_end()
+        self._signals.end_training()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A data loader that is about to be iterated over; one for training may have to go on longer."""
+        dataloader = super().process_dataloader(dataloader)
+        assert self.lightning_module is not None
+        compared = self.compares_batches and self.lightning_module.trainer.training and self.world_size > 1
+        return self._batches.joined(dataloader) if compared else dataloader
 
     def on_validation_start(self) -> None:
         """A loop begins in which this rank may have fewer batches than others."""
@@ -338,8 +366,9 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         self._drain()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The loss scale follows the steps of the batch before."""
+        """The loss scale follows the steps of the batch before; ranks without a batch of their own weigh it by 0."""
         super().on_train_batch_start(batch, batch_idx)
+        self.precision_plugin.weigh(self._batches.weight())
         self.precision_plugin.update_scale()
 
     # ---- backward and optimizer ----
@@ -392,9 +421,14 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
         return not self._failure.together(f"global step {self._lightning_module.trainer.global_step}")
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; nothing after an exception of this rank alone."""
+        """Wait for all ranks; nothing after an exception of this rank alone.
+
+        The one before the first loop of a fit comes right after Lightning has set its handlers of signals.
+        """
         if not self._alone():
             super().barrier(name)
+            if name == "run-stage":
+                self._signals.watch()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src`; this rank's own after an exception of this rank alone."""
@@ -414,7 +448,7 @@ class TrainerStrategy(TrainerUneven, TrainerPreemption, TrainerCheckpoints, Tens
 
     def teardown(self) -> None:
         """Tear the plugins down. No collective, and nothing is moved: shards stay where they are."""
-        self.forget_signals()
+        self._signals.forget()
         if not self._failed:
             self.precision_plugin.update_scale()
             self.finish_saves()

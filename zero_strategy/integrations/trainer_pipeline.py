@@ -17,17 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint.contents import catalog_of, state_dict_entries
+from zero_strategy.checkpoint.agreement import catalog_of, state_dict_entries
 from zero_strategy.comm.barrier import together
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.checkpoint_dict import untouched, whole
 from zero_strategy.integrations.engines import engine_for, engine_of
-from zero_strategy.integrations.on_demand import untouched, whole
+from zero_strategy.integrations.framework_settings import refuse_tensor, schedulers_left_alone, verify_settings
 from zero_strategy.integrations.pipeline_runs import IntegrationRunner, SameNumber
-from zero_strategy.integrations.scheduler_owner import schedulers_left_alone
-from zero_strategy.integrations.tensor_mesh import refuse_tensor
-from zero_strategy.integrations.verifying import verify_settings
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
@@ -189,8 +187,7 @@ class TrainerPipeline(_Base):
             self._configure_pipeline(module)
         super().setup(trainer)
         runner = self._runner
-        runner.forward_context = self.precision_plugin.forward_context
-        runner.forget()
+        runner.begin(self.precision_plugin.forward_context)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """As `ZeroStrategy`; what fails on one stage, such as an optimizer without parameters, fails on all.

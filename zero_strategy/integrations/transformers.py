@@ -5,6 +5,13 @@
 
 A checkpoint of the Trainer (`checkpoint-500`) is one of this package: Hugging Face weights that `from_pretrained`
 reads, optimizer state in safetensors, at any number of processes and stage; the Trainer's own files lie in it, too.
+
+PEFT picks an adapter's tensors out of a state dict by their names. It is shown one without memory first, which tells
+the few that it wants; those alone are gathered, so that no rank holds the frozen weights.
+
+The Trainer writes its own files into a checkpoint that is already there, and removes the oldest by their modification
+times. A kill in the first leaves a checkpoint that cannot be resumed, a kill in the second one that looks the newest:
+both are mended here when a run begins.
 """
 
 from __future__ import annotations
@@ -12,13 +19,17 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
+import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.checkpoint.exports import config_files, export_weights
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
@@ -27,9 +38,7 @@ from zero_strategy.config import Fact, ZeroConfig, batch_fact
 from zero_strategy.config.section import DEFAULT
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
-from zero_strategy.integrations.adapters import adapter_files, is_adapted
 from zero_strategy.integrations.pretrained import from_pretrained
-from zero_strategy.integrations.trainer_folder import date_by_step, last_resumable
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
 
@@ -283,3 +292,81 @@ def _is_model(directory: str) -> bool:
 def _foreign(directory: str) -> list[str]:
     """Files in a directory that are neither a checkpoint's nor the Trainer's own."""
     return [path.name for path in unlisted(Path(directory)) if path.is_dir() or not _OWN.fullmatch(path.name)]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """True if a module is PEFT's, of which only adapters are saved."""
+    peft = sys.modules.get("peft")  # nobody has such a module without it
+    return peft is not None and isinstance(module, peft.PeftModel)
+
+
+def adapter_files(engine: ZeroEngine) -> dict[str, bytes]:
+    """Files of PEFT's `save_pretrained`, {relative path: content}, on rank 0; nothing on others. All ranks call it.
+
+    Only what it writes is gathered, into the host memory of every rank.
+    """
+    model: Any = engine.module
+    entries = state_dict_entries(model, tied=True)
+    hollow = {name: torch.empty_like(tensor, device="meta") for name, tensor in entries}
+    state = {**hollow, **engine.full_state_dict(_written(model, hollow))}
+    with tempfile.TemporaryDirectory() as folder:
+        # PEFT asks modules for their state dicts on the way, which is a collective.
+        model.save_pretrained(folder, state_dict=state, is_main_process=engine.mesh.rank == 0)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def _written(model: Any, hollow: dict[str, Tensor]) -> set[str]:
+    """The names of what PEFT writes; all of them where it computes with a tensor instead of taking it."""
+    from peft import get_peft_model_state_dict
+
+    names = {id(tensor): name for name, tensor in hollow.items()}
+    found: set[str] = set()
+    for adapter in model.peft_config:
+        for tensor in get_peft_model_state_dict(model, state_dict=dict(hollow), adapter_name=adapter).values():
+            if id(tensor) not in names:
+                return set(hollow)
+            found.add(names[id(tensor)])
+    return found
+
+
+_STATE = "trainer_state.json"
+"""The last that the Trainer writes into a checkpoint."""
+_TICK = 1_000_000
+"""Nanoseconds; any file system can tell times that differ by this, or has none at all."""
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoints of the Trainer, whole or not, in the order of their steps."""
+    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    numbered = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def last_resumable(folder: Path) -> Path | None:
+    """The last checkpoint that has all that the Trainer resumes from; None if it is the last of all, or there is none.
+
+    A warning names those after it.
+    """
+    found = checkpoints_in(folder)
+    whole = [path for path in found if (path / _STATE).is_file()]
+    if not whole or whole[-1] == found[-1]:
+        return None
+    skipped = [path.name for path in found[found.index(whole[-1]) + 1 :]]
+    warnings.warn(
+        f"{folder}: a run was ended while it wrote {', '.join(skipped)}; resuming from {whole[-1].name}", stacklevel=3
+    )
+    return whole[-1]
+
+
+def date_by_step(folder: Path) -> None:
+    """Let modification times grow with steps, as the Trainer takes for granted when it removes the oldest."""
+    found = checkpoints_in(folder)
+    if not found or not (found[-1] / MANIFEST_NAME).is_file():
+        return
+    bound = found[-1].stat().st_mtime_ns
+    for path in reversed(found[:-1]):
+        status = path.stat()
+        if status.st_mtime_ns >= bound:
+            os.utime(path, ns=(status.st_atime_ns, bound - _TICK))
+        bound = min(bound - _TICK, status.st_mtime_ns)

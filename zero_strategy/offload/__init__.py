@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-from zero_strategy.offload.drive_speed import DriveSpeed, probe
 from zero_strategy.offload.file_io import Extent, FileQueue, OpenFile, Request
 from zero_strategy.offload.file_queues import BACKENDS, IO_VARIABLE, open_queue
 from zero_strategy.offload.part_file import CorruptRecordError, remove_stale
 from zero_strategy.offload.state_file import PartialRecordError, StateFile, Transfer
+from zero_strategy.offload.stores import DriveSpeed, probe
 from zero_strategy.offload.tier import HostMemory
 
 __all__ = [

@@ -5,14 +5,13 @@
 
 The head is what `offload.optimizer_ratio` leaves on the device; a chunk lies in the head or in the rest, never in both.
 
-the next ones are read and the last ones written while one is worked on.
-
     read       chunk i+1, i+2 -->  [slot][slot]
     work on    chunk i             [slot]
     write      chunk i-1, i-2 <--  [slot][slot]
 
 Memory is that of the slots, whatever the number of chunks; a chunk that is resident is worked on where it lies. A pass
-that fails leaves chunks of two states, which are marked torn: their tier refuses them until they are written anew.
+that fails leaves chunks of two states, which are marked partially applied: their
+tier refuses them until they are written anew.
 
 The first chunks of a pass to come may be read before it (`read_ahead`), as many as there are slots. Whether they still
 are what was read is told by the versions of their vectors.
@@ -251,7 +250,7 @@ class ChunkSlots:
                 self.settle()
         except BaseException as error:
             # What is being raised matters more. Nothing stays under way: a write that ended later would be taken for
-            # one that mends what is torn, and a read would come into memory of the next pass.
+            # one that mends what is partially applied, and a read would come into memory of the next pass.
             with contextlib.suppress(Exception):
                 wait_all([pending for part in reads.values() for pending in part])
             with contextlib.suppress(Exception):
@@ -287,15 +286,11 @@ class ChunkSlots:
 
     def _memory(self, chunk: Chunk[Any], slot: int, key: str) -> Tensor:
         """The slot's memory for a vector's chunk, as bytes."""
-        vector = chunk.vectors[key]
-        return self._room(vector, slot, key)[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
-
-    def _room(self, vector: ChunkedVector, slot: int, key: str) -> Tensor:
-        known = self._slots[slot].get(key)
+        vector, known = chunk.vectors[key], self._slots[slot].get(key)
         wanted = vector.cuts.size * vector.dtype.itemsize  # of a whole chunk, so that it serves for all of this dtype
         if known is None or known.numel() < wanted:
             self._slots[slot][key] = known = vector.tier.staging(wanted)
-        return known
+        return known[: (chunk.stop - chunk.start) * vector.dtype.itemsize]
 
     def _read(self, chunk: Chunk[Any], slot: int, pending: list[PendingIO], keys: Collection[str]) -> None:
         """Begins to read; what is under way is in `pending`, also where the next read raises."""

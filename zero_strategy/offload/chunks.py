@@ -1,12 +1,10 @@
 """Vectors below the device's memory, in chunks.
 
-what an optimizer keeps of a bucket, on NVMe.
-
     bucket's owned elements   |---- chunk 0 ----|---- chunk 1 ----|-- 2 --|
     vectors of it             master 0, 1, 2;  exp_avg 0, 1, 2;  exp_avg_sq 0, 1, 2      each one record of the tier
 
 Vectors of one bucket are cut at the same elements, so a step takes one chunk of each and needs no more memory than a
-few chunks, however large a bucket or a parameter is. The head of a vector (`memory.cuts`) may be kept on the device.
+few chunks, however large a bucket or a parameter is. The head of a vector (`Cuts`) may be kept on the device.
 
     places of a chunk in files    present     its values
                                   held        what a save in the background reads; often the present ones
@@ -184,8 +182,8 @@ class OffloadedVector:
     def records_in(self, tier: Tier) -> dict[str, int]:
         """Needs in one tier: bytes by record."""
         spare = self.spare_records(self.spares) if tier is self.store.tier else {}
-        own = (number for number in range(self._first, len(self.chunks)) if self.tier_of(number) is tier)
-        return spare | {self._place(number, _FIRST): self.chunk_bytes(number) for number in own}
+        local = (number for number in range(self._first, len(self.chunks)) if self.tier_of(number) is tier)
+        return spare | {self._place(number, _FIRST): self.chunk_bytes(number) for number in local}
 
     def spare_records(self, numbers: Iterable[int]) -> dict[str, int]:
         """One more place for each of these chunks: bytes by record."""

@@ -1,16 +1,12 @@
 """Asynchronous transfers between files and memory: submit, poll, wait; with direct I/O where possible.
 
-asked of the kernel, and tried.
-
 statx(2) tells the alignments from Linux 6.1 on, for file systems that know. Else they are taken to be a page, and a
 read shows whether that is enough.
-
-submit, do something else, wait.
 
     submit(kind, extents) -> Request --wait--> done, or OSError with path, byte offset, bytes and cause
 
 A request is cut into blocks of `block_bytes`, of which at most `depth` are under way at once, first come first served.
-Three queues do the same: io_uring and threads in C++ (`native_queue.py`), and threads in Python (`thread_queue.py`),
+Three queues (`file_queues`) do the same: io_uring and threads in C++, and threads in Python,
 the reference. Nothing waits for ever: where no call to the kernel ends for `stall_seconds`, waiting is an error.
 """
 

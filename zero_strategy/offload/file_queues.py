@@ -1,11 +1,7 @@
 """The file queues: io_uring or threads in C++, threads in Python as the reference, and their choice.
 
-threads that read and write. The reference, and what runs without a compiler.
-
 Calls to the kernel leave the interpreter's lock, so blocks move in parallel. The rules by which a block goes on after a
 short or failed call are those of `cpp/io/queue.h`.
-
-io_uring, else threads in C++, else threads in Python.
 
 `ZERO_STRATEGY_IO=io_uring`, `threads` or `python` asks for one; it is then an error if it cannot be had.
 """
@@ -27,9 +23,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from zero_strategy.offload.file_io import FILE_ENDED, Extent, FileQueue, Kind, Outcome
-from zero_strategy.ops import build as cache
-from zero_strategy.ops.build import BuildError, build, recipe
-from zero_strategy.ops.native import NATIVE_VARIABLE
+from zero_strategy.ops.build import BuildError, obtain
+from zero_strategy.ops.library import NATIVE_VARIABLE
 from zero_strategy.runtime.host_bytes import memory_of
 
 
@@ -67,13 +62,7 @@ def load_library() -> ctypes.CDLL:
     mode = os.environ.get(NATIVE_VARIABLE, "1").lower()
     if mode in ("0", "false", "no", "off"):
         raise BuildError(f"{NATIVE_VARIABLE}={mode}")
-    made = recipe("io")
-    path = cache.find(made.source_key, made.compiler_key)
-    if path is None:
-        if mode == "cached":
-            raise BuildError(f"not built, and {NATIVE_VARIABLE}=cached")
-        path = build(made)
-    library = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(obtain("io", mode)))
     handle, number, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "open": (handle, [ctypes.c_int, ctypes.c_uint, size, ctypes.POINTER(ctypes.c_int)]),
@@ -162,6 +151,7 @@ def _close(library: ctypes.CDLL, handle: int, milliseconds: int, process: int) -
 
 def _milliseconds(seconds: float) -> int:
     return min(int(seconds * 1e3) + 1, 1 << 30)
+
 
 _MOST_RETRIES = 100
 _MOST_STALLS = 1
@@ -344,6 +334,7 @@ def _call(kind: Kind, block: _Block) -> int:
         return os.preadv(block.fd, [rest], at) if kind == "read" else os.pwritev(block.fd, [rest], at)
     except OSError as error:
         return -(error.errno or errno.EIO)
+
 
 IO_VARIABLE = "ZERO_STRATEGY_IO"
 Backend = Literal["io_uring", "threads", "python"]

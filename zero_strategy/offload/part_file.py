@@ -1,7 +1,5 @@
 """One preallocated file in one directory, record checksums, and the removal of files whose process has ended.
 
-a debug mode that finds a drive, or a program, that changes bytes.
-
     zero-strategy.<host>.<boot>.<pid>.<start>.<label>.rank<r>.<random>.state
 
 Most files have lost their names before anything is in them (`part_file.py`), so there is little to find: what a process
@@ -10,8 +8,6 @@ stale if its process is gone: in this boot and PID namespace no process has the 
 another time. Nobody may hold the lock, besides, that a living owner has on its file. Process numbers of another boot or
 namespace (a container that shares a directory and a host's name) say nothing: there the lock alone decides, and where
 the file system has no locks the file stays. Files of other hosts are left alone.
-
-its space is reserved, its name is gone, and it is opened past the page cache if possible.
 
 The name is removed right after opening. The bytes then live as long as the descriptor, and the kernel frees them
 however the process ends, SIGKILL and power included: nothing has to be cleaned up later, and nobody can open the file
@@ -42,6 +38,7 @@ from torch import Tensor
 
 from zero_strategy.offload.file_io import O_DIRECT, REFUSALS, DirectRules, Extent, OpenFile, can_read, direct_rules
 from zero_strategy.runtime.host_bytes import PAGE, checksum_of, memory_of
+from zero_strategy.watchdog.peers import STARTED, STATE, host, stat_fields
 
 
 class CorruptRecordError(RuntimeError):
@@ -89,7 +86,6 @@ def _checksum(memory: Tensor) -> str:
     return checksum_of(memory_of(memory))
 
 _NAME = re.compile(r"zero-strategy\.([^.]+)\.([^.]+)\.(\d+)\.(\d+)\.[^.]*\.rank\d+\.[^.]+\.state")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN = "unknown"
 _LOCK_SECONDS = 1.0
 
@@ -126,13 +122,9 @@ class Owner:
 
 def this_process() -> Owner:
     """The one that asks."""
-    boot = ""
-    try:
-        if os.readlink("/proc/self") == str(os.getpid()):  # else /proc shows the processes of another namespace
-            namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-            boot = f"{_BOOT_ID.read_text().strip().replace('-', '')[:16]}-{namespace}"
-    except OSError:
-        pass
+    boot, _, namespace = host().partition(" ")
+    if boot:
+        boot = f"{boot.replace('-', '')[:16]}-{namespace.strip('pid:[]')}"
     return Owner(_plain(socket.gethostname()) or _UNKNOWN, boot or _UNKNOWN, os.getpid(), _started(os.getpid()) or 0)
 
 
@@ -199,12 +191,10 @@ def _locked(path: Path) -> bool | None:
 def _started(pid: int) -> int | None:
     """Start of a process, in ticks since the boot; None if there is none, 0 if that cannot be known."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return None if fields[0] in "ZX" else int(fields[19])  # one that has ended and only waits for its parent
-    except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else 0
-    except ProcessLookupError:
-        return None
+        fields = stat_fields(pid)
+        if fields is None:
+            return None if Path("/proc/self/stat").exists() else 0
+        return None if fields[STATE] in "ZX" else int(fields[STARTED])  # that has ended and only waits for its parent
     except (OSError, IndexError, ValueError):
         return 0
 

@@ -1,15 +1,11 @@
 """Records of bytes in files that belong to one process: the store of the NVMe tier, and its layout.
 
-pure arithmetic.
-
     directory 0   | a0 | a2 | b1 |  ...         record a = stripes a0 a1 a2, b = b0 b1
     directory 1   | a1 | b0 |                   consecutive stripes go round the directories
 
 A record begins on a boundary of `alignment` bytes and has whole such units to itself, so that no two records share a
 block of the disk. With one directory a record is one piece. It begins where least has been placed so far, or else a
 hundred records of less than a stripe would all lie in directory 0.
-
-what a tier on a drive is made of.
 
     with StateFile(["/nvme0", "/nvme1"], {"layers.0": 67_108_864, "norm": 100}) as state:
         state.write("norm", memory).wait()
@@ -245,8 +241,8 @@ class StateFile:
             self._owns_queue = queue is None
             undo.pop_all()
         # It holds parts and queue, but not this object: what is under way ends before descriptors are closed, always.
-        own = self.queue if queue is None else None
-        self._finalizer = weakref.finalize(self, _invalidate_unsharded, own, self._requests, self._parts, os.getpid())
+        local = self.queue if queue is None else None
+        self._finalizer = weakref.finalize(self, _close_abandoned, local, self._requests, self._parts, os.getpid())
         self.paths = [part.path for part in self._parts]
         self.direct = [part.rules is not None for part in self._parts]
         self.nbytes, self.disk_nbytes = sum(records.values()), self._layout.sizes
@@ -258,7 +254,7 @@ class StateFile:
 
     @property
     def partially_applied(self) -> Mapping[str, str]:
-        """Records that cannot be read until they have been written anew as a whole -> why."""
+        """Records that cannot be read until they have been written anew from end to end -> why."""
         return self._partially_applied
 
     def nbytes_of(self, name: str) -> int:
@@ -285,14 +281,14 @@ class StateFile:
 
         Raises:
             ValueError: If the range is not one.
-            PartialRecordError: If the record is torn.
+            PartialRecordError: If the record is partially written.
         """
         flat = self._range(name, memory, start)
         self._settle_before("read", name, start, start + flat.numel())
         if name in self._partially_applied:
             raise PartialRecordError(
-                f"record {name!r} in {self._where()} is torn: {self._partially_applied[name]}; load a checkpoint, "
-                "which writes all records anew"
+                f"record {name!r} in {self._where()} is partially written: {self._partially_applied[name]}; load a "
+                "checkpoint, which writes all records anew"
             )
         return self._begin("read", name, flat, start)
 
@@ -441,7 +437,7 @@ class StateFile:
                 self._close(cancel=True)
 
 
-def _invalidate_unsharded(queue: FileQueue | None, requests: set[Request], parts: list[PartFile], process: int) -> None:
+def _close_abandoned(queue: FileQueue | None, requests: set[Request], parts: list[PartFile], process: int) -> None:
     """Of a file that nobody has closed."""
     if os.getpid() != process:
         return

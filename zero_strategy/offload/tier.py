@@ -7,15 +7,9 @@ r"""Tiers of state below the device's memory: the interface, host memory, NVMe f
 
 A copy begins when what is queued on the device at that moment is done. On the CPU copies are made at once.
 
-one mapping of exact size, for as long as it is used.
-
 Large pages where the kernel has them: I/O past the page cache looks up and holds every page. Forked children do not get
 it: a transfer under way and a copy-on-write of its pages would put bytes where nobody looks. Pinned by registering the
 mapping with CUDA; torch's own pinned allocator rounds up to powers of two and keeps what is freed.
-
-pages of exactly the size that is needed, page-locked where there is a GPU to copy to.
-
-a `StateFile` for every set of records that is reserved together.
 """
 
 from __future__ import annotations

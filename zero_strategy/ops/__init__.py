@@ -6,6 +6,7 @@ Importing this defines the ops and compiles nothing. `ensure("cpu")` loads the n
 from __future__ import annotations
 
 from zero_strategy.ops.fused_layers import bias_dropout_residual, bias_gelu, masked_softmax_dropout, random_state
+from zero_strategy.ops.library import libraries, ops_report
 from zero_strategy.ops.multi_tensor import (
     accumulate_,
     axpby_,
@@ -18,7 +19,6 @@ from zero_strategy.ops.multi_tensor import (
     scale_,
     unflatten_,
 )
-from zero_strategy.ops.native import libraries, ops_report
 from zero_strategy.ops.normalization import layer_norm, rms_norm
 from zero_strategy.ops.optimizers import (
     adagrad_,

@@ -1,6 +1,6 @@
 """Building the native libraries, and the cache in which they lie.
 
-one file per source text, flags, ABI and compiler, put there whole or not at all.
+One file per source text, flags, ABI and compiler, put there whole or not at all.
 
     <cache>/<key of sources, flags, ABI, machine>/<key of compiler>.so
     <cache>/<key of sources, flags, ABI, machine>/lock
@@ -13,7 +13,7 @@ temporary directory of this process.
 
 A library is code, so nothing is loaded from, or built in, a cache that another user owns or may write.
 
-those of the CPU by `torch.utils.cpp_extension`, those of CUDA by nvcc.
+Those of the CPU are built by `torch.utils.cpp_extension`, those of CUDA by nvcc.
 
 `cpp_extension` refuses CUDA sources beside a torch without CUDA, so nvcc is always called directly: the kernels include
 nothing of torch but its stable ABI. The library of file I/O includes nothing of torch at all, and is one call of the
@@ -218,6 +218,7 @@ def _sweep(cache: Path) -> None:
         except OSError:  # another process removed it
             continue
 
+
 TARGET_ABI = "0x020b000000000000"
 """The oldest torch whose stable ABI the libraries ask for: 2.11."""
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -243,6 +244,8 @@ IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread"
 COMMON_ARCHITECTURES = ("80", "90")
 """What is built where there is no device to ask: A100 and H100/H200."""
 LIBRARIES = ("cpu", "cuda", "io")
+CARRIED = ("cpu", "io")
+"""Those that a binary wheel carries."""
 _TITLES = {"cpu": "cpu ops", "cuda": "cuda ops", "io": "file I/O"}
 
 
@@ -317,6 +320,30 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
     return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, nvcc, _version_of(nvcc))
 
 
+def carried_path(made: Recipe, package: Path = _PACKAGE) -> Path:
+    """Place of a library in a package that a binary wheel installs; one of other sources would lie elsewhere."""
+    return package / "native" / made.source_key / f"{made.name}.so"
+
+
+def obtain(name: str, mode: str) -> Path:
+    """The library that the installed wheel carries, else the one in the cache, else a freshly built one.
+
+    Args:
+        name: "cpu", "cuda" or "io".
+        mode: Value of `ZERO_STRATEGY_NATIVE`: with "cached" nothing is built.
+
+    Raises:
+        BuildError: If it has to be built, and that is not allowed or fails.
+        UntrustedCacheError: If another user owns or may write the cache.
+    """
+    made = recipe(name)
+    carried = carried_path(made)
+    path = carried if carried.is_file() else find(made.source_key, made.compiler_key)
+    if path is None and mode == "cached":
+        raise BuildError("not built, and ZERO_STRATEGY_NATIVE=cached")
+    return path or build(made)
+
+
 def build(made: Recipe, *, anew: bool = False, announce: bool = True) -> Path:
     """Compile a library and put it into the cache.
 
@@ -356,6 +383,23 @@ def _build(made: Recipe, compiler_key: str, announce: bool) -> Path:
     return kept
 
 
+_COMPILING = "import sys; from zero_strategy.ops.build import compile_order; compile_order(sys.argv[1])"
+"""The program of that process."""
+
+
+def compile_order(order: str) -> None:
+    """Build one library with `torch.utils.cpp_extension`, and load it once to see that it is whole.
+
+    Args:
+        order: Arguments of its `load` as a JSON object.
+    """
+    # ninja comes with pip beside this interpreter, which need not be on PATH
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    from torch.utils import cpp_extension
+
+    cpp_extension.load(**json.loads(order), is_python_module=False, verbose=False)
+
+
 def _compile_cpu(made: Recipe, folder: Path) -> Path:
     """In a process of its own: its output is caught whole, and an interrupt ends it without a trace in this one."""
     order = {
@@ -364,7 +408,7 @@ def _compile_cpu(made: Recipe, folder: Path) -> Path:
         "extra_cflags": list(made.flags),
         "build_directory": str(folder),
     }
-    _run([sys.executable, "-m", "zero_strategy.ops.compile", json.dumps(order)], {"CXX": str(made.compiler)})
+    _run([sys.executable, "-c", _COMPILING, json.dumps(order)], {"CXX": str(made.compiler)})
     return folder / "zero_strategy_cpu.so"
 
 

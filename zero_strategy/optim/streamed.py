@@ -8,7 +8,7 @@ Memory is that of two chunks each way, page-locked where there is a GPU.
 
 chunk by chunk, read ahead and written behind.
 
-Memory is that of a few chunks (`memory.chunk_pass`), whatever the size of the model. New weights go straight into the
+Memory is that of a few chunks (`offload.chunk_pass`), whatever the size of the model. New weights go straight into the
 parameters. Chunks in host memory are updated where they lie, and those whose state is kept on the device
 (`offload.optimizer_ratio`), there. Every update rule that works element by element gives the same bits as with all of
 its state on the device.

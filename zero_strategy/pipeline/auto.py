@@ -25,7 +25,7 @@ from zero_strategy.activation.offload import Storages, add_storage
 from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.schedules import SCHEDULES, Kind, Placement, build_table
 from zero_strategy.pipeline.simulator import Event, Timeline, Times, simulate
-from zero_strategy.planning.machine import Machine
+from zero_strategy.planning.held import Machine
 
 Bounds = Callable[[int], Sequence[int]]
 """From a number of stages to where each of them begins among the layers, and the end: one number more than stages."""

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.activation.offload import model_storages
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.contents import catalog_of
+from zero_strategy.checkpoint.agreement import catalog_of
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import device_of
 from zero_strategy.pipeline.auto import ActivationBytes, Choice, choose, first_schedule, measured_costs, memory_left

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zero_strategy.activation.functional import non_reentrant_checkpoint
-from zero_strategy.checkpoint.contents import state_dict_entries
+from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import own_group, world_size
 from zero_strategy.config import DEFAULT, ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve

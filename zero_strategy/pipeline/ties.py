@@ -333,7 +333,7 @@ class TiedWeights:
         for tie in self._ties:
             for communicator in (tie.reduce, tie.control):
                 if communicator is not None:
-                    communicator.track = None
+                    communicator.unguarded()
 
     def exchange_gradients(
         self, agree: Callable[[Tensor], list[Tensor]]

@@ -1,10 +1,8 @@
 """Buckets before anything is allocated: the engine's own rules, offloaded chunks, peaks inside of a step.
 
-the engine's own rules and layout, applied to shapes.
-
-units that are whole, gradients on their way, the largest hand-over.
-
-Each is a bound that a step reaches when units are used one after the other, in the order of registration.
+The engine's rules and layout are applied to shapes. Peaks are units that are unsharded, gradients on their way, the
+largest hand-over. Each is a bound that a step reaches when units are used one after the other, in the order of
+registration.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from zero_strategy.config import OffloadConfig, PipelineConfig, ResolvedConfig, 
 from zero_strategy.fsdp.layout import (
     PLACEMENTS,
     BucketLayout,
-    Piece,
     Placement,
     build_layout,
     gradient_dtypes,
@@ -126,6 +123,7 @@ class Offload:
             parts.append(f"resident bytes {self.resident_bytes}")
         return ", ".join(parts) or "none"
 
+
 @dataclass(frozen=True)
 class BucketFacts:
     """One bucket.
@@ -163,21 +161,17 @@ class BucketFacts:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a buffer of whole gradients; 0 if it takes none."""
+        """Bytes of a buffer of full gradients; 0 if it takes none."""
         return self.layout.numel * self.gradient_dtype.itemsize if self.trainable else 0
 
     def owned(self, placement: Placement, shard_rank: int) -> tuple[int, int]:
         """First and one-past-last element whose optimizer state a rank holds."""
         return self.layout.slice_bounds(shard_rank) if placement.shard_optimizer else (0, self.layout.numel)
 
-    def keeps_whole(self, config: ZeroConfig, accumulation: int) -> bool:
-        """True if a buffer of whole gradients stays from step to step, as `GradientBucket.keeps_whole` says."""
+    def keeps_full(self, config: ZeroConfig, accumulation: int) -> bool:
+        """True if a buffer of full gradients stays from step to step, as in a `GradientBucket`."""
         all_owned = not PLACEMENTS[config.stage].shard_optimizer or self.layout.slice_numel == self.layout.numel
         return config.gradient_reduction == "per_step" and (accumulation > 1 or all_owned)
-
-    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """The parts of parameters between two elements."""
-        return self.layout.pieces(start, stop)
 
 
 Units = Sequence[Sequence[BucketFacts]]
@@ -196,9 +190,7 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
     ]
 
 
-def _facts(
-    unit: str, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int
-) -> BucketFacts:
+def _facts(unit: str, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int) -> BucketFacts:
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
     layout = build_layout([(name, shape.shape) for name, shape in named], dtype.itemsize, resolved.shard, replicas)
@@ -211,6 +203,7 @@ def _facts(
 def placement_of(resolved: ResolvedConfig) -> Placement:
     """The row of the stage; where own slices are (`Placement.in_place`) is for the plan's offload to say."""
     return PLACEMENTS[resolved.config.stage]
+
 
 @dataclass(frozen=True)
 class Staying:
@@ -262,6 +255,7 @@ def _weights_costs(bucket: BucketFacts, offload: Offload) -> list[int]:
     """Bytes of each chunk of the slice."""
     chunks = offload.cuts(bucket.layout.slice_numel).chunks
     return [(stop - start) * bucket.dtype.itemsize for start, stop in chunks]
+
 
 T = TypeVar("T")
 
@@ -327,7 +321,7 @@ def _in_flight(units: Units, config: ZeroConfig, device_type: str, accumulation:
     """Buffers of local gradients that live as long as their reduction, and copies in the dtype of the sum."""
     trained = [[bucket for bucket in unit if bucket.trainable] for unit in units]
     root, others = trained[0], [bucket for unit in trained[1:] for bucket in unit]
-    if all(bucket.keeps_whole(config, accumulation) for bucket in (*root, *others)):  # of one config all do, or none
+    if all(bucket.keeps_full(config, accumulation) for bucket in (*root, *others)):  # of one config all do, or none
         filling: list[BucketFacts] = []
         sending = [*root, *others]
     else:

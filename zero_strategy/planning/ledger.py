@@ -1,9 +1,7 @@
-"""The ledger: every long-lived buffer of a rank, by category, owner, tier and bytes.
+"""The ledger: every long-lived buffer of a rank, with category, owner, tier, bytes asked and bytes taken.
 
-every long-lived buffer of a rank, with category, owner, tier, bytes asked and bytes taken.
-
-What an engine holds (`ZeroEngine.ledger()`) and what a plan foresees (`memory.plan`) are both ledgers, so that they can
-be compared entry by entry.
+What an engine holds (`ZeroEngine.ledger()`) and what a plan foresees (`MemoryPlan.ledger`) are both ledgers, so that
+they can be compared entry by entry.
 
     asked   bytes of the elements themselves
     taken   bytes of memory: with alignment and padding of the buckets, and what the allocator rounds up to
@@ -17,6 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
+
+from zero_strategy.runtime.terminal import size, table
 
 Category = Literal[
     "parameters",
@@ -187,8 +187,6 @@ class Ledger:
 
     def table(self, *keys: Key) -> str:
         """Columns of text: the keys (default: tier, category, whether it is a peak), bytes asked and taken."""
-        from zero_strategy.runtime.terminal import size, table
-
         keys = keys or ("tier", "category", "peak")
         rows = [
             (*(_cell(name, value) for name, value in zip(keys, key)), size(total.asked), size(total.taken))

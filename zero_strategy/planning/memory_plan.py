@@ -1,12 +1,10 @@
 """The memory plan: the ledger of every rank, computed from shapes before anything is allocated.
 
-the ledger of every rank, computed from shapes before anything is allocated.
-
     plan = load_config(stage=3).plan(model, world_size=8, compute_dtype=torch.bfloat16)
     print(plan.ledger().table())
 
 Held entries are those of a run in which every trainable parameter has had a gradient and a step was taken; for the same
-run they equal `ZeroEngine.ledger()` to the byte. Peaks are bounds (`memory.peaks`).
+run they equal `ZeroEngine.ledger()` to the byte. Peaks are bounds (`buckets.peaks_of`).
 """
 
 from __future__ import annotations
@@ -208,7 +206,7 @@ class MemoryPlan:
                 keys["weights"] = bucket.dtype.itemsize
             if gradients_in_files:
                 keys["gradient"] = bucket.gradient_dtype.itemsize
-            pieces = bucket.pieces(start, stop)
+            pieces = bucket.layout.pieces(start, stop)
             cuts, here = self.offload.cuts(stop - start), stays[id(bucket)]
             first = {"weights": here.weights, "gradient": cuts.heads + here.gradients}
             for index, (begin, end) in enumerate(cuts.chunks):
@@ -259,7 +257,7 @@ class MemoryPlan:
         """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
         asked = pieces = 0
         for bucket in (bucket for unit in units for bucket in unit):
-            found = bucket.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
+            found = bucket.layout.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
             elements = sum(piece.numel for piece in found)
             tensors, itemsizes = 1, bucket.dtype.itemsize
             if bucket.trainable:
@@ -282,7 +280,7 @@ class MemoryPlan:
         placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
         for bucket in (bucket for unit in units for bucket in unit):
             bounds = bucket.layout.slice_bounds(shard_rank)
-            pieces, owned = bucket.pieces(*bounds), bucket.owned(placement, shard_rank)
+            pieces, owned = bucket.layout.pieces(*bounds), bucket.owned(placement, shard_rank)
             moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
             states = ([4] * bucket.master + [moment] * self.optimizer.moments) if bucket.trainable else []
             for start, stop, tier, itemsizes in (
@@ -322,7 +320,8 @@ class _BucketEntries:
         """All entries of the bucket."""
         bucket, offload = self.bucket, self.plan.offload
         count = len(bucket.owner.names)
-        yield self._entry("handles", "device", count * bucket.dtype.itemsize)
+        nbytes = count * bucket.dtype.itemsize
+        yield Entry("handles", "device", bucket.owner, nbytes, self.plan._allocated(nbytes))
         sliced = self.placement.shard_parameters and not self.placement.in_place
         where = self.slice if sliced else (0, bucket.layout.numel)
         tier = _TIERS[offload.parameters]
@@ -335,7 +334,7 @@ class _BucketEntries:
         if not (whole and bucket.gradient_dtype == bucket.dtype):  # else p.grad is the gradient itself
             each = self.plan._allocated(bucket.dtype.itemsize)
             yield Entry("handles", "device", bucket.owner, count * bucket.dtype.itemsize, count * each)
-        if bucket.keeps_whole(self.plan.resolved.config, self.plan.accumulation):
+        if bucket.keeps_full(self.plan.resolved.config, self.plan.accumulation):
             yield self._buffer("gradients", "device", (0, bucket.layout.numel), bucket.gradient_dtype.itemsize)
         else:
             yield from self._state_buffers("gradients", tier, bucket.gradient_dtype.itemsize)
@@ -343,7 +342,7 @@ class _BucketEntries:
 
     def _optimizer(self, tier: Tier) -> Iterator[Entry]:
         bucket, state = self.bucket, self.plan.optimizer
-        pieces = bucket.pieces(*self.owned)
+        pieces = bucket.layout.pieces(*self.owned)
         if bucket.master:
             yield from self._state_buffers("master weights", tier, 4)
         moment = (state.dtype or bucket.updated_dtype).itemsize
@@ -392,14 +391,11 @@ class _BucketEntries:
 
     def _buffer(self, category: Category, tier: Tier, where: tuple[int, int], itemsize: int) -> Entry:
         """A flat buffer for the elements [start, stop) of the bucket."""
-        pieces: Sequence[Piece] = self.bucket.pieces(*where)
+        pieces: Sequence[Piece] = self.bucket.layout.pieces(*where)
         asked = sum(piece.numel for piece in pieces) * itemsize
         nbytes = (where[1] - where[0]) * itemsize
         taken = self.plan._allocated(nbytes) if tier == "device" else round_up(nbytes, BLOCK)
         return Entry(category, tier, self.bucket.owner, asked, taken)
-
-    def _entry(self, category: Category, tier: Tier, nbytes: int) -> Entry:
-        return Entry(category, tier, self.bucket.owner, nbytes, self.plan._allocated(nbytes))
 
 
 def _device_type(device: str | torch.device | None) -> DeviceType:

@@ -1,14 +1,12 @@
 """Shapes of a model and of optimizer states: what a plan needs to know, without memory.
 
-its units, the shapes and dtypes of their parameters, its buffers.
-
 Taken from a module on any device, the meta device included, or made of the plain numbers of a GPT.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,9 +158,7 @@ class ModelShape:
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ValueError(f"parameter {name!r} is lazy and has no shape yet: give its module its sizes")
         chosen = units or UnitsConfig()
-        found = find_units(
-            module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel
-        )
+        found = find_units(module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel)
         ties = set(aliases(module).values())
         made = tuple(
             UnitShape(spec.name, tuple((name, _shape_of(p, name in ties)) for name, p in spec.parameters))
@@ -188,58 +184,6 @@ def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:
         for name, buffer in module.named_buffers()
     }
 
-
-def gpt_shape(
-    hidden: int, layers: int, vocabulary: int, *, positions: int = 0, intermediate: int | None = None
-) -> ModelShape:
-    """A GPT: attention and a two-matrix MLP per layer with biases and norms, embedding tied to the head.
-
-    Args:
-        hidden: Width.
-        layers: Blocks; each is a unit.
-        vocabulary: Rows of the embedding.
-        positions: Rows of the position embedding; 0 for none.
-        intermediate: Width of the MLP; default: 4 x hidden.
-
-    Returns:
-        layers x (4 h^2 + 2 h i + 9 h + i) + (vocabulary + positions) h + 2 h parameters.
-
-    Raises:
-        ValueError: If a size is not positive.
-    """
-    inner = 4 * hidden if intermediate is None else intermediate
-    sizes = {"hidden": hidden, "layers": layers, "vocabulary": vocabulary, "intermediate": inner}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; a GPT needs 1 or more")
-    root: list[tuple[str, tuple[int, ...]]] = [("positions.weight", (positions, hidden))] if positions else []
-    root += _norm("norm", hidden)
-    embedding = ("embedding.weight", ParameterShape((vocabulary, hidden), tied=True))
-    units = [UnitShape("", (embedding, *_named("", root)))]
-    block = [
-        *_norm("norm1", hidden),
-        *_linear("attention.qkv", hidden, 3 * hidden),
-        *_linear("attention.out", hidden, hidden),
-        *_norm("norm2", hidden),
-        *_linear("mlp.up", hidden, inner),
-        *_linear("mlp.down", inner, hidden),
-    ]
-    units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
-    # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
-    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary, products=6 * hidden + inner)
-    return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
-
-
-def _linear(name: str, inputs: int, outputs: int) -> list[tuple[str, tuple[int, ...]]]:
-    return [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
-
-
-def _norm(name: str, width: int) -> list[tuple[str, tuple[int, ...]]]:
-    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
-
-
-def _named(prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> NamedShapes:
-    return tuple((prefix + name, ParameterShape(shape)) for name, shape in shapes)
 
 _SCALAR_BYTES = 4
 """Step counts and the like are 0-d float32 tensors on the CPU."""

@@ -1,7 +1,5 @@
 """Host memory at aligned addresses, and reads of files into flat tensors in bounded memory.
 
-what is written past the page cache must lie as its place in the file does.
-
 A write with O_DIRECT needs its memory, its file offset and its length at multiples of the page size (open(2)). Memory
 whose address is congruent to the file offset lets all whole pages of a range be written without another copy.
 
@@ -79,6 +77,7 @@ def _in_large_pages(nbytes: int) -> torch.Tensor:
 def is_aligned(memory: torch.Tensor, offset: int) -> bool:
     """True if CPU memory lies as bytes at `offset` of a file do."""
     return (memory.data_ptr() - offset) % PAGE == 0
+
 
 if sys.byteorder != "little":
     raise ImportError("checkpoints are little-endian, and this machine is not")

@@ -1,11 +1,5 @@
 """Terminal output of commands and long work: tables, sizes, progress bars, lines that a script asked for.
 
-tables, sizes, progress bars, arguments.
-
-on one rank, on a terminal, and only if it does take long.
-
-to the log, or to stderr where no log is set up.
-
 Python drops what is logged at INFO until a handler is there, so a plain script would see nothing of what it asked for.
 Where logging is configured, by anyone and in any way, it alone decides, and no line comes twice.
 """
@@ -13,7 +7,6 @@ Where logging is configured, by anyone and in any way, it alone decides, and no 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import re
 import sys
@@ -22,20 +15,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parser_for(actions: Any, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser with examples at the end of its help, --json and --quiet."""
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> str:
@@ -66,22 +45,6 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with KB, MB, GB, MiB, GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
-
-@contextlib.contextmanager
-def progress_bar(options: argparse.Namespace, what: str) -> Iterator[Callable[[int], Callable[[int], object]]]:
-    """Gives a function from the total number of bytes to what is told of each part of them."""
-    from tqdm import tqdm
-
-    hidden = options.quiet or options.json or not sys.stderr.isatty()
-    with contextlib.ExitStack() as stack:
-
-        def start(total: int) -> Callable[[int], object]:
-            bar: Any = stack.enter_context(
-                tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what, disable=hidden)
-            )
-            return lambda count: bar.update(count)
-
-        yield start
 
 T = TypeVar("T")
 DELAY_SECONDS = 1.0
@@ -123,6 +86,7 @@ def each(what: str, items: Sequence[T], rank: int) -> Iterator[T]:
     from tqdm import tqdm
 
     yield from tqdm(items, desc=what, delay=DELAY_SECONDS)
+
 
 _PACKAGE = __name__.partition(".")[0]
 

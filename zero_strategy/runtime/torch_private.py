@@ -142,7 +142,7 @@ def op_name(op: Any) -> str:
 
 
 def qualified_name(op: Any) -> str:
-    """"namespace::name" of an op packet or overload; "" for anything else."""
+    """ "namespace::name" of an op packet or overload; "" for anything else."""
     return str(getattr(op, "_qualified_op_name", ""))
 
 

@@ -1,4 +1,4 @@
-"""A thread that runs jobs in order, beside the computation.
+"""Daemon threads: one that runs jobs in order, beside the computation, and one that looks at things now and then.
 
 Gloo's point-to-point calls block their caller for milliseconds while another transfer holds the connection. Here they
 block a thread of their own, and every rank's thread works its queue off in the same order.
@@ -11,14 +11,16 @@ that C++ does not let through.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import torch
 
@@ -106,6 +108,93 @@ def _leave(
     threads[0].join(_EXIT_SECONDS if getattr(sys, "last_value", None) is None else _FAILED_SECONDS)
     for reference in interrupts:
         if threads[0].is_alive() and (interrupt := reference()) is not None:
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 interrupt()
             threads[0].join(_FAILED_SECONDS)
+
+
+_LONGEST = 3600.0
+_LAST_LOOK_SECONDS = 2.0
+"""How long a look may take that goes on at exit, when no thread may be inside of a call of torch's."""
+
+
+class Looker(Protocol):
+    """Operation that is looked at."""
+
+    def look(self) -> float:
+        """Have a look; returns the seconds until the next one, `math.inf`: not before `Watch.poke`."""
+
+
+class Watch:
+    """One daemon thread for a looker, which it holds weakly. It starts with that, and ends with this object.
+
+    Nothing that the looker does may take long, or wait for another rank.
+    """
+
+    def __init__(self) -> None:
+        self._state = _WatchState()
+        atexit.register(self._state.leave)
+        weakref.finalize(self, _drop_watch, self._state).atexit = False
+
+    def start(self, looker: Looker) -> None:
+        """Look at this, at once for the first time."""
+        looked_at = self._state, weakref.ref(looker)
+        self._state.thread = threading.Thread(target=_watch, args=looked_at, name="zero-watch", daemon=True)
+        self._state.thread.start()
+
+    def poke(self) -> None:
+        """Look now."""
+        self._state.poked = True
+        self._state.signals.put(None)
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._state.stop()
+
+
+class _WatchState:
+    def __init__(self) -> None:
+        self.signals: SimpleQueue[None] = SimpleQueue()
+        """Wakes the thread. Not an event: a collection in that very thread may stop it, inside of whatever it does."""
+        self.poked = self.stopped = False
+        self.thread: threading.Thread | None = None
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.signals.put(None)
+
+    def leave(self) -> None:
+        """At exit."""
+        self.stop()
+        if self.thread is not None:
+            self.thread.join(_LAST_LOOK_SECONDS)
+
+
+def _drop_watch(state: _WatchState) -> None:
+    state.stop()
+    if state.thread is None:
+        atexit.unregister(state.leave)
+
+
+def _watch(state: _WatchState, reference: weakref.ref[Looker]) -> None:
+    try:
+        _look_around(state, reference)
+    finally:
+        atexit.unregister(state.leave)  # not before: the process may exit while the last look goes on
+
+
+def _look_around(state: _WatchState, reference: weakref.ref[Looker]) -> None:
+    due = 0.0
+    while not state.stopped:
+        poked, state.poked = state.poked, False
+        looker = reference()
+        if looker is None:
+            return
+        now = time.monotonic()
+        if poked or due <= now:
+            due = now + looker.look()
+        del looker  # nothing is kept alive while the thread sleeps
+        with suppress(Empty):
+            state.signals.get(timeout=min(max(due - time.monotonic(), 0.001), _LONGEST))
+            while True:
+                state.signals.get_nowait()

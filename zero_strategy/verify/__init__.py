@@ -16,7 +16,7 @@ import torch
 
 from zero_strategy.activation.rng import kept_random_state
 from zero_strategy.comm.local_ranks import run_local_ranks
-from zero_strategy.comm.process_group import has_group, world_size
+from zero_strategy.comm.process_group import has_process_group, world_size
 from zero_strategy.config import ResolvedConfig, load_config, resolve
 from zero_strategy.verify.compare import VerifyReport
 from zero_strategy.verify.session import ShardedRun, Verification, place_to_train
@@ -65,7 +65,7 @@ def verify(
         seed=seed, tolerance=tolerance,
     )  # fmt: skip
     VerifySettings(**options)  # type: ignore[arg-type]  # refused here, not on some rank
-    if has_group() or ranks == 1:
+    if has_process_group() or ranks == 1:
         if ranks not in (None, world_size()):
             raise ValueError(f"ranks={ranks}, but this process group has {world_size()}: leave the argument out")
         return verify_here(factory, loaded, VerifySettings(**options, device=place_to_train(1)))  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ class ShardedRun:
         self.model, self.taken = subject.model, True
         self.engine, self.optimizer = self.build()
         if settings.scales_loss and self.engine.scaler is None:  # autocast is the faces' business, and so is its scaler
-            self.engine.scaler = LossScaler(config.config.loss_scale)
+            self.engine.use_loss_scaler(LossScaler(config.config.loss_scale))
         self.rank, self.ranks = self.engine.mesh.rank, self.engine.mesh.world_size
         self.seed()
 

@@ -2,8 +2,6 @@
 
 A rank that fails says why here before it breaks its connections; the others, whose waits then end, find the cause.
 Ranks also say how far they have come, for those that wait for them.
-
-pure functions of their reports.
 """
 
 from __future__ import annotations
@@ -204,7 +202,7 @@ def find_failure(
         others: The last reports of other ranks.
         fresh: Of which of them it is known that they still hold.
         silence: Seconds after which a rank that something has befallen is not expected back.
-        titles: Ranks in words.
+        rank_labels: Ranks in words.
     """
     reports = {report.rank: report for report in [*others, own]}
     return (
@@ -258,25 +256,11 @@ def _different(
                 theirs = report.recent.get(track, {}).get(number, mine)
                 if mine != theirs:
                     where = positions([each for each in reports.values() if each.rank in fresh], rank_labels)
-                    return mismatch(rank, where, number, {own.rank: mine, rank: theirs}, rank_labels)
+                    begun = sorted({own.rank: mine, rank: theirs}.items())
+                    told = ", ".join(f"{rank_labels(each)} began {shown(one)}" for each, one in begun)
+                    text = f"ranks came to different collectives: as number {number} of the same group {told}; {where}"
+                    return Failure("different", rank, text, {})
     return None
-
-
-def mismatch(
-    rank: int, where: str, number: int, begun: Mapping[int, Begun], rank_labels: RankLabels = rank_label
-) -> Failure:
-    """The failure of ranks that began different collectives.
-
-    Args:
-        rank: One of them.
-        where: What else is known.
-        number: Of the collective.
-        begun: By rank, what it began.
-        titles: Ranks in words.
-    """
-    told = ", ".join(f"{rank_labels(each)} began {shown(one)}" for each, one in sorted(begun.items()))
-    text = f"ranks came to different collectives: as number {number} of the same group {told}"
-    return Failure("different", rank, f"{text}; {where}" if where else text, {})
 
 
 def shown(begun: Begun) -> str:

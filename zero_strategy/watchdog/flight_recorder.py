@@ -1,14 +1,32 @@
-"""The flight recorder: numbered collectives of one process group, as this rank begins and ends them."""
+"""The flight recorder: the numbered collectives of this rank's groups, and where in the user's code its threads are.
+
+Stacks of threads are read with care. Python code must not walk another thread's frames: between two steps of the walk
+that thread may run on, and what the next step follows is no frame any more (CPython 3.11 then crashes). Everything here
+happens inside of single calls of C, during which no other thread runs Python. From a stack follow the place in the
+user's code, the part of a step, and whether the thread waits in a collective that is not ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import gc
+import os
+import re
+import sys
+import sysconfig
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from operator import attrgetter, methodcaller
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from zero_strategy.watchdog.diagnosis import Begun, DesyncError, Failure, Wait, named, shown
 
@@ -224,3 +242,245 @@ def subject(names: Sequence[str]) -> str:
     while all(len(each) > common and each[common] == parts[0][common] for each in parts):
         common += 1
     return ".".join(parts[0][:common]) or f"{names[0]} and {len(names) - 1} more"
+
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_NEVER = object()
+_LOOKING = threading.Lock()
+"""Who looks switches the collector off for a moment: the next one must not take that for the user's wish."""
+
+
+class Call(NamedTuple):
+    """A function that a thread is in.
+
+    Attributes:
+        file: Its path.
+        function: Its name.
+        line: Where it is; 0: unknown.
+    """
+
+    file: str
+    function: str
+    line: int
+
+
+def stacks() -> dict[int, list[Call]]:
+    """By thread, the innermost call first.
+
+    As far as `faulthandler` goes: the innermost 100 calls of the latest 100 threads. Empty where no file can be opened.
+    """
+    found: dict[int, list[Call]] = {}
+    calls: list[Call] = []
+    for line in _dump().splitlines():
+        if (thread := _THREAD.match(line)) is not None:
+            calls = found.setdefault(int(thread[1], 16), [])
+        elif (call := _CALL.fullmatch(line)) is not None:
+            calls.append(Call(call[1], call[3], int(call[2]) if call[2].isdigit() else 0))
+    return found
+
+
+def as_text(calls: list[Call]) -> str:
+    """As Python prints a stack: the outermost call first."""
+    return "".join(f'  File "{call.file}", line {call.line}, in {call.function}\n' for call in reversed(calls))
+
+
+def frame_at(thread: int, depth: int) -> FrameType | None:
+    """The frame of a call of a thread, by its distance from the innermost one; None: it is not there any more."""
+    # Without a line of Python between taking the innermost frame and arriving: the iterators call one another.
+    frames: Iterator[object] = map(methodcaller("get", thread), iter(sys._current_frames, None))
+    if depth:
+        frames = map(attrgetter(".".join(["f_back"] * depth)), frames)
+    # Frames that are made may start a collection, whose finalizers let other threads run: Python 3.11 then waits for
+    # itself for ever, since it holds the lock of all threads meanwhile (CPython's issue 106883).
+    with _LOOKING:
+        collects = gc.isenabled()
+        try:
+            _, frame = next(zip(iter(gc.disable, _NEVER), frames, strict=False))
+        except AttributeError:  # the thread has ended, or has come out of so many calls
+            return None
+        finally:
+            if collects:
+                gc.enable()
+    return frame if isinstance(frame, FrameType) else None
+
+
+def _dump() -> str:
+    with contextlib.suppress(OSError):  # no descriptor is left
+        linux = hasattr(os, "memfd_create")
+        with open(os.memfd_create("stacks"), "w+b") if linux else tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read().decode("utf-8", "replace")
+    return ""
+
+
+_BELOW = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers")
+_FORWARD, _BACKWARD, _STEP = "forward", "backward", "step"
+_MARKS = {
+    ("nn/modules/module.py", "_call_impl"): _FORWARD,
+    ("autograd/graph.py", "_engine_run_backward"): _BACKWARD,
+    ("autograd/__init__.py", "backward"): _BACKWARD,
+    ("optim/optimizer.py", "wrapper"): _STEP,
+}
+"""Functions of torch on the stack, and the part of a step that is then going on."""
+_COLLECTIVES = (
+    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "monitored_barrier", "new_group",
+    "recv", "reduce", "scatter", "send",
+)  # fmt: skip
+
+
+_MESSAGES = {
+    "send": "group_dst", "send_object_list": "group_dst", "recv": "group_src", "recv_object_list": "group_src",
+}  # fmt: skip
+_TO_ONE = {"gather": "group_dst", "gather_object": "group_dst", "reduce": "group_dst"}
+_FROM_ONE = {
+    "broadcast": "group_src", "broadcast_object_list": "group_src", "scatter": "group_src",
+    "scatter_object_list": "group_src",
+}  # fmt: skip
+"""What not all ranks leave together, and the argument that names the one rank."""
+
+
+class Foreign(NamedTuple):
+    """A collective of torch.distributed that a thread is in.
+
+    Attributes:
+        name: Of the function.
+        ranks: World ranks that take part.
+        frame: Of the call: whoever keeps it can tell this call from later ones.
+        awaited: Those of them that cannot have left it, whatever it is that keeps this rank.
+        message: It is between two ranks.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    frame: FrameType
+    awaited: tuple[int, ...]
+    message: bool = False
+
+
+class CallSite(NamedTuple):
+    """Position of a thread.
+
+    Attributes:
+        phase: "forward", "backward", "step", or "".
+        place: The innermost line of the user's own code: "train.py:88".
+        foreign: The collective that it is in, if it is in one of torch's.
+    """
+
+    phase: str
+    place: str
+    foreign: Foreign | None
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.phase, self.place)))
+
+
+Stacks = dict[int, list[Call]]
+
+
+def call_site_of(thread: int | None, found: Stacks | None = None) -> CallSite:
+    """Position of a thread, by its identifier; None: the main thread. What it cannot say, the main thread may.
+
+    Args:
+        thread: Which.
+        found: All stacks; None: as they are now.
+    """
+    found, main = stacks() if found is None else found, threading.main_thread().ident or 0
+    thread = main if thread is None else thread
+    own = found.get(thread, [])
+    site = _read(own)._replace(foreign=_foreign(thread, own))
+    if not site.place and thread != main:  # a thread of autograd's
+        elsewhere = _read(found.get(main, []))
+        return site._replace(phase=site.phase or elsewhere.phase, place=elsewhere.place)
+    return site
+
+
+def phases(found: Stacks) -> set[str]:
+    """The parts of a step in which any thread is: training need not be in the main one."""
+    return {_phase(call.file, call.function) for calls in found.values() for call in calls}
+
+
+def call_site_of_error(error: BaseException) -> CallSite:
+    """Place at which an exception was raised, which this thread has caught."""
+    calls, trace = list[Call](), error.__traceback__
+    outer = None if trace is None else trace.tb_frame.f_back
+    while trace is not None:
+        calls.insert(0, _call(trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    while outer is not None:
+        calls.append(_call(outer, outer.f_lineno))
+        outer = outer.f_back
+    return _read(calls)
+
+
+def _call(frame: FrameType, line: int) -> Call:
+    return Call(frame.f_code.co_filename, frame.f_code.co_name, line)
+
+
+def _read(calls: Sequence[Call]) -> CallSite:
+    phases = [_phase(call.file, call.function) for call in calls]
+    phase = _BACKWARD if _BACKWARD in phases else next(filter(None, phases), "")
+    users = next((call for call in calls if not _is_library(call.file)), None)
+    return CallSite(phase, "" if users is None else f"{Path(users.file).name}:{users.line}", None)
+
+
+def _foreign(thread: int, calls: Sequence[Call]) -> Foreign | None:
+    """The outermost of nested calls, for objects are gathered by tensors."""
+    c10d = dist.distributed_c10d.__file__
+    known = [
+        number
+        for number, call in enumerate(calls)
+        if call.file == c10d and not call.function.startswith("_") and call.function.startswith(_COLLECTIVES)
+    ]
+    if not known or not dist.is_initialized():
+        return None
+    depth = known[-1]
+    name, found = calls[depth].function, frame_at(thread, depth)
+    if found is None or (found.f_code.co_filename, found.f_code.co_name) != (c10d, name):
+        return None  # it has ended meanwhile
+    arguments = found.f_locals
+    try:
+        ranks = tuple(dist.get_process_group_ranks(arguments.get("group")))
+    except Exception:  # not a group of this rank's, or one that is gone
+        ranks = tuple(range(dist.get_world_size()))
+    argument = {**_MESSAGES, **_TO_ONE, **_FROM_ONE}.get(name)
+    if argument is None:
+        return Foreign(name, ranks, found, ranks)
+    number = arguments.get(argument)
+    one = ranks[number] if isinstance(number, int) and 0 <= number < len(ranks) else None
+    return Foreign(name, ranks, found, _awaited(name, ranks, one, dist.get_rank()), name in _MESSAGES)
+
+
+def _awaited(name: str, ranks: tuple[int, ...], one: int | None, own: int) -> tuple[int, ...]:
+    """Whom a rank waits for that is in a collective of all with one, or in a message."""
+    if name in _MESSAGES:
+        return () if one is None else (one,)
+    if len(ranks) == 2 or one is None:
+        return ranks if len(ranks) == 2 else ()
+    if one == own or name.startswith("broadcast"):  # others have done their part, perhaps; a broadcast is passed on
+        return ()
+    return (one,)
+
+
+@cache
+def _phase(file: str, function: str) -> str:
+    if not file.startswith(_torch_folder()):
+        return ""
+    return _MARKS.get((file.removeprefix(_torch_folder()).replace("\\", "/"), function), "")
+
+
+@cache
+def _is_library(file: str) -> bool:
+    """True if it is ours, Python's, or of a framework that calls the user's code."""
+    standard = sysconfig.get_paths()["stdlib"]
+    if file.startswith(("<", _torch_folder())) or (file.startswith(standard) and "site-packages" not in file):
+        return True
+    ours = f"{Path(__file__).resolve().parent.parent}/"
+    parts = file.rpartition("site-packages/")[2].split("/")
+    return file.startswith(ours) or ("site-packages/" in file and parts[0] in _BELOW)
+
+
+@cache
+def _torch_folder() -> str:
+    return f"{Path(torch.__file__).parent}/"

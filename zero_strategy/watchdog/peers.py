@@ -1,7 +1,7 @@
 """Liveness of other ranks: processes of this host, heartbeats of other hosts, and the thread that exchanges them.
 
-asked of the operating system, for one that is stopped or gone does
-not answer, and one that computes in a single long call cannot.
+The operating system is asked whether a process of this host runs, for one that is stopped or gone does not answer, and
+one that computes in a single long call cannot.
 
 The store is in one of the processes that train, as often as not: where that one is stopped, a call to it never returns.
 Nothing is sent before there is something to tell, and no connection is made.
@@ -30,7 +30,7 @@ from zero_strategy.watchdog.diagnosis import Failure, FailureBoard, RankLabels, 
 
 Condition = Literal["running", "stopped", "gone", "unknown"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STATE, _STARTED = 0, 19
+STATE, STARTED = 0, 19
 """Fields of /proc/PID/stat, counted behind the name, which may hold anything."""
 
 
@@ -66,10 +66,10 @@ def _host_of(pid: int) -> str:
 def own_card() -> ProcessCard:
     """This process's."""
     try:
-        fields = _fields(os.getpid())
+        fields = stat_fields(os.getpid())
     except OSError:
         fields = None
-    return ProcessCard(host(), os.getpid(), int(fields[_STARTED]) if fields else 0)
+    return ProcessCard(host(), os.getpid(), int(fields[STARTED]) if fields else 0)
 
 
 def condition(card: ProcessCard) -> Condition:
@@ -77,16 +77,16 @@ def condition(card: ProcessCard) -> Condition:
     if not card.host or card.host != _host_of(os.getpid()):
         return "unknown"
     try:
-        fields = _fields(card.pid)
+        fields = stat_fields(card.pid)
     except OSError:  # such as too many open files: of this process
         return "unknown"
-    if fields is None or int(fields[_STARTED]) != card.started or fields[_STATE] in "ZXx":
+    if fields is None or int(fields[STARTED]) != card.started or fields[STATE] in "ZXx":
         return "gone"
-    return "stopped" if fields[_STATE] == "T" else "running"
+    return "stopped" if fields[STATE] == "T" else "running"
 
 
-def _fields(pid: int) -> list[str] | None:
-    """None: there is none."""
+def stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat behind the name; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -118,14 +118,14 @@ class StoreClient:
     def __init__(self, connect: Callable[[], Any], key: str) -> None:
         self.known: Failure | None = None
         self._connect, self._key = connect, f"zero_strategy/guard/{key}"
-        self._worker = BackgroundWorker("zero-courier")
+        self._worker = BackgroundWorker("zero-store-client")
         self._store: Any = None
         self._board: FailureBoard | None = None
         self._lost, self._late = False, list[Future[None]]()
         self._under_way: Future[None] | None = None
         self._reports: dict[int, tuple[Report, float]] = {}
-        self._beats: dict[int, _Heard] = {}
-        self._own_beat: tuple[int, int] | None = None
+        self._counts: dict[int, _Heard] = {}
+        self._heartbeat: tuple[int, int] | None = None
         self._asked_at = 0.0
 
     def exchange(self, own: Report | None, *, fetch: Collection[int] = (), listen: Collection[int] = ()) -> None:
@@ -147,14 +147,14 @@ class StoreClient:
         self._asked_at = time.monotonic()
         self._under_way = self._worker.submit(exchange)
 
-    def beat(self, rank: int, count: int) -> None:
+    def heartbeat(self, rank: int, count: int) -> None:
         """Begin to leave a number that grows, with whatever is left next."""
-        self._own_beat = rank, count
+        self._heartbeat = rank, count
         self.exchange(None)
 
     def silence(self, rank: int) -> float:
         """Seconds in which a rank's number was the same, as far as it was listened to."""
-        heard = self._beats.get(rank)
+        heard = self._counts.get(rank)
         return 0.0 if heard is None else heard.at - heard.changed
 
     def unanswered(self) -> float:
@@ -162,9 +162,9 @@ class StoreClient:
         waits = not self._lost and self._under_way is not None and not self._under_way.done()
         return time.monotonic() - self._asked_at if waits else 0.0
 
-    def forget_beats(self) -> None:
+    def forget_silences(self) -> None:
         """Silences count from the next time on."""
-        self._beats = {}
+        self._counts = {}
 
     def tell(self, own: Report) -> None:
         """Leave a report, and return when that is done, or takes too long."""
@@ -196,9 +196,9 @@ class StoreClient:
 
     def _exchange(self, own: Report | None, fetch: Collection[int]) -> None:
         board = self._open()
-        beat, self._own_beat = self._own_beat, None
-        if beat is not None:
-            self._store.set(f"{self._key}/beat/{beat[0]}", str(beat[1]))
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            self._store.set(f"{self._key}/beat/{heartbeat[0]}", str(heartbeat[1]))
         if own is not None:
             self._store.set(f"{self._key}/at/{own.rank}", json.dumps(own.encode()))
         self.known = self.known or board.first()
@@ -208,7 +208,7 @@ class StoreClient:
                 self._learn(Report.decode(json.loads(self._store.get(key))))
 
     def _listen(self, ranks: Collection[int]) -> None:
-        known = self._beats  # those that are forgotten meanwhile stay so
+        known = self._counts  # those that are forgotten meanwhile stay so
         for rank in ranks:
             key = f"{self._key}/beat/{rank}"
             count, now = int(self._store.get(key)) if self._store.check([key]) else 0, time.monotonic()
@@ -244,7 +244,7 @@ class StoreClient:
     def close(self) -> None:
         """End the thread and the connection, as soon as they are at rest."""
         self._lost = True
-        self._worker = BackgroundWorker("zero-courier")
+        self._worker = BackgroundWorker("zero-store-client")
         self._store = self._board = None
 
 _PER_BOUND = 6
@@ -259,7 +259,7 @@ class Heartbeats:
     Args:
         rank: This one, in the world.
         far: Ranks whose processes cannot be looked at.
-        courier: The way to the store.
+        store_client: The way to the store.
         seconds: That one of them may be silent while it is waited for; infinite: for ever, and nothing is told.
         shortest: Seconds between two times that this rank tells, at least.
     """
@@ -278,7 +278,7 @@ class Heartbeats:
         if now >= self._next and self._seconds < math.inf:
             self._next = now + self.interval
             self._count += 1
-            self._store_client.beat(self._rank, self._count)
+            self._store_client.heartbeat(self._rank, self._count)
 
     def listen(self, ranks: Iterable[int]) -> list[int]:
         """Those of them that are to be listened to."""
@@ -286,7 +286,7 @@ class Heartbeats:
 
     def forget(self) -> None:
         """Silences count from now on: this rank has got on, or was stopped itself."""
-        self._store_client.forget_beats()
+        self._store_client.forget_silences()
         self._reported = ()
 
     def silent(
@@ -298,7 +298,7 @@ class Heartbeats:
             awaited: Ranks that are waited for.
             own: Where this rank is.
             others: Reports of others that hold now.
-            titles: Ranks in words.
+            rank_labels: Ranks in words.
         """
         if self._seconds == math.inf:
             return None

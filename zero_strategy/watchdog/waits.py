@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy.runtime.worker import Watch
 from zero_strategy.watchdog.diagnosis import DesyncError, Failure, FailureBoard, Wait
-from zero_strategy.watchdog.watchdog import Watch
 
 if TYPE_CHECKING:
     from zero_strategy.watchdog.watchdog import Watchdog
@@ -160,7 +160,7 @@ class BoundedWaits:
     def _begin_wait(self, awaited: Awaited) -> None:
         if not self._begun:
             self._begun = True
-            self._watch.add(self)
+            self._watch.start(self)
         self._waiting = (awaited, time.monotonic())
         if self._watchdog is not None:
             self._watchdog.waiting[threading.get_ident()] = awaited
@@ -224,7 +224,7 @@ class BoundedWaits:
         return RankFailedError(failure)
 
     def look(self) -> float:
-        """See `watch.Looker`."""
+        """See `Looker`."""
         if self._told != self._batch:
             self._told = self._batch
             self.board.come_to(self.rank, self._told)

@@ -1,10 +1,8 @@
-"""The watchdog of one engine: no rank waits for ever for one that has failed, left or does something else.
+"""The watchdog of one engine: no rank waits for ever for one that has failed, is gone, or does something else.
 
-no rank waits for ever for one that has failed, is gone, or is elsewhere.
-
-Collectives are numbered as they begin (`tracks`), and that is all while they are quick. A thread (`watch`) notices when
-nothing has moved for some seconds. Then ranks tell each other where they are, through the key-value store (`courier`),
-and look at each other's processes (`processes`); what follows is decided by pure functions (`desync`). A rank that is
+Collectives are numbered as they begin (`flight_recorder`), and that is all while they are quick. A thread (`Watch`)
+notices when nothing has moved for some seconds. Then ranks tell each other where they are, through the key-value store,
+and look at each other's processes (`peers`); what follows is decided by pure functions (`diagnosis`). A rank that is
 merely late is waited for. Where there is no hope, the failure is posted and connections are broken, so that every wait
 ends in the same `DesyncError`.
 """
@@ -21,12 +19,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+from zero_strategy.runtime.worker import Watch
 from zero_strategy.watchdog.diagnosis import (
     DesyncError,
     Failure,
@@ -38,110 +35,20 @@ from zero_strategy.watchdog.diagnosis import (
     positions,
     rank_label,
 )
-from zero_strategy.watchdog.flight_recorder import CollectiveLog, CollectiveRecord, Waiting
-from zero_strategy.watchdog.peers import Heartbeats, ProcessCard, StoreClient, condition
-from zero_strategy.watchdog.stacks import (
+from zero_strategy.watchdog.flight_recorder import (
     CallSite,
+    CollectiveLog,
+    CollectiveRecord,
     Foreign,
     Stacks,
+    Waiting,
     as_text,
     call_site_of,
     call_site_of_error,
     phases,
     stacks,
 )
-
-_LONGEST = 3600.0
-_EXIT_SECONDS = 2.0
-"""How long a look may take that goes on at exit, when no thread may be inside of a call of torch's."""
-
-
-class Looker(Protocol):
-    """Operation that is looked at."""
-
-    def look(self) -> float:
-        """Have a look; returns the seconds until the next one, `math.inf`: not before `Watch.poke`."""
-
-
-class Watch:
-    """One daemon thread for several lookers, which it holds weakly. It starts with the first and ends with this object.
-
-    Nothing that a looker does may take long, or wait for another rank.
-    """
-
-    def __init__(self) -> None:
-        self._state = _State()
-        atexit.register(self._state.leave)
-        weakref.finalize(self, _drop, self._state).atexit = False
-
-    def add(self, looker: Looker) -> None:
-        """Look at this too, at once for the first time."""
-        self._state.lookers.append((weakref.ref(looker), [0.0]))
-        if self._state.thread is None:
-            self._state.thread = threading.Thread(target=_run, args=(self._state,), name="zero-watch", daemon=True)
-            self._state.thread.start()
-        self.poke()
-
-    def poke(self) -> None:
-        """Look now."""
-        self._state.poked = True
-        self._state.signals.put(None)
-
-    def stop(self) -> None:
-        """Ends the thread."""
-        self._state.stop()
-
-
-class _State:
-    def __init__(self) -> None:
-        self.lookers: list[tuple[weakref.ref[Looker], list[float]]] = []
-        self.signals: SimpleQueue[None] = SimpleQueue()
-        """Wakes the thread. Not an event: a collection in that very thread may stop it, inside of whatever it does."""
-        self.poked = self.stopped = False
-        self.thread: threading.Thread | None = None
-
-    def stop(self) -> None:
-        self.stopped = True
-        self.signals.put(None)
-
-    def leave(self) -> None:
-        """At exit."""
-        self.stop()
-        if self.thread is not None:
-            self.thread.join(_EXIT_SECONDS)
-
-
-def _drop(state: _State) -> None:
-    state.stop()
-    if state.thread is None:
-        atexit.unregister(state.leave)
-
-
-def _run(state: _State) -> None:
-    try:
-        _look_around(state)
-    finally:
-        atexit.unregister(state.leave)  # not before: the process may exit while the last look goes on
-
-
-def _look_around(state: _State) -> None:
-    while not state.stopped:
-        poked, state.poked, due = state.poked, False, math.inf
-        for entry in list(state.lookers):
-            reference, at = entry
-            looker = reference()
-            if looker is None:
-                state.lookers.remove(entry)
-                continue
-            now = time.monotonic()
-            if poked or at[0] <= now:
-                at[0] = now + looker.look()
-            due = min(due, at[0])
-            del looker  # nothing is kept alive while the thread sleeps
-        with suppress(Empty):
-            state.signals.get(timeout=min(max(due - time.monotonic(), 0.001), _LONGEST))
-            while True:
-                state.signals.get_nowait()
+from zero_strategy.watchdog.peers import Heartbeats, ProcessCard, StoreClient, condition
 
 EXIT_CODE = 71
 """Of a process that the watchdog ends, since it waits in a collective of somebody else that cannot end."""
@@ -183,7 +90,7 @@ class Watchdog:
         silence_seconds: That a rank may be stopped, or be away after an exception, before the others give it up.
         unheard_seconds: That a rank of another host may not be heard of while it is waited for.
         strict: Compare each collective with the other ranks' before it.
-        titles: Ranks in words.
+        rank_labels: Ranks in words.
 
     Attributes:
         failure: Why these ranks cannot go on.
@@ -232,7 +139,7 @@ class Watchdog:
         self._told = False
         self._suspected: tuple[int, str, dict[int, int]] = (-1, "", {})
         self.watch = Watch()
-        self.watch.add(self)
+        self.watch.start(self)
         self._at_exit = partial(_tell_exit, rank, self._store_client, os.getpid())
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
@@ -387,7 +294,7 @@ class Watchdog:
     # ---- what the watch does ----
 
     def look(self) -> float:
-        """See `watch.Looker`."""
+        """See `Looker`."""
         now = time.monotonic()
         late, self._looked = now - self._looked - self._asked, now
         self._asked = min(self._look(now, late), self._heartbeats.interval)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.integrations.accelerate_face.training import Job, Run, fresh_state, make
 from tests.integrations.transformers_face.training import difference, history, trainer_of
 from tests.launcher import Launcher, RankError
-from zero_strategy.checkpoint.verify import verify
+from zero_strategy.cli.checkpoint_checks import verify
 
 
 def die_when_removing(name: str, files: int) -> None:

@@ -114,9 +114,7 @@ _MODULE: Names = {
     **_all("LayerSpec TiedLayerSpec", "zero_strategy.pipeline.specs"),
 }
 _ON_DEVICE = _all("OnDevice", ".environment")
-_OFFLOAD = _all(
-    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum", ".zero"
-)
+_OFFLOAD = _all("DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum", ".zero")
 _PIPELINE_ENGINE = _all("PipelineEngine", ".scripts.pipeline:ScriptPipelineEngine")
 _PROFILER = _all("FlopsProfiler get_model_profile", ".flops_profiler")
 _RANGES = _all("instrument_w_nvtx", ".environment")
@@ -164,8 +162,8 @@ TABLE: Mapping[str, Mapping[str, str | Refused]] = MappingProxyType(
             ".checkpoints",
         ),
         "checkpoint.ds_to_universal": {
-            **_all("main", ".checkpoints:convert_to_universal"),
-            **_all("parse_arguments", ".checkpoints:universal_arguments"),
+            **_all("main", ".universal:convert_to_universal"),
+            **_all("parse_arguments", ".universal:universal_arguments"),
         },
         "checkpoint.reshape_3d_utils": _GRIDS,
         "checkpoint.reshape_meg_2d": {**_GRIDS_2D, **_GRIDS},
@@ -234,7 +232,7 @@ TABLE: Mapping[str, Mapping[str, str | Refused]] = MappingProxyType(
         "runtime.swap_tensor": {},
         "runtime.utils": {
             **_all("DummyOptim", "zero_strategy.optim.fused"),
-            **_all("align_dense_tensors all_gather_dp_groups", "zero_strategy.compat.megatron.fsdp_index"),
+            **_all("align_dense_tensors all_gather_dp_groups", "zero_strategy.compat.megatron.fsdp_utils"),
             **_all(
                 "bwc_tensor_model_parallel_rank is_model_parallel_parameter", "zero_strategy.compat.megatron.models"
             ),

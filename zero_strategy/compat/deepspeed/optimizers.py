@@ -9,6 +9,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -279,10 +280,6 @@ def _adam(parameters: Iterable[Any], params: dict[str, Any], *, decoupled: bool 
     return _call(optim.FusedAdamW if decoupled else optim.FusedAdam, parameters, params, "optimizer")  # type: ignore[no-any-return]
 
 
-def _adamw(parameters: Iterable[Any], params: dict[str, Any]) -> Optimizer:
-    return _adam(parameters, params, decoupled=True)
-
-
 def _lamb(parameters: Iterable[Any], params: dict[str, Any]) -> Optimizer:
     """DeepSpeed bounds the trust ratio, which the paper does not."""
     bounds = {key: params.pop(key, default) for key, default in _LAMB_BOUNDS.items()}
@@ -310,7 +307,14 @@ def _sgd(parameters: Iterable[Any], params: dict[str, Any]) -> Optimizer:
 
 
 _OURS: Mapping[str, Callable[[Iterable[Any], dict[str, Any]], Optimizer]] = MappingProxyType(
-    {"adam": _adam, "adamw": _adamw, "lamb": _lamb, "lion": _lion, "sgd": _sgd, "adagrad": _adagrad}
+    {
+        "adam": _adam,
+        "adamw": partial(_adam, decoupled=True),
+        "lamb": _lamb,
+        "lion": _lion,
+        "sgd": _sgd,
+        "adagrad": _adagrad,
+    }
 )
 _SHOWN = ("Adam", "AdamW", "Lamb", "Lion", "SGD", "Adagrad")
 

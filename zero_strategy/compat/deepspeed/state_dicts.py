@@ -294,7 +294,7 @@ class MegatronSDLoader(SDLoaderBase):
         states = self.get_merge_state_dicts(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(states[0])
         merged = merge_states([self.get_module(state) for state in states], version)
-        return self.set_module(_shallow(states[0]), merged), None, len(states)
+        return self.set_module(copy.copy(states[0]), merged), None, len(states)
 
     def split_state_dict(
         self,
@@ -315,7 +315,7 @@ class MegatronSDLoader(SDLoaderBase):
         """
         state, count, offset = self.get_split_state_dict(mp_world_size, mp_rank)
         part = split_state(self.get_module(state), self.get_checkpoint_version(state), count, offset)
-        return self.set_module(_shallow(state), part), None
+        return self.set_module(copy.copy(state), part), None
 
     def sanity_check(self, ckpt_file_name: str | os.PathLike[str]) -> None:
         """Look for the names of a Megatron transformer.
@@ -329,10 +329,6 @@ class MegatronSDLoader(SDLoaderBase):
     def get_checkpoint_version(self, state_dict: State) -> float:
         """The version given, or the file's `checkpoint_version`, or 0."""
         return self.version if self.version is not None else state_dict.get("checkpoint_version", 0)
-
-
-def _shallow(state: State) -> State:
-    return copy.copy(state)
 
 
 def _mapping(path: str | os.PathLike[str], loaded: Any) -> State:

@@ -9,7 +9,7 @@
 | `set_parallel_groups(groups or mesh)`, `get_parallel_groups()` | what `megatron.core.parallel_state` knows |
 
 All names of both are here, too (`is_te_min_version` is that of `core_utils`), each imported when it is asked for. Row
-by row: `docs/reference_map.md`.
+by row: `docs/reference/names_of_deepspeed_and_megatron.md`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
     if name in _OF_THE_STATE:
-        return getattr(import_module(f"{__name__}.state").STATE, name)
+        return getattr(import_module(f"{__name__}.core_utils").STATE, name)
     if name.startswith("__") and name != "__straggler__":  # Python's own questions
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for room in _ROOMS:

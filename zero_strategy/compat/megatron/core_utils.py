@@ -1,22 +1,42 @@
 """`megatron.core.utils`: its names, each the package's own function or class.
 
-What is a global there is read off `STATE` when it is asked for (`_nvtx_enabled`, `_ASYNC_IO_LOOP`, ...).
+What is a global there is read off `STATE` when it is asked for (`_nvtx_enabled`, `_ASYNC_IO_LOOP`, ...): groups,
+buffers and tasks of a process, as one object. The functions behind them (in the modules beside this one) are given
+groups and buffers. Here they take those of a state, whose methods are exported under the documented names.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
-from zero_strategy.compat.megatron import lifecycle
-from zero_strategy.compat.megatron import lifecycle as versions
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_strategy.compat.megatron.diagnostics as diagnostics
+import zero_strategy.compat.megatron.gradients as gradients
+import zero_strategy.compat.megatron.groups as groups
+import zero_strategy.compat.megatron.lifecycle as lifecycle
+import zero_strategy.compat.megatron.sharded_tensors as sharded_tensors
 from zero_strategy.compat.megatron.diagnostics import (
+    AsyncTasks,
+    NvtxRanges,
+    StragglerDetector,
+    __straggler__,
     _nvtx_decorator_get_func_path,
     _nvtx_range_get_func_path,
     log_single_rank,
 )
 from zero_strategy.compat.megatron.gradients import prepare_input_tensors_for_wgrad_compute
-from zero_strategy.compat.megatron.groups import get_pg_rank, get_pg_size, get_pg_src_rank
+from zero_strategy.compat.megatron.groups import (
+    ParallelGroups,
+    get_pg_rank,
+    get_pg_size,
+    get_pg_src_rank,
+    tensor_parallel_group,
+)
 from zero_strategy.compat.megatron.lifecycle import (
     ExperimentalNotEnabledError,
     check_mamba_sequence_packing_support,
@@ -52,7 +72,10 @@ from zero_strategy.compat.megatron.models import (
     scaled_init_method_normal,
     unwrap_model,
 )
-from zero_strategy.compat.megatron.state import LATER, STATE, later
+from zero_strategy.compat.megatron.replica_check import check_param_hashes_across_dp_replicas
+from zero_strategy.compat.megatron.sharded_tensors import ReplicaId, ShardedTensor
+from zero_strategy.compat.megatron.straggler import StragglerData as _StragglerData
+from zero_strategy.compat.megatron.straggler import ValueWithRank as _ValueWithRank
 from zero_strategy.compat.megatron.tensors import (
     GlobalMemoryBuffer,
     GlobalSymmetricMemoryBuffer,
@@ -76,6 +99,121 @@ from zero_strategy.ops.multi_tensor import (
 
 logger = logging.getLogger(__name__)
 
+Offsets = tuple[tuple[int, int, int], ...]
+
+
+class UtilityState:
+    """Groups of a run, scratch memory, ranges and tasks, and the functions that use them without being given them.
+
+    Attributes:
+        groups: The run's process groups; none until `set_parallel_groups`.
+        scratch: Named buffers.
+        ranges: Of the profiler.
+        tasks: The event loop and traced coroutines.
+    """
+
+    def __init__(self) -> None:
+        self.groups = ParallelGroups()
+        self.scratch = GlobalMemoryBuffer()
+        self.ranges = NvtxRanges()
+        self.tasks = AsyncTasks()
+
+    def set_parallel_groups(self, groups: ParallelGroups | DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
+        """Say which groups the run has, once `torch.distributed` is initialized.
+
+        Args:
+            groups: The groups, or a mesh with the axes that `ParallelGroups.from_mesh` knows.
+            expert_mesh: The experts', beside a mesh.
+        """
+        self.groups = groups if isinstance(groups, ParallelGroups) else ParallelGroups.from_mesh(groups, expert_mesh)
+
+    def get_parallel_groups(self) -> ParallelGroups:
+        """The groups that were set."""
+        return self.groups
+
+    def get_global_memory_buffer(self) -> GlobalMemoryBuffer:
+        """This process's scratch buffers."""
+        return self.scratch
+
+    def get_tensor_model_parallel_group_if_none(
+        self, tp_group: dist.ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
+    ) -> dist.ProcessGroup | None:
+        """`tp_group`, or the run's own with a warning; see `distributed.parallel_groups.tensor_parallel_group`."""
+        return tensor_parallel_group(tp_group, self.groups, is_expert, check_initialized)
+
+    def get_batch_on_this_cp_rank(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch; see `distributed.groups.get_batch_on_this_cp_rank`."""
+        return groups.get_batch_on_this_cp_rank(batch, self.groups.context)
+
+    def log_on_each_pipeline_stage(
+        self,
+        logger: logging.Logger,
+        *args: Any,
+        tp_group: dist.ProcessGroup | None = None,
+        dp_cp_group: dist.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """One log line per pipeline stage; see `diagnostics.diagnostics.log_on_each_pipeline_stage`.
+
+        Args:
+            logger: Whose.
+            args: Of `Logger.log`.
+            tp_group: Default: the run's.
+            dp_cp_group: Default: the run's.
+            kwargs: Of `Logger.log`.
+        """
+        diagnostics.log_on_each_pipeline_stage(
+            logger,
+            *args,
+            tp_group=tp_group or self.groups.tensor,
+            dp_cp_group=dp_cp_group or self.groups.data_context,
+            **kwargs,
+        )
+
+    def make_tp_sharded_tensor_for_checkpoint(
+        self,
+        tensor: Tensor,
+        key: str,
+        tp_axis: int = 0,
+        replica_id: ReplicaId | None = None,
+        prepend_offsets: Offsets = (),
+        **kwargs: Any,
+    ) -> ShardedTensor:
+        """A tensor divided among tensor-parallel ranks; see `saving.sharded_tensors`."""
+        return sharded_tensors.make_tp_sharded_tensor_for_checkpoint(
+            tensor, key, tp_axis, replica_id, prepend_offsets, groups=self.groups, **kwargs
+        )
+
+    def make_sharded_tensor_for_checkpoint(
+        self,
+        tensor: Tensor,
+        key: str,
+        prepend_offsets: Offsets = (),
+        replica_id: ReplicaId | None = None,
+        **kwargs: Any,
+    ) -> ShardedTensor:
+        """A tensor that all ranks have; see `saving.sharded_tensors`."""
+        return sharded_tensors.make_sharded_tensor_for_checkpoint(
+            tensor, key, prepend_offsets, replica_id, groups=self.groups, **kwargs
+        )
+
+    def drain_embedding_wgrad_compute(
+        self,
+        config: gradients.DrainConfig,
+        embedding_activation_buffer: list[Tensor],
+        grad_output_buffer: list[Tensor],
+        weight: nn.Parameter,
+        tp_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Weight gradients that were put off; see `pipeline.deferred_embedding`."""
+        gradients.drain_embedding_wgrad_compute(
+            config, embedding_activation_buffer, grad_output_buffer, weight, tp_group, scratch=self.scratch
+        )
+
+
+STATE = UtilityState()
+"""This process's, since the documented functions are a process's."""
+
 configure_nvtx_profiling = STATE.ranges.configure
 drain_embedding_wgrad_compute = STATE.drain_embedding_wgrad_compute
 get_asyncio_loop = STATE.tasks.get_asyncio_loop
@@ -93,12 +231,12 @@ _LIVE = {
     "ENABLE_EXPERIMENTAL": lifecycle.experimental_enabled,
     "_ASYNC_IO_LOOP": lambda: STATE.tasks.loop,
     "_ASYNC_TASK_STATS": lambda: STATE.tasks.stats,
-    "_causal_conv1d_version": versions.get_causal_conv1d_version,
-    "_fa_version": versions.get_fa_version,
-    "_mamba_ssm_version": versions.get_mamba_version,
+    "_causal_conv1d_version": lifecycle.get_causal_conv1d_version,
+    "_fa_version": lifecycle.get_fa_version,
+    "_mamba_ssm_version": lifecycle.get_mamba_version,
     "_nvtx_enabled": lambda: STATE.ranges.enabled,
     "_nvtx_range_messages": lambda: STATE.ranges.messages,
-    "_te_version": versions.get_te_version,
+    "_te_version": lifecycle.get_te_version,
 }
 
 __all__ = [
@@ -106,12 +244,17 @@ __all__ = [
     "GlobalMemoryBuffer",
     "GlobalSymmetricMemoryBuffer",
     "MakeViewlessTensor",
+    "StragglerDetector",
     "WrappedTensor",
+    "_StragglerData",
+    "_ValueWithRank",
+    "__straggler__",
     "_kernel_make_viewless_tensor",
     "_nvtx_decorator_get_func_path",
     "_nvtx_range_get_func_path",
     "assert_viewless_tensor",
     "check_mamba_sequence_packing_support",
+    "check_param_hashes_across_dp_replicas",
     "configure_nvtx_profiling",
     "deprecate_inference_params",
     "deprecated",
@@ -173,10 +316,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LIVE:
         return _LIVE[name]()
-    if name in LATER:
-        return later(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LIVE, *LATER})
+    return sorted({*globals(), *_LIVE})

@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
+import zero_strategy.compat.megatron.straggler as straggler
 from zero_strategy.comm.process_group import world_rank, world_size
 from zero_strategy.compat.megatron.groups import get_pg_rank
-from zero_strategy.diagnostics import straggler
 from zero_strategy.runtime.terminal import report
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class AsyncTasks:
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
+
 
 class NvtxRanges:
     """A switch, and per thread a stack of open ranges.
@@ -271,6 +272,7 @@ def _range(name: str, color: str | None) -> AbstractContextManager[Any]:
     ranged: AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
     return ranged
 
+
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
     """`logger.log(*args, **kwargs)` on one rank; without a process group on this one, whichever it is.
 
@@ -313,6 +315,7 @@ def _distributed() -> bool:
     from zero_strategy.comm.process_group import has_process_group
 
     return has_process_group() and world_size() > 1
+
 
 class StragglerDetector(straggler.StragglerDetector):
     """The one detector of the process: a second construction gives it again, as it is."""

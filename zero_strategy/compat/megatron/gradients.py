@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.comm.instrumentation import PendingWork
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator, PendingWork
 from zero_strategy.compat.megatron.models import (
     bwc_tensor_model_parallel_rank,
     is_expert_parameter,

@@ -70,7 +70,7 @@ def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer) -
 def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer) -> DeepSpeedSettings:
     """Reads a DeepSpeed config like `read_deepspeed`, with rejected keys reported in `found` instead of raised."""
     layer = source if isinstance(source, Layer) else read_source(source)
-    _check_kind(layer)
+    is_deepspeed(layer.values, layer.origin)  # only to say which keys are of the other kind, rather than unknown
     made = Translation(classify(layer), layer.origin)
     return DeepSpeedSettings(
         origin=layer.origin,
@@ -128,11 +128,6 @@ def _kind(name: str, value: Any) -> Literal["ours", "theirs", "either"]:
     return "theirs" if (theirs - ours) & value.keys() else "either"
 
 
-def _check_kind(layer: Layer) -> None:
-    # Only to say which keys are of the other kind, rather than that one of them is unknown.
-    is_deepspeed(layer.values, layer.origin)
-
-
 def _without_effect(settings: DeepSpeedSettings) -> str:
     reports = [report for report in settings.found if report.classification == WITHOUT_EFFECT]
     lost = "; ".join(f"'{report.path}': {report.note}" for report in reports if not report.idle)
@@ -145,6 +140,7 @@ def _without_effect(settings: DeepSpeedSettings) -> str:
 
 def _shown(value: Any) -> str:
     return AUTO if value == AUTO else repr(value)
+
 
 LATER_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "optimizer")
 """Keys that can only be compared once there are a data loader and an optimizer."""

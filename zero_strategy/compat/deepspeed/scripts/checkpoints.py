@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zero_strategy.checkpoint.contents import catalog_of
+from zero_strategy.checkpoint.agreement import catalog_of
 from zero_strategy.checkpoint.disk import beside, remove, sync
 from zero_strategy.comm.barrier import together
 from zero_strategy.compat.deepspeed.scripts.data import SchedulerOwner

@@ -201,10 +201,16 @@ class ScriptEngine(ScriptCheckpoints):
             self._held_back = before
 
     def _check_loss(self, loss: Any) -> None:
+        self._trained()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"backward() takes a loss of one element, not {given}")
+
+    def _trained(self) -> Optimizer:
+        """The optimizer, where something is trained."""
         if self.optimizer is None:
             raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"backward() takes a loss of one element, not {_described(loss)}")
+        return self.optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the module."""
@@ -233,22 +239,20 @@ class ScriptEngine(ScriptCheckpoints):
             FloatingPointError: If fp16 gradients overflow at the smallest loss scale, or gradients are not finite and
                 `nonfinite_gradients` is `raise`.
         """
-        if self.optimizer is None:
-            raise RuntimeError("this engine has no optimizer; pass one to initialize(), or name one in the config")
+        optimizer = self._trained()
         self.zero.model.moved.check("step()")
         if self._held_back:
             raise RuntimeError("step() inside of no_sync(): call it after the block, when gradients may be averaged")
         if self.is_gradient_accumulation_boundary():
-            self._scheduled.check(self.lr_scheduler, self.optimizer)
-            self._update(self.optimizer, lr_kwargs or {})
+            self._scheduled.check(self.lr_scheduler, optimizer)
+            self._update(optimizer, lr_kwargs or {})
         else:
             self._applied = False
         self.micro_steps += 1
         self._plain.step_over()
 
     def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        finite = self.zero.unscale_gradients(optimizer)
-        if not finite:
+        if not self.zero.unscale_gradients(optimizer):
             self._norm = float("inf")
         elif self.settings.clipping > 0:
             self._norm = float(self.zero.clip_grad_norm_(self.settings.clipping, optimizer=optimizer))
@@ -327,12 +331,10 @@ class ScriptEngine(ScriptCheckpoints):
         Raises:
             ValueError: If it is no multiple of a micro-batch on every rank, or the config says no micro-batch size.
         """
-        micro, ranks = self.train_micro_batch_size_per_gpu(), self.train_batch_size() // self._micro_batch_samples()
+        micro, ranks = self.train_micro_batch_size_per_gpu(), self._ranks()
         steps = train_batch_size // (micro * ranks)
         if steps < 1 or train_batch_size != steps * micro * ranks:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is no multiple of {MICRO} {micro} x {ranks} rank(s)"
-            )
+            raise ValueError(f"train_batch_size {train_batch_size} is no multiple of {MICRO} {micro} x {ranks} rank(s)")
         self._take_batch(train_batch_size, micro, steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -340,11 +342,11 @@ class ScriptEngine(ScriptCheckpoints):
         if micro_batch_size < 1:
             raise ValueError(f"{MICRO} must be 1 or more, not {micro_batch_size}")
         steps = self.gradient_accumulation_steps()
-        ranks = self.train_batch_size() // self._micro_batch_samples()
-        self._take_batch(micro_batch_size * steps * ranks, micro_batch_size, steps)
+        self._take_batch(micro_batch_size * steps * self._ranks(), micro_batch_size, steps)
 
-    def _micro_batch_samples(self) -> int:
-        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps()
+    def _ranks(self) -> int:
+        samples, micro, steps = self.get_batch_info()
+        return samples // (micro * steps)
 
     def _take_batch(self, train: int, micro: int, steps: int) -> None:
         self.settings = replace(self.settings, batch=BatchSettings(train, micro, steps))
@@ -423,11 +425,6 @@ class ScriptEngine(ScriptCheckpoints):
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     @property
-    def cur_scale(self) -> float:
-        """Another name of `loss_scale`."""
-        return self.loss_scale
-
-    @property
     def dp_world_size(self) -> int:
         """Ranks among which samples are divided."""
         return self.zero.mesh.world_size
@@ -441,6 +438,8 @@ class ScriptEngine(ScriptCheckpoints):
     def loss_scale(self) -> float:
         """Factor of losses: 1 unless in fp16."""
         return 1.0 if self.zero.scaler is None else self.zero.scaler.scale
+
+    cur_scale = loss_scale
 
     @property
     def world_size(self) -> int:
@@ -497,7 +496,3 @@ def _known(size: int | None) -> int:
     if size is None:
         raise ValueError(f"the config says no batch size; set {MICRO!r} or {TRAIN!r}")
     return size
-
-
-def _described(loss: Any) -> str:
-    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from zero_strategy.checkpoint.contents import catalog_of
+from zero_strategy.checkpoint.agreement import catalog_of
 from zero_strategy.comm.process_group import world_rank, world_size
 from zero_strategy.compat.deepspeed.scripts.data import RepeatingLoader
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine

@@ -1,0 +1,455 @@
+"""Checks of whole checkpoints: all bytes against their checksums, and one checkpoint against another.
+
+`verify` reads every byte and reports all that is wrong. `compare` compares names, shapes, dtypes, every element, and
+the records beside the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from zero_strategy.checkpoint.folders import checkpoint_directory
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, FileKind, Manifest
+from zero_strategy.checkpoint.piece_reader import check_blocks
+from zero_strategy.checkpoint.ranges import Block, PieceTable, batches, rank_path, small_path
+from zero_strategy.checkpoint.state_reader import StateReader
+from zero_strategy.checkpoint.storage import Folder, RemoteFolder, Storage, is_remote, remote_checkpoint
+from zero_strategy.runtime.host_bytes import checksum_of
+from zero_strategy.runtime.regular_files import open_regular, read_regular, size_of
+
+_AT_ONCE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a tensor in a rank's file."""
+
+    offset: int
+    nbytes: int
+    checksum: str
+    tensor: str
+    elements: str
+
+
+def piece_bytes(pieces: PieceTable, manifest: Manifest) -> int:
+    """Number of bytes that `problems_of_pieces` reads if all is there."""
+    return sum(size for size, _ in pieces.ranks.values()) + sum(manifest.files[path] for path in pieces.owners)
+
+
+def problems_of_pieces(
+    storage: Storage, manifest: Manifest, pieces: PieceTable, report: Callable[[int], object]
+) -> Iterator[str]:
+    """One sentence for each problem, with the file and, in it, the tensor.
+
+    Args:
+        storage: Where the pieces are.
+        manifest: The checkpoint's.
+        pieces: The manifest's.
+        report: Is given the number of bytes that were read since it was called last.
+    """
+    try:
+        check_blocks(manifest, pieces, storage.name)
+    except ValueError as error:
+        yield str(error)
+        return  # where blocks lie is not certain
+    blocks = _blocks(manifest, pieces)
+    for rank, (size, header) in sorted(pieces.ranks.items()):
+        path = rank_path(pieces.folder, rank)
+        place = f"{storage.name}/{path}"
+        try:
+            actual = storage.size(path)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if actual is None:
+            yield f"{place}: is missing; rank {rank} wrote it on its host"
+        elif actual != size:
+            yield f"{place}: has {actual} bytes, the manifest says {size}"
+        else:
+            yield from _problems_of_rank(storage, path, size, header, blocks.get(rank, []), report)
+    for name, owner in sorted(pieces.owners.items()):
+        path = small_path(pieces.folder, name)
+        try:
+            size_there = storage.size(path)
+        except ValueError as error:  # a pipe, a directory
+            yield str(error)
+            continue
+        if size_there is None:
+            yield f"{storage.name}/{path}: is missing" + (f"; rank {owner} wrote it on its host" if owner else "")
+            continue
+        content = storage.read(path)
+        if checksum_of(content) != manifest.checksums.files[name]:
+            yield f"{storage.name}/{path}: is damaged: its checksum is not the manifest's"
+        report(len(content))
+
+
+def _blocks(manifest: Manifest, pieces: PieceTable) -> dict[int, list[_Block]]:
+    """Rank -> the blocks of its file, in order."""
+    found: dict[int, list[_Block]] = {}
+    for path, tensors in pieces.slices.items():
+        for name, slices in tensors.items():
+            size = pieces.layouts[path].specs[name].dtype.itemsize
+            for one in slices:
+                for block in manifest.checksums.overlapping(path, name, one.start, one.stop):
+                    offset = one.offset + (block.start - one.start) * size
+                    nbytes, elements = (block.stop - block.start) * size, f"[{block.start}, {block.stop})"
+                    found.setdefault(one.rank, []).append(_Block(offset, nbytes, block.checksum, name, elements))
+    for blocks in found.values():
+        blocks.sort(key=lambda block: block.offset)
+    return found
+
+
+def _problems_of_rank(
+    storage: Storage, path: str, size: int, header: str, blocks: list[_Block], report: Callable[[int], object]
+) -> Iterator[str]:
+    data_start = blocks[0].offset if blocks else size
+    (head,) = storage.read_ranges([(path, 0, data_start)])
+    report(len(head))
+    if checksum_of(bytes(head)) != header:
+        yield f"{storage.name}/{path}: is damaged: its header's checksum is not the manifest's"
+    for batch in batches(blocks, lambda block: block.nbytes, _AT_ONCE_BYTES):
+        (content,) = storage.read_ranges([(path, batch[0].offset, sum(block.nbytes for block in batch))])
+        report(len(content))
+        for block in batch:
+            at = block.offset - batch[0].offset
+            if xxhash.xxh3_64_hexdigest(memoryview(content)[at : at + block.nbytes]) != block.checksum:
+                yield (
+                    f"{storage.name}/{path}: tensor {block.tensor!r} is damaged: the checksum of elements "
+                    f"{block.elements} is not the manifest's"
+                )
+
+
+_CHUNK = 4 << 20
+Progress = Callable[[int], object]
+"""Is given the number of bytes that were read since it was called last."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of the verification.
+
+    Attributes:
+        directory: The checkpoint; a text if it is a URL.
+        problems: One sentence each, with the file and, in it, the tensor; empty if all is well.
+        files: How many files the manifest lists.
+        bytes: Their size.
+    """
+
+    directory: Path | str
+    problems: tuple[str, ...]
+    files: int
+    bytes: int
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[int], Progress] | None = None) -> Verdict:
+    """Compare all bytes of a checkpoint with its checksums.
+
+    Args:
+        path: A checkpoint, or its parent with a `latest` file; a directory or a URL.
+        progress: Is given the number of bytes that will be read, and returns what is told of each part.
+
+    Raises:
+        ValueError: If there is no checkpoint, or its manifest cannot be trusted.
+    """
+    if is_remote(path):
+        folder, manifest = remote_checkpoint(RemoteFolder(os.fspath(path)), fall_back=False)
+        return _verdict_of_pieces(folder.url, folder, manifest, progress)
+    directory = checkpoint_directory(path, fall_back=False)
+    manifest = Manifest.read(directory)
+    if manifest.pieces is not None:
+        return _verdict_of_pieces(directory, Folder(directory), manifest, progress)
+    total = sum(manifest.files.values())
+    problems = tuple(_problems(directory, manifest, progress(total) if progress else lambda count: None))
+    return Verdict(directory, problems, len(manifest.files), total)
+
+
+def _verdict_of_pieces(
+    directory: Path | str, storage: Storage, manifest: Manifest, progress: Callable[[int], Progress] | None
+) -> Verdict:
+    pieces = manifest.pieces
+    if pieces is None:
+        raise ValueError(f"{directory}: an ordinary checkpoint can be verified in a local directory only")
+    total = piece_bytes(pieces, manifest)
+    report = progress(total) if progress else lambda count: None
+    problems = list(problems_of_pieces(storage, manifest, pieces, report))
+    if isinstance(directory, Path):
+        found = {str(place.relative_to(directory)) for place in directory.rglob("*") if not place.is_dir()}
+        unknown = sorted(found - pieces.files().keys() - {MANIFEST_NAME})
+        problems += [f"{directory / extra}: the manifest does not list it" for extra in unknown]
+    return Verdict(directory, tuple(problems), len(pieces.files()), total)
+
+
+def _problems(directory: Path, manifest: Manifest, report: Progress) -> Iterator[str]:
+    found = {str(place.relative_to(directory)) for place in directory.rglob("*") if not place.is_dir()}
+    for extra in sorted(found - manifest.files.keys() - {MANIFEST_NAME}):
+        yield f"{directory / extra}: the manifest does not list it"
+    with_tensors = {record.file for record in manifest.weights.values()}
+    with_tensors |= {place for record in manifest.optimizers.values() for place in record.states.values()}
+    for name, size in manifest.files.items():
+        file = directory / name
+        try:
+            actual = size_of(file)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if actual is None:
+            yield f"{file}: is missing{manifest.lost(directory, name)}"
+        elif actual != size:
+            yield f"{file}: has {actual} bytes, the manifest says {size}{manifest.lost(directory, name)}"
+        elif name in with_tensors:
+            yield from _problems_of_tensors(file, name, manifest, report)
+        else:
+            if checksum_of(read_regular(file)) != manifest.checksums.files[name]:
+                yield f"{file}: is damaged: its checksum is not the manifest's"
+            report(size)
+
+
+def _problems_of_tensors(file: Path, name: str, manifest: Manifest, report: Progress) -> Iterator[str]:
+    fd = open_regular(file)
+    try:
+        layout = read_layout(fd, name, str(file))
+        if checksum_of(layout.header) != manifest.checksums.files[name]:
+            yield f"{file}: is damaged: its header's checksum is not the manifest's"
+            return
+        sizes = {spec.name: spec.numel for spec in layout.specs.values()}
+        manifest.checksums.check_cover(name, sizes, str(file))
+        report(len(layout.header))
+        for tensor in layout.specs:
+            for block in manifest.checksums.tensors.get(name, {}).get(tensor, []):
+                if _checksum(fd, layout, tensor, block, report) != block.checksum:
+                    place = f"elements [{block.start}, {block.stop})"
+                    yield f"{file}: tensor {tensor!r} is damaged: the checksum of {place} is not the manifest's"
+    except ValueError as error:
+        yield str(error)
+    except OSError as error:
+        yield f"{file}: cannot be read: {error.strerror or error}"
+    finally:
+        os.close(fd)
+
+
+def _checksum(fd: int, layout: FileLayout, tensor: str, block: Block, report: Progress) -> str:
+    checksum = xxhash.xxh3_64()
+    offset, left = layout.span(tensor, block.start, block.stop)
+    while left:
+        data = os.pread(fd, min(left, _CHUNK), offset)
+        if not data:
+            break  # cut off meanwhile: the checksum tells
+        checksum.update(data)
+        report(len(data))
+        offset, left = offset + len(data), left - len(data)
+    return str(checksum.hexdigest())
+
+
+_BLOCK = 1 << 20
+"""Elements that are compared at once."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor or record that differs.
+
+    Attributes:
+        where: "model", "optimizer 0 exp_avg", "optimizer 0 groups", "counters", ...
+        name: The tensor's, or the record's.
+        what: "only in A", "only in B", "shape", "dtype", "values" or "record".
+        a, b: Both sides, as far as they are short.
+        elements: How many elements differ, by their bits; 0 unless it is "values", or "dtype" with other values.
+        numel: Of how many.
+        max_abs: Largest absolute difference; infinite where one side is not finite.
+        max_rel: Largest difference as part of the larger side.
+    """
+
+    where: str
+    name: str
+    what: str
+    a: str = ""
+    b: str = ""
+    elements: int = 0
+    numel: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """All differences.
+
+    Attributes:
+        differences: In the order of A.
+        tensors: How many tensors both have.
+        equal: How many of these are equal, bit for bit.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    tensors: int = 0
+    equal: int = 0
+
+
+def bytes_to_compare(a: StateReader, b: StateReader, *, weights_only: bool = False) -> int:
+    """Amount of progress that `compare` will report."""
+    return sum(
+        specs_a[name].nbytes + specs_b[name].nbytes
+        for _, _, specs_a, specs_b in _pairs(a, b, weights_only)
+        for name in specs_a.keys() & specs_b.keys()
+    )
+
+
+def compare(
+    a: StateReader,
+    b: StateReader,
+    *,
+    weights_only: bool = False,
+    progress: Callable[[int], object] = lambda count: None,
+) -> Comparison:
+    """Compares two open checkpoints, in blocks.
+
+    Args:
+        a: One.
+        b: The other.
+        weights_only: Leave optimizers and counters out.
+        progress: Is told of the bytes read.
+
+    Raises:
+        ValueError: If one is damaged.
+    """
+    found = Comparison()
+    for where, kind, specs_a, specs_b in _pairs(a, b, weights_only):
+        for name in [*specs_a, *(name for name in specs_b if name not in specs_a)]:
+            mine, theirs = specs_a.get(name), specs_b.get(name)
+            if mine is None or theirs is None:
+                found.differences.append(Difference(where, name, "only in A" if theirs is None else "only in B"))
+                continue
+            found.tensors += 1
+            difference = _compare_tensor(where, name, mine, theirs, a, b, kind, progress)
+            if difference is None:
+                found.equal += 1
+            else:
+                found.differences.append(difference)
+    for where, mine, theirs in _records(a, b, weights_only):
+        found.differences += _compare_records(where, mine, theirs)
+    return found
+
+
+def _pairs(
+    a: StateReader, b: StateReader, weights_only: bool
+) -> Iterator[tuple[str, FileKind, Mapping[str, TensorSpec], Mapping[str, TensorSpec]]]:
+    yield "model", "model", a.weights, b.weights
+    optimizers = [sorted(_optimizers(reader), key=lambda name: (len(name), name)) for reader in (a, b)]
+    for name in [] if weights_only else dict.fromkeys([*optimizers[0], *optimizers[1]]):
+        states = [
+            reader.states(name) if name in known else {} for reader, known in zip((a, b), optimizers, strict=True)
+        ]
+        for kind in dict.fromkeys([*states[0], *states[1]]):
+            yield f"optimizer {name} {kind}", (name, kind), states[0].get(kind, {}), states[1].get(kind, {})
+
+
+def _optimizers(reader: StateReader) -> Mapping[str, Any]:
+    return reader.manifest.optimizers if reader.has_manifest else {}
+
+
+def _compare_tensor(
+    where: str,
+    name: str,
+    mine: TensorSpec,
+    theirs: TensorSpec,
+    a: StateReader,
+    b: StateReader,
+    kind: FileKind,
+    progress: Callable[[int], object],
+) -> Difference | None:
+    if mine.shape != theirs.shape:
+        return Difference(where, name, "shape", str(list(mine.shape)), str(list(theirs.shape)))
+    elements, max_abs, max_rel = 0, 0.0, 0.0
+    for start in range(0, mine.numel, _BLOCK):
+        stop = min(start + _BLOCK, mine.numel)
+        x, y = a.read(name, start, stop, kind=kind), b.read(name, start, stop, kind=kind)
+        progress(x.nbytes + y.nbytes)
+        count, largest, relative = _compare_block(x, y)
+        elements, max_abs, max_rel = elements + count, max(max_abs, largest), max(max_rel, relative)
+    numbers = (elements, mine.numel, max_abs, max_rel)
+    if mine.dtype != theirs.dtype:
+        return Difference(where, name, "dtype", _short(mine.dtype), _short(theirs.dtype), *numbers)
+    return Difference(where, name, "values", "", "", *numbers) if elements else None
+
+
+def _compare_block(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float, float]:
+    """Elements that differ, the largest absolute and the largest relative difference."""
+    count = x.numel()
+    try:
+        if x.dtype == y.dtype:
+            if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+                return 0, 0.0, 0.0
+            differ = _differ(x, y)
+            count = int(differ.sum())
+            x, y = x[differ], y[differ]
+        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        wide_x, wide_y = x.to(wide), y.to(wide)
+    except (RuntimeError, NotImplementedError):  # a packed dtype: its elements can only be told apart
+        return count, math.inf, math.inf
+    if x.dtype != y.dtype:
+        differ = wide_x != wide_y
+        wide_x, wide_y = wide_x[differ], wide_y[differ]
+        if wide_x.numel() == 0:
+            return 0, 0.0, 0.0
+    gap = (wide_x - wide_y).abs()
+    scale = torch.maximum(wide_x.abs(), wide_y.abs())
+    relative = torch.where(gap == 0, torch.zeros_like(gap), gap / scale)
+    return wide_x.numel(), _largest(gap), _largest(relative)
+
+
+def _differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Positions of bits that differ."""
+    if x.dtype == torch.complex128:
+        return _differ(torch.view_as_real(x), torch.view_as_real(y)).any(-1)
+    integer = _INTEGERS[x.dtype.itemsize]
+    return x.view(integer) != y.view(integer)
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(torch.nan_to_num(values, nan=math.inf, posinf=math.inf).max())
+
+
+def _records(a: StateReader, b: StateReader, weights_only: bool) -> Iterator[tuple[str, Any, Any]]:
+    yield "ties", a.aliases, b.aliases
+    if weights_only or not (a.has_manifest and b.has_manifest):
+        return
+    yield "counters", dict(a.manifest.counters), dict(b.manifest.counters)
+    for name in dict.fromkeys([*a.manifest.optimizers, *b.manifest.optimizers]):
+        records = [reader.manifest.optimizers.get(name) for reader in (a, b)]
+        if records[0] is None or records[1] is None:
+            there = [{} if record is None else {name: "there"} for record in records]
+            yield "optimizers", there[0], there[1]
+            continue
+        groups = [{str(i): dict(group) for i, group in enumerate(record.param_groups)} for record in records if record]
+        yield f"optimizer {name} groups", groups[0], groups[1]
+        yield f"optimizer {name} numbers", dict(records[0].scalars), dict(records[1].scalars)
+
+
+def _compare_records(where: str, a: Any, b: Any, name: str = "") -> list[Difference]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        found = []
+        for key in dict.fromkeys([*a, *b]):
+            path = f"{name}.{key}" if name else str(key)
+            if key not in a or key not in b:
+                found.append(Difference(where, path, "only in A" if key in a else "only in B"))
+            else:
+                found += _compare_records(where, a[key], b[key], path)
+        return found
+    if type(a) is type(b) and (a == b or (a != a and b != b)):
+        return []
+    return [Difference(where, name, "record", _short(a), _short(b))]
+
+
+def _short(value: Any) -> str:
+    text = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

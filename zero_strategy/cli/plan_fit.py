@@ -1,0 +1,473 @@
+"""A plan held against memory: what it needs, the cheapest changes after which it fits, the largest model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zero_strategy.offload.chunk_store import PAGE_BYTES
+from zero_strategy.planning.buckets import TIER_ORDER, Offload, facts_of, placement_of, staying, staying_bytes, stop_of
+from zero_strategy.planning.held import Machine
+from zero_strategy.planning.ledger import TIERS, Ledger
+from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.planning.shapes import ModelShape, NamedShapes, ParameterShape, TokenCosts, UnitShape
+from zero_strategy.runtime.terminal import size, table
+
+_ENDLESS = 1 << 60
+
+
+def with_resident(plan: MemoryPlan, nbytes: int) -> MemoryPlan:
+    """The plan with another `offload.resident_bytes`."""
+    return plan.changed(offload=replace(plan.offload, resident_bytes=nbytes))
+
+
+def kept_bytes(plan: MemoryPlan) -> int:
+    """Bytes of `offload.resident_bytes` that are used; a setting of just these keeps the same."""
+    return staying_bytes(facts_of(plan.model, plan.resolved, plan.compute_dtype), plan.resolved, plan.offload)
+
+
+def largest_resident(
+    plan: MemoryPlan, fits: Callable[[MemoryPlan], bool], low: int, high: int | None = None
+) -> int | None:
+    """The largest `offload.resident_bytes` from `low` to `high` with which a plan fits; None if it does with none.
+
+    No more than is used: what it keeps is what the next larger ones do that fit. `high` None: all that is in files.
+    """
+    if not fits(with_resident(plan, low)):
+        return None
+    most = kept_bytes(with_resident(plan, _ENDLESS if high is None else high))
+    good, bad = low // PAGE_BYTES, max(most, low) // PAGE_BYTES + 1
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(with_resident(plan, middle * PAGE_BYTES)):
+            good = middle
+        else:
+            bad = middle
+    return kept_bytes(with_resident(plan, max(good * PAGE_BYTES, low)))
+
+
+def moved_bytes(plan: MemoryPlan, rank: int = 0) -> int:
+    """Bytes of parameters and gradients that a rank reads from files and writes in a step of one micro-batch.
+
+    Parameters are read for forward and for backward, read and written by the step; gradients are written once they are
+    reduced, and read by the step. Clipping by a norm reads gradients once more, and is left out.
+    """
+    units, offload = facts_of(plan.model, plan.resolved, plan.compute_dtype), plan.offload
+    stays, placement = staying(units, plan.resolved, offload), placement_of(plan.resolved)
+    gradients_in_files = offload.gradient_tier(plan.resolved.gradient_reduction) == "nvme"
+    total = 0
+    for bucket in (bucket for unit in units for bucket in unit):
+        here = stays[id(bucket)]
+        if offload.parameters == "nvme":
+            numel = bucket.layout.slice_numel
+            left = numel - stop_of(offload.cuts(numel), here.weights)
+            total += left * bucket.dtype.itemsize * (4 if bucket.trainable else 2)
+        if gradients_in_files and bucket.trainable:
+            start, stop = bucket.owned(placement, rank % plan.resolved.shard)
+            cuts = offload.cuts(stop - start)
+            left = stop - start - (stop_of(cuts, cuts.heads + here.gradients))
+            total += 2 * left * bucket.gradient_dtype.itemsize
+    return total
+
+
+_MOST_RANKS = 4096
+_SMALL_SHM = 1 << 30
+_NO_SNAPSHOTS = "checkpoint.asynchronous: false"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that may be taken; None: not known, so that nothing is said of it.
+
+    Attributes:
+        device: Per rank, of a device with memory of its own.
+        host: Per host, for all its ranks together.
+        disk: Per host, on the drives for offload.
+        gpus: Devices that are there; 0: not known.
+        margin: Fraction that stays free: for fragmentation, the CUDA context, NCCL's buffers.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    gpus: int = 0
+    margin: float = 0.05
+
+    @classmethod
+    def of(cls, machine: Machine) -> Budget:
+        """Memory that a machine has now."""
+        return cls(machine.gpu_free, machine.host_free, machine.disk_free, machine.gpus)
+
+
+@dataclass(frozen=True)
+class Need:
+    """One kind of memory.
+
+    Attributes:
+        what: Such as "device memory, per rank".
+        needed: Bytes.
+        there: Bytes that may be taken, the margin left out; None: not known.
+    """
+
+    what: str
+    needed: int
+    there: int | None
+
+    @property
+    def fits(self) -> bool:
+        """True if it is enough, or not known."""
+        return self.there is None or self.needed <= self.there
+
+
+def needs(plan: MemoryPlan, budget: Budget, ledger: Ledger | None = None) -> list[Need]:
+    """Needs of the fullest rank by kind of memory, peaks included, with what there is."""
+    ledger = plan.ledger() if ledger is None else ledger
+    device, host, nvme = (ledger.tier_bytes(tier) for tier in TIERS)
+    ranks, keep = plan.ranks_per_host, 1.0 - budget.margin
+
+    def usable(there: int | None) -> int | None:
+        return None if there is None else int(there * keep)
+
+    found = []
+    on_host = host
+    if plan.device_type == "cuda":
+        found.append(Need("device memory, per rank", device, usable(budget.device)))
+    else:  # the device tier is the host's memory
+        on_host += device
+    found.append(Need(f"host memory, {_ranks(ranks)} per host", on_host * ranks, usable(budget.host)))
+    if nvme:
+        found.append(Need(f"disk, {_ranks(ranks)} per host", nvme * ranks, usable(budget.disk)))
+    return found
+
+
+def fits(plan: MemoryPlan, budget: Budget) -> bool:
+    """True if everything fits that is known."""
+    return all(need.fits for need in needs(plan, budget))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings.
+
+    Attributes:
+        what: The settings that change, such as "stage: 3" or "offload.optimizer: cpu".
+        plan: The plan with them.
+    """
+
+    what: tuple[str, ...]
+    plan: MemoryPlan
+
+
+def changes_that_fit(plan: MemoryPlan, budget: Budget) -> list[Change]:
+    """The smallest change after which the plan fits, and after it the first that fits of each other kind.
+
+    In order of cost: saves that wait, steps that begin after backward, less that stays in host memory, a higher stage
+    (more is sent), the ranks that are there, offload to the host, then to drives, more ranks than are there. Empty if
+    nothing helps, or it fits as it is.
+    """
+    found = []
+    groups = (_synchronous, _less_staying, _stages, _present_ranks, _to_host, _to_drives, _more_ranks)
+    for group in groups:
+        first = next((change for change in group(plan, budget) if fits(change.plan, budget)), None)
+        if first is None and plan.snapshots and group is not _synchronous:
+            without = group(plan.changed(snapshots=False), budget)
+            first = next((change for change in without if fits(change.plan, budget)), None)
+            first = None if first is None else Change((*first.what, _NO_SNAPSHOTS), first.plan)
+        if first is not None:
+            found.append(first)
+    return found
+
+
+def _synchronous(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    if plan.snapshots:
+        yield Change((_NO_SNAPSHOTS,), plan.changed(snapshots=False))
+
+
+def _less_staying(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """More of what is in files read and written, as little as will do."""
+    if plan.offload.in_files and kept_bytes(plan):
+        most = _largest_resident(plan, budget, 0, plan.offload.resident_bytes)
+        if most is not None:
+            yield Change((f"offload.resident_bytes: {most}",), with_resident(plan, most))
+
+
+def _largest_resident(plan: MemoryPlan, budget: Budget, low: int, high: int | None = None) -> int | None:
+    """By the rank that is the fullest as it is, for a plan of each rank takes long; then looked at for all."""
+    rank = plan.fullest_rank()
+
+    def fits_one(other: MemoryPlan) -> bool:
+        return all(need.fits for need in needs(other, budget, other.ledger(rank)))
+
+    found = largest_resident(plan, fits_one, low, high)
+    if found is None or fits(with_resident(plan, found), budget):
+        return found
+    return largest_resident(plan, lambda other: fits(other, budget), low, high)
+
+
+def suggestions(plan: MemoryPlan, budget: Budget) -> list[str]:
+    """Changes that a plan that fits could make with the memory that is left."""
+    if not plan.offload.in_files or budget.host is None or not fits(plan, budget):
+        return []
+    most = _largest_resident(plan, budget, plan.offload.resident_bytes)
+    if most is None or most <= kept_bytes(plan):
+        return []
+    saved = moved_bytes(plan) - moved_bytes(with_resident(plan, most))
+    return [f"offload.resident_bytes could be {most}: saves {size(saved)} read and written per step"]
+
+
+def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """Higher stages, gradients that are reduced every micro-batch; then what is gathered released, none ahead."""
+    config, now = plan.resolved.config, plan.resolved.config.stage
+    reduced: dict[str, object] = {"gradient_reduction": "per_micro_batch"}
+    stages: list[dict[str, object]] = [{"stage": stage} for stage in range(now + 1, 4)]
+    tried = [reduced, *stages] if now >= 2 else [*stages, reduced]  # stages 2 and 3 have it by default
+    for settings in (*tried, *(settings | reduced for settings in stages)):
+        yield _change(settings, plan.changed(settings=settings))
+    released: dict[str, object] = {} if config.reshard_after_backward else {"reshard_after_backward": True}
+    if released:
+        settings = released if now == 3 else {"stage": 3, **released}
+        yield _change(settings, plan.changed(settings=settings))
+    if now == 3 and (config.prefetch or not config.reshard_after_forward or released):
+        lean: dict[str, object] = {**released, "reshard_after_forward": True, "prefetch": 0}
+        yield _change(lean, plan.changed(settings=lean))
+
+
+def _change(settings: dict[str, object], plan: MemoryPlan, *first: str) -> Change:
+    return Change((*first, *(f"{key}: {str(value).lower()}" for key, value in settings.items())), plan)
+
+
+def _present_ranks(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """All devices of this host."""
+    world = plan.resolved.world_size
+    counts = {world * 2**power for power in range(1, 13)} | {budget.gpus}
+    here = sorted(count for count in counts if world < count <= budget.gpus)
+    alone = plan.ranks_per_host == world
+    yield from _with_ranks(plan, [(count, count if alone else plan.ranks_per_host) for count in here])
+
+
+def _more_ranks(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    """Further hosts like this one."""
+    world, per_host = plan.resolved.world_size, max(plan.ranks_per_host, budget.gpus)
+    counts = [world * 2**power for power in range(1, 13)]
+    yield from _with_ranks(
+        plan, [(count, min(per_host, count)) for count in counts if max(world, budget.gpus) < count <= _MOST_RANKS]
+    )
+
+
+def _with_ranks(plan: MemoryPlan, counts: list[tuple[int, int]]) -> Iterator[Change]:
+    """Numbers of ranks and of ranks per host; each with the present stage and with those above it."""
+    now, replicate = plan.resolved.config.stage, plan.resolved.config.mesh.replicate
+    for count, per_host in counts:
+        if count % replicate == 0:
+            for stage in range(now, 4):
+                settings: dict[str, object] = {} if stage == now else {"stage": stage}
+                changed = plan.changed(world_size=count, ranks_per_host=per_host, settings=settings)
+                yield _change(settings, changed, f"ranks: {count} ({per_host} per host)")
+
+
+def _to_host(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    if plan.device_type != "cpu":  # else it is the same memory
+        yield from _offloads(plan, "cpu")
+
+
+def _to_drives(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
+    if budget.disk is not None:
+        yield from _offloads(plan, "nvme")
+
+
+def _offloads(plan: MemoryPlan, tier: str) -> Iterator[Change]:
+    """The optimizer off the device, then the parameters as well, each with the present stage and those above it."""
+    now = plan.resolved.config.stage
+    for parts in (("optimizer",), ("optimizer", "parameters")):
+        now_at = {part: TIER_ORDER.index(getattr(plan.offload, part)) for part in parts}
+        wanted = {part: tier for part in parts if TIER_ORDER.index(tier) > now_at[part]}
+        offload = _offloaded(plan.offload, **wanted)
+        for stage in range(now, 4):
+            if wanted and (offload.parameters == "none" or stage == 3):
+                settings: dict[str, object] = {} if stage == now else {"stage": stage}
+                what = [f"offload.{part}: {where}" for part, where in wanted.items()]
+                yield _change(settings, plan.changed(settings=settings, offload=offload), *what)
+
+
+def _offloaded(before: Offload, optimizer: str | None = None, parameters: str | None = None) -> Offload:
+    return replace(before, optimizer=optimizer or before.optimizer, parameters=parameters or before.parameters)
+
+
+def notes(plan: MemoryPlan, machine: Machine, ledger: Ledger | None = None) -> list[str]:
+    """Consequences of the machine's limits for the plan, beside its sizes."""
+    ledger = plan.ledger() if ledger is None else ledger
+    found = []
+    pinned = ledger.tier_bytes("host")
+    if plan.device_type == "cuda" and machine.memlock is not None and pinned > machine.memlock:
+        found.append(
+            f"memlock is {size(machine.memlock)}, and {size(pinned)} of host memory would be pinned: where the system "
+            "refuses that, copies go through pageable memory, which is slower (raise `ulimit -l`)"
+        )
+    if plan.ranks_per_host > 1 and machine.shm_free is not None and machine.shm_free < _SMALL_SHM:
+        found.append(
+            f"/dev/shm has {size(machine.shm_free)} free: NCCL and DataLoader workers share memory there "
+            "(in a container, --shm-size)"
+        )
+    if ledger.only(tier="nvme").total.taken and machine.disk_path is None:
+        found.append("no drive was looked at: give --nvme-path, or --disk with its free bytes")
+    return found
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def gpt_shape(
+    hidden: int, layers: int, vocabulary: int, *, positions: int = 0, intermediate: int | None = None
+) -> ModelShape:
+    """A GPT: attention and a two-matrix MLP per layer with biases and norms, embedding tied to the head.
+
+    Args:
+        hidden: Width.
+        layers: Blocks; each is a unit.
+        vocabulary: Rows of the embedding.
+        positions: Rows of the position embedding; 0 for none.
+        intermediate: Width of the MLP; default: 4 x hidden.
+
+    Returns:
+        layers x (4 h^2 + 2 h i + 9 h + i) + (vocabulary + positions) h + 2 h parameters.
+
+    Raises:
+        ValueError: If a size is not positive.
+    """
+    inner = 4 * hidden if intermediate is None else intermediate
+    sizes = {"hidden": hidden, "layers": layers, "vocabulary": vocabulary, "intermediate": inner}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a GPT needs 1 or more")
+    root: list[tuple[str, tuple[int, ...]]] = [("positions.weight", (positions, hidden))] if positions else []
+    root += _norm("norm", hidden)
+    embedding = ("embedding.weight", ParameterShape((vocabulary, hidden), tied=True))
+    units = [UnitShape("", (embedding, *_named("", root)))]
+    block = [
+        *_norm("norm1", hidden),
+        *_linear("attention.qkv", hidden, 3 * hidden),
+        *_linear("attention.out", hidden, hidden),
+        *_norm("norm2", hidden),
+        *_linear("mlp.up", hidden, inner),
+        *_linear("mlp.down", inner, hidden),
+    ]
+    units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
+    # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
+    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary, products=6 * hidden + inner)
+    return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
+
+
+def _norm(name: str, width: int) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
+
+
+def _named(prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> NamedShapes:
+    return tuple((prefix + name, ParameterShape(shape)) for name, shape in shapes)
+
+
+_MOST_STEPS = 1 << 14
+"""Bound of the search: a hidden size of a million."""
+
+OFFLOADS = (
+    Offload(),
+    Offload(optimizer="cpu"),
+    Offload(optimizer="nvme"),
+    Offload(optimizer="cpu", parameters="cpu"),
+    Offload(optimizer="nvme", parameters="cpu"),
+    Offload(optimizer="nvme", parameters="nvme"),
+)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest model under one setting.
+
+    Attributes:
+        stage: The stage.
+        offload: What lies outside of the device.
+        plan: Its plan; None if not even the smallest fits.
+    """
+
+    stage: int
+    offload: Offload
+    plan: MemoryPlan | None
+
+
+def largest_models(plan: MemoryPlan, budget: Budget, member: Callable[[int], ModelShape]) -> Iterator[Largest]:
+    """The largest model for every stage and offload that the budget has tiers for.
+
+    Args:
+        plan: World size, precision, optimizer and the rest; its model does not count.
+        budget: What there is.
+        member: Shapes of a family by number, 1, 2, ...; each at least as large as the one before.
+    """
+    for stage in range(4):
+        for offload in OFFLOADS:
+            tiers = (offload.optimizer, offload.parameters)
+            if (offload.parameters != "none" and stage != 3) or ("nvme" in tiers and budget.disk is None):
+                continue
+            if "cpu" in tiers and plan.device_type == "cpu":
+                continue  # the same memory
+            base = plan.changed(settings={"stage": stage}, offload=offload)
+            yield Largest(stage, offload, _search(base, budget, member))
+
+
+def _search(base: MemoryPlan, budget: Budget, member: Callable[[int], ModelShape]) -> MemoryPlan | None:
+    """By doubling, then by halving; `fits` is monotone along the family."""
+    found: MemoryPlan | None = None
+    low, high = 0, 1
+
+    def good(step: int) -> bool:
+        nonlocal found
+        tried = replace(base, model=member(step))
+        if fits(tried, budget):
+            found = tried
+            return True
+        return False
+
+    while high <= _MOST_STEPS and good(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if good(middle):
+            low = middle
+        else:
+            high = middle
+    return found
+
+
+def largest_table(models: list[Largest]) -> str:
+    """Columns: stage, offload, parameters, layers and hidden, bytes per rank and tier."""
+    rows: list[tuple[object, ...]] = []
+    for entry in models:
+        if entry.plan is None:
+            rows.append((entry.stage, entry.offload.describe(), "none fits", "", "", "", ""))
+            continue
+        ledger, shape = entry.plan.ledger(), entry.plan.model
+        layers = len(shape.units) - 1
+        hidden = shape.units[0].parameters[0][1].shape[1]
+        sizes = [size(ledger.tier_bytes(tier)) if ledger.tier_bytes(tier) else "-" for tier in TIERS]
+        rows.append(
+            (entry.stage, entry.offload.describe(), f"{shape.parameters / 1e9:.2f}B", f"{layers} x {hidden}", *sizes)
+        )
+    header = ("stage", "offload", "parameters", "layers x hidden", "device", "host", "nvme")
+    return table(rows, header, right=(2, 4, 5, 6))
+
+
+def largest_json(models: list[Largest]) -> list[dict[str, object]]:
+    """The same as plain types."""
+    return [
+        {
+            "stage": entry.stage,
+            "offload": {"optimizer": entry.offload.optimizer, "parameters": entry.offload.parameters},
+            "parameters": None if entry.plan is None else entry.plan.model.parameters,
+            "model": None if entry.plan is None else entry.plan.model.title,
+            "ledger": None if entry.plan is None else entry.plan.ledger().to_json(entries=False),
+        }
+        for entry in models
+    ]
