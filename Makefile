@@ -8,6 +8,8 @@
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
+# make docs           the documentation as a site, in site/; broken links and anchors are errors
+# make reference      docs/reference/settings.md and command_line.md, from the code
 # make lint           ruff, import-linter, mypy, and the prose of docs and docstrings
 # make wheel          the sdist, and a binary wheel with the CPU ops and the file I/O built in, into dist/
 # make clean          removes the environment, caches and outputs
@@ -16,6 +18,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= $(VENV)-bench
 CONFORMANCE_VENV ?= $(VENV)-conformance
+DOCS_VENV ?= $(VENV)-docs
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
@@ -24,7 +27,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance wheel lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance wheel docs reference lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -115,6 +118,19 @@ wheel: $(STAMP)
 	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 
+# Likewise: the site's tools are no part of training. Python 3.11 or later.
+$(DOCS_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_VENV)/.installed
+	$(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
+
+# The pages of docs/reference that are made of the code: settings, command line.
+reference: $(STAMP)
+	$(BIN)/python scripts/make_reference.py
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
+	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) $(DOCS_VENV) site build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "zero_strategy"
 MAP = ROOT / "docs" / "architecture.md"
 PAGES = [MAP, *sorted((ROOT / "docs" / "design").glob("*.md")), ROOT / "README.md"]
+GUIDES = [path for folder in ("quickstart", "guides") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 LINES, WIDTH, ROW_WIDTH = 250, 100, 200
 
 SOURCE = re.compile(r"`([\w./-]+\.(?:py|cpp|cu|cuh|h|toml|md))`")
@@ -124,3 +127,27 @@ def test_the_map_has_every_layer_and_page() -> None:
     assert re.findall(r"^(\w{2,})", picture, re.MULTILINE) == layers
     pages = {page.stem for page in PAGES if page.parent.name == "design"}
     assert set(re.findall(r"\]\(design/(\w+)\.md\)", text)) == pages
+
+
+def test_pages_made_from_the_code_are_up_to_date() -> None:
+    """`make reference` writes them: every setting, and the help of every command."""
+    reference = runpy.run_path(str(ROOT / "scripts" / "make_reference.py"))
+    for path, text in reference["pages"]().items():
+        assert (ROOT / path).read_text() == text, f"{path}: run `make reference`"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_blocks_of_guides_are_valid(page: Path) -> None:
+    """Python compiles, and names of this package that it imports are there; YAML is read by our config."""
+    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        if kind in ("python", "py"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zero_strategy"):
+                    module = import_module(node.module or "")
+                    assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
+
+
+def test_every_page_is_in_the_site() -> None:
+    """`make docs` builds the site; a page that its navigation leaves out would be found by nobody."""
+    listed = set(re.findall(r"[\w./]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} == listed

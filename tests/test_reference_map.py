@@ -1,4 +1,4 @@
-"""`docs/reference_map.md` against the code: every row's path, signature and test."""
+"""`docs/reference/names_of_deepspeed_and_megatron.md` against the code: every row's path, signature and test."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rows() -> dict[str, list[Row]]:
     """Rows of the tables by chapter, with signatures from below them and the tests of `reference_map.json`."""
     tests: dict[str, dict[str, str]] = json.loads((ROOT / "tests" / "reference_map.json").read_text())
     found: dict[str, list[Row]] = {}
-    for chapter in (ROOT / "docs" / "reference_map.md").read_text().split("\n## ")[1:]:
+    for chapter in (ROOT / "docs" / "reference" / "names_of_deepspeed_and_megatron.md").read_text().split("\n## ")[1:]:
         title, calls = chapter.partition("\n")[0], signatures(chapter)
         for line in chapter.splitlines():
             if not line.startswith("| ") or line.startswith(("| there", "| ---")):

@@ -1,8 +1,7 @@
-"""Choice of `make test`: each heading of the documentation that describes a feature, and each file of tests."""
+"""Choice of `make test`: each page of the documentation that describes a feature, and each file of tests."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -12,76 +11,65 @@ from tests.tiers import Choice
 ROOT = Path(__file__).resolve().parent.parent
 
 FEATURES = {
-    "README.md": {
-        "In your own Trainer": "integrations/test_training.py",
-        "Under Fabric and LightningCLI": "integrations/test_fabric.py",
-        "Under Accelerate": "integrations/accelerate_face/test_training.py",
-        "Pipelines": "integrations/test_pipeline.py",
-        "Will it fit?": "planning/test_command.py",
-        "Is it right?": "diagnostics/test_verify_faces.py",
-        "Where time and memory go": "diagnostics/test_faces.py",
-        "Checkpoints": "integrations/test_checkpoints.py",
-        "The example": "examples/test_configs.py",
-    },
-    "docs/usage.md": {
-        "Which stage?": "engine/test_exactness.py",
-        "Notebooks": "integrations/test_registration.py",
-        "Accelerate": "integrations/accelerate_face/test_prepare.py",
-        "The transformers Trainer": "integrations/transformers_face/test_training.py",
-        "Models too large for one process": "integrations/transformers_face/test_pretrained.py",
-        "PEFT": "integrations/transformers_face/test_adapters.py",
-        "Checkpoints": "integrations/test_checkpoints.py",
-        "Saving without waiting": "saving/test_background.py",
-        "In a loop of one's own: tags, own state, retention": "saving/test_retention.py",
-        "Hosts without a shared file system, object stores": "checkpoint/test_remote.py",
-        "Going on exactly where a run stopped": "integrations/test_resume.py",
-        "Preemption": "integrations/test_preemption.py",
-        "From DeepSpeed": "checkpoint/interop/test_deepspeed.py",
-        "Pipelines, tensor parallelism and universal checkpoints of DeepSpeed": "checkpoint/interop/test_universal.py",
-        "From and to other formats": "checkpoint/test_commands.py",
-        "After training": "integrations/test_ends.py",
-        "Different numbers of batches per rank": "integrations/test_uneven.py",
-        "When ranks get out of step": "watchdog/test_desync.py",
-        "Several hosts": "cluster/test_manifests.py",
-        "Parameters in your own code (stage 3)": "engine/test_gathered_writes.py",
-        "Models that fit no rank": "engine/test_init.py",
-        "Gradients in your own code (stages 1 to 3)": "engine/test_gradients.py",
-        "Optimizers": "engine/test_optimizers.py",
-        "Offloading": "engine/test_offload.py",
-        "Activation checkpointing": "activation/test_units.py",
-        "Will it fit?": "memory/test_plan.py",
-        "Is it right?": "diagnostics/test_verify_rounding.py",
-        "Where time and memory go": "diagnostics/test_report.py",
-        "Which rank is slow?": "diagnostics/test_straggler.py",
-        "Do replicas agree?": "diagnostics/test_replica_check.py",
-        "Gradients that are not finite": "engine/test_nonfinite_steps.py",
-        "Where does the NaN come from?": "diagnostics/test_nonfinite.py",
-        "Is the machine well?": "diagnostics/test_doctor.py",
-        "Pipeline schedules": "pipeline/test_schedule_command.py",
-        "Pipelines with Lightning": "integrations/test_pipeline.py",
-        "Tensor parallelism": "engine/test_tensor_parallel.py",
-        "Native ops": "ops/test_functions.py",
-        "Transformer layers": "transformer/test_layer.py",
-        "Models as pipelines": "pipeline/test_module.py",
-        "In a loop of one's own": "pipeline/test_engine.py",
-        "Pipelines with Accelerate": "integrations/accelerate_face/test_pipelines.py",
-        "DeepSpeed JSON": "config/test_deepspeed_json.py",
-        "DeepSpeed scripts": "scripts/test_engine.py",
-        "Pipelines in scripts": "integrations/deepspeed/test_pipe_rows.py",
-        "Activation checkpointing and random states": "activation/test_rng.py",
-        "Utilities": "integrations/megatron/test_on_ranks.py",
-        "Settings": "config/test_schema.py",
-    },
-}
-NOT_FEATURES = {"Install", "Try it", "Dive into the code", "Documentation", "License"}
+    "quickstart/lightning.md": ["integrations/test_training.py", "integrations/test_fabric.py"],
+    "quickstart/accelerate.md": [
+        "integrations/accelerate_face/test_training.py", "integrations/accelerate_face/test_prepare.py",
+    ],
+    "quickstart/transformers.md": ["integrations/transformers_face/test_training.py"],
+    "quickstart/scripts.md": ["engine/test_exactness.py"],
+    "guides/activation_checkpointing.md": ["activation/test_units.py", "activation/test_budget.py"],
+    "guides/checkpoints.md": [
+        "integrations/test_checkpoints.py", "saving/test_background.py", "saving/test_retention.py",
+        "checkpoint/test_remote.py",
+    ],
+    "guides/deepspeed_json.md": ["config/test_deepspeed_json.py"],
+    "guides/deepspeed_scripts.md": [
+        "scripts/test_engine.py", "integrations/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
+    ],
+    "guides/hangs.md": ["watchdog/test_desync.py"],
+    "guides/large_models.md": ["engine/test_init.py", "integrations/transformers_face/test_pretrained.py"],
+    "guides/lora.md": ["integrations/transformers_face/test_adapters.py"],
+    "guides/measuring.md": [
+        "diagnostics/test_faces.py", "diagnostics/test_report.py", "diagnostics/test_straggler.py",
+        "diagnostics/test_doctor.py",
+    ],
+    "guides/memory.md": ["planning/test_command.py", "memory/test_plan.py"],
+    "guides/migrating.md": ["integrations/deepspeed/test_names.py"],
+    "guides/multi_node.md": ["cluster/test_manifests.py"],
+    "guides/nans.md": ["diagnostics/test_nonfinite.py", "diagnostics/test_replica_check.py"],
+    "guides/notebooks.md": ["integrations/test_registration.py"],
+    "guides/offloading.md": ["engine/test_offload.py"],
+    "guides/ops.md": ["ops/test_functions.py", "transformer/test_layer.py"],
+    "guides/optimizers.md": ["engine/test_optimizers.py"],
+    "guides/other_checkpoints.md": [
+        "checkpoint/interop/test_deepspeed.py", "checkpoint/interop/test_universal.py", "checkpoint/test_commands.py",
+    ],
+    "guides/parameters_and_gradients.md": [
+        "engine/test_gathered_writes.py", "engine/test_gradients.py", "integrations/test_ends.py",
+    ],
+    "guides/pipelines.md": [
+        "integrations/test_pipeline.py", "pipeline/test_module.py", "pipeline/test_engine.py",
+        "integrations/accelerate_face/test_pipelines.py",
+    ],
+    "guides/precision.md": ["engine/test_nonfinite_steps.py"],
+    "guides/preemption.md": ["integrations/test_preemption.py", "integrations/test_resume.py"],
+    "guides/schedules.md": ["pipeline/test_schedule_command.py"],
+    "guides/stages.md": ["engine/test_exactness.py"],
+    "guides/tensor_parallelism.md": ["engine/test_tensor_parallel.py"],
+    "guides/uneven_batches.md": ["integrations/test_uneven.py"],
+    "guides/utilities.md": ["integrations/megatron/test_on_ranks.py"],
+    "guides/verify.md": ["diagnostics/test_verify_faces.py", "diagnostics/test_verify_rounding.py"],
+    "reference/settings.md": ["config/test_schema.py"],
+    "../README.md": ["examples/test_configs.py"],
+}  # fmt: skip
+"""Files of tests by the page that describes the feature."""
 
 
-@pytest.mark.parametrize("page", FEATURES)
-def test_each_heading_of_the_documentation_has_a_test(page: str) -> None:
-    """A new section needs an entry in FEATURES, and so a test in `make test`."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
-    headings = re.findall(r"^##+ (.*)$", text, flags=re.M)
-    assert sorted(FEATURES[page]) == sorted(heading for heading in headings if heading not in NOT_FEATURES)
+def test_each_page_of_the_documentation_that_describes_a_feature_has_a_test() -> None:
+    """A new page needs an entry in FEATURES, and so a test in `make test`."""
+    pages = [path for folder in ("quickstart", "guides") for path in (ROOT / "docs" / folder).glob("*.md")]
+    assert {str(path.relative_to(ROOT / "docs")) for path in pages} <= FEATURES.keys()
+    assert all((ROOT / "docs" / page).is_file() for page in FEATURES)
 
 
 def test_make_test_reaches_every_feature_and_every_file(request: pytest.FixtureRequest) -> None:
@@ -89,7 +77,7 @@ def test_make_test_reaches_every_feature_and_every_file(request: pytest.FixtureR
         pytest.skip("sees the choice only where all files are collected")
     quick = Choice()
     run = {item.nodeid for item in request.session.items if item in quick}
-    files = {name.partition("::")[0] for name in run}
-    wanted = {f"tests/{file}" for page in FEATURES.values() for file in page.values()}
-    assert not wanted - files
+    chosen = {name.partition("::")[0] for name in run}
+    wanted = {f"tests/{file}" for files in FEATURES.values() for file in files}
+    assert not wanted - chosen
     assert not quick.listed - run, "tests/quick.txt names tests that are gone: run `python -m tests.choose_quick` again"

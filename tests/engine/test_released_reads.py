@@ -62,7 +62,7 @@ LEAVING: dict[str, Callable[[nn.Parameter], Any]] = {
     "broadcast data": lambda p: dist.broadcast(p.data, 0),
     "broadcast a copy": lambda p: dist.broadcast(p.data.to(torch.bfloat16).contiguous(), 0),
     "all_reduce": lambda p: dist.all_reduce(p.detach()),
-    **({} if torch.__version__ < "2.12" else {"reduce": lambda p: dist.reduce(p.data, 0)}),  # see docs/usage.md
+    **({} if torch.__version__ < "2.12" else {"reduce": lambda p: dist.reduce(p.data, 0)}),  # as the guide says
     "gather": lambda p: dist.gather(p.data, several(p) if dist.get_rank() == 0 else None, 0),
     "gather the parameter": lambda p: dist.gather(p, several(p) if dist.get_rank() == 0 else None, 0),
     "reduce_scatter": lambda p: dist.reduce_scatter(torch.empty(p.shape), [p.data for _ in several(p)]),

@@ -1,4 +1,4 @@
-"""The blocks of docs/migrating.md that show what to write here, run one after the other."""
+"""The blocks of docs/guides/migrating.md that show what to write here, run one after the other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if torch.distributed.is_initialized():
 
 
 def test_every_block_runs(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "migrating.md").read_text()
+    text = (ROOT / "docs" / "guides" / "migrating.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 7
     shutil.copy(ROOT / "tests" / "config" / "data" / "hf_zero2.json", tmp_path / "ds_config.json")

@@ -26,7 +26,7 @@ from zero_strategy.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConf
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.fsdp.units import find_units
 
-MIGRATING = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
+MIGRATING = (Path(__file__).parents[3] / "docs/guides/migrating.md").read_text()
 
 
 @pytest.fixture(autouse=True)

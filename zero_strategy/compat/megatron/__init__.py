@@ -9,7 +9,7 @@
 | `set_parallel_groups(groups or mesh)`, `get_parallel_groups()` | what `megatron.core.parallel_state` knows |
 
 All names of both are here, too (`is_te_min_version` is that of `core_utils`), each imported when it is asked for. Row
-by row: `docs/reference_map.md`.
+by row: `docs/reference/names_of_deepspeed_and_megatron.md`.
 """
 
 from __future__ import annotations
