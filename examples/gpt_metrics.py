@@ -35,9 +35,7 @@ class MetricsWriter(Callback):
         self._losses.clear()
         self._tick = time.perf_counter()
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the learning rate of this step: at the end of the batch the schedule has moved on."""
         self._lr = optimizer.param_groups[0]["lr"]
 

@@ -121,6 +121,7 @@ class _After(_Before):
                 return
             frame = frame.f_back
 
+
 _OF_EACH_HOST = frozenset(
     {
         "checkpoint.bytes_per_second", "diagnostics.run_dir", "offload.nvme_path", "offload.probe_seconds",
@@ -674,9 +675,7 @@ class ZeroEngine:
         """Write weights and config for Hugging Face's `from_pretrained`; see `saving.pretrained.save_pretrained`."""
         pretrained.save_pretrained(self, directory, dtype=dtype)
 
-    def load(
-        self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True
-    ) -> StateReader:
+    def load(self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True) -> StateReader:
         """Load a checkpoint written at any world size and stage; all ranks call it.
 
         Args:
@@ -747,9 +746,7 @@ class ZeroEngine:
         if self.config.config.checkpoint.random_state:
             random_state.load(reader, self.mesh.world_group.rank, self.mesh.world_group.world_size)
 
-    def load_weights(
-        self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True
-    ) -> StateReader:
+    def load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True) -> StateReader:
         """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
         reader = self._load_weights(source, strict=strict)
         self._publish_copies()
@@ -833,9 +830,7 @@ class ZeroEngine:
         """The same by parameter name: {name: {"exp_avg": tensor, ..., "step": tensor}}. All ranks call it."""
         names = {id(parameter): name for name, parameter in self.model.names()}
         self.mesh.barrier.wait_for_all("full_optimizer_state()")
-        return {
-            names[id(parameter)]: values for parameter, values in full_states(self.model, self.sharded(optimizer))
-        }
+        return {names[id(parameter)]: values for parameter, values in full_states(self.model, self.sharded(optimizer))}
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Divide a whole state, in the form of `optimizer.state_dict()`, among the ranks.

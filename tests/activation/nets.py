@@ -15,9 +15,7 @@ WIDTH = 16
 OPTIONS = {
     "none": CheckpointSettings(),
     "cpu": CheckpointSettings(checkpoint_in_cpu=True),
-    "contiguous": CheckpointSettings(
-        partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4
-    ),
+    "contiguous": CheckpointSettings(partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4),
     "contiguous on the cpu": CheckpointSettings(
         partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4, checkpoint_in_cpu=True
     ),

@@ -83,9 +83,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "initialize_rng_tracker(...)": (
         checkpointing.initialize_rng_tracker,
-        dict.fromkeys(
-            ("use_te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng", "force_reset"), False
-        ),
+        dict.fromkeys(("use_te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng", "force_reset"), False),
     ),
     "get_cuda_rng_tracker(...)": (
         checkpointing.get_cuda_rng_tracker,

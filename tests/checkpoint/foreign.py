@@ -128,9 +128,7 @@ def our_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, directory
                 mine.scalars.setdefault(names[parameter], {})[key] = value.item()
             else:
                 mine.kinds.setdefault(key, {})[names[parameter]] = StoredTensor.of(names[parameter], value)
-    mine.param_groups = [
-        {**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
-    ]
+    mine.param_groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     state.optimizers = [mine]
     write_portable(state, directory)
     return portable_of(CheckpointReader(directory))

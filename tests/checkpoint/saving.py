@@ -25,9 +25,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 
 
 def all_dtypes() -> dict[str, torch.Tensor]:
-    return {
-        name.lower(): random_tensor(dtype, (3, 6), seed) for seed, (name, dtype) in enumerate(DTYPES.items())
-    }
+    return {name.lower(): random_tensor(dtype, (3, 6), seed) for seed, (name, dtype) in enumerate(DTYPES.items())}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -75,9 +73,7 @@ def save(
     for writer in writers:
         writer.prepare(plan)
     kinds: dict[FileKind, Tensors] = {"model": weights}
-    kinds |= {
-        (o, kind): tensors for o, by_kind in (states or {}).items() for kind, tensors in by_kind.items()
-    }
+    kinds |= {(o, kind): tensors for o, by_kind in (states or {}).items() for kind, tensors in by_kind.items()}
     for rank, writer in enumerate(writers):
         for kind, tensors in kinds.items():
             writer.write(kind, slices(tensors, rank, world_size))

@@ -149,9 +149,7 @@ def test_there_and_back_is_byte_identical(ours: Path, tmp_path: Path, kind: str)
     assert compare(open_any(ours), open_any(tmp_path / "back")).differences == []
 
 
-def test_convert_refuses_and_leaves_nothing(
-    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_refuses_and_leaves_nothing(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(os.listdir(tmp_path))
     (tmp_path / "taken").touch()
     for arguments, message in [

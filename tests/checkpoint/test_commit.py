@@ -89,9 +89,7 @@ def test_latest_names_the_newest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["prepare", "write", "commit"])
-def test_a_crash_leaves_the_old_checkpoint(
-    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_the_old_checkpoint(tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "c", OLD)
     group = writers(tmp_path / "c")
     if phase != "prepare":

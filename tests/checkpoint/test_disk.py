@@ -93,9 +93,7 @@ def test_without_direct_writes_everything_goes_through_the_page_cache(
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_an_error_says_where_and_stops_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_an_error_says_where_and_stops_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     create_file(tmp_path / "a", b"", SIZE)
     writer = DiskWriter(tmp_path, threads=threads)
     pwrite = os.pwrite

@@ -36,9 +36,7 @@ def test_tensors_are_aligned_contiguous_and_start_on_a_page(specs: list[TensorSp
 
 
 @given(spec_lists)
-def test_the_library_accepts_the_header(
-    tmp_path_factory: pytest.TempPathFactory, specs: list[TensorSpec]
-) -> None:
+def test_the_library_accepts_the_header(tmp_path_factory: pytest.TempPathFactory, specs: list[TensorSpec]) -> None:
     path = tmp_path_factory.getbasetemp() / "accepted.safetensors"
     layout = FileLayout.compute("f", specs, {"key": "value"})
     path.write_bytes(layout.header + bytes(layout.data_bytes))

@@ -116,10 +116,7 @@ def check_any_cut(root: Path, data: st.DataObject, monkeypatch: pytest.MonkeyPat
     plan = plan_of(tensors, max_file_bytes=limit)
     world_size = data.draw(st.integers(1, 4))
     chunk = data.draw(st.sampled_from([1, 3, 64, 8192]))
-    writers = [
-        CheckpointWriter(root / "c", rank=r, world_size=world_size)
-        for r in range(world_size)
-    ]
+    writers = [CheckpointWriter(root / "c", rank=r, world_size=world_size) for r in range(world_size)]
     for writer in writers:
         writer.prepare(plan)
     monkeypatch.setattr(disk, "CHUNK_BYTES", chunk)
@@ -136,9 +133,7 @@ def check_any_cut(root: Path, data: st.DataObject, monkeypatch: pytest.MonkeyPat
     assert contents(root / "c") == contents(root / "reference")
 
 
-def test_tensors_of_other_devices_go_through_a_bounded_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_other_devices_go_through_a_bounded_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_on_host", lambda tensor: False)
     test_any_range_of_a_parameter_that_requires_grad(tmp_path, chunk_bytes=10)
 
@@ -241,9 +236,7 @@ def test_check_against_lists_everything_at_once(tmp_path: Path) -> None:
     ours = [TensorSpec("w", torch.float32, (5, 7)), TensorSpec("alias", torch.float32, (0,))]
     reader.check_against([*ours, TensorSpec.of("b", MODEL["b"]), TensorSpec("old", torch.float32, (2,))])
     with pytest.raises(ValueError) as error:
-        reader.check_against(
-            [*ours, TensorSpec("b", torch.float32, (8,)), TensorSpec("new", torch.float32, ())]
-        )
+        reader.check_against([*ours, TensorSpec("b", torch.float32, (8,)), TensorSpec("new", torch.float32, ())])
     assert "missing (1): new" in str(error.value)
     assert "unexpected (1): old" in str(error.value)
     assert "wrong shape (1): b (checkpoint (7,), model (8,))" in str(error.value)

@@ -59,9 +59,7 @@ def test_explain_derives_the_batch_and_names_the_defaults(capsys: pytest.Capture
     assert status == 2 and "train_batch_size 64 / (gradient_accumulation_steps 2 x 3 ranks) = 10.6667" in errors
 
 
-def test_explain_divides_a_batch_among_copies_of_a_pipeline(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_explain_divides_a_batch_among_copies_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     values = {"train_batch_size": 64, "gradient_accumulation_steps": 4, "pipeline": {"stages": 2, "partition": "best"}}
     path = saved(tmp_path / "ds.json", values)
     status, text, _ = run(capsys, "explain", path, "--world", 8)

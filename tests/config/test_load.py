@@ -91,9 +91,7 @@ def test_json_is_yaml(write):
 
 def test_interpolation_in_a_file(write, monkeypatch):
     monkeypatch.setenv("NODES", "4")
-    config = load_config(
-        write("mesh: {replicate: '${oc.decode:${oc.env:NODES}}'}\nprefetch: ${stage}\nstage: 2\n")
-    )
+    config = load_config(write("mesh: {replicate: '${oc.decode:${oc.env:NODES}}'}\nprefetch: ${stage}\nstage: 2\n"))
     assert (config.mesh.replicate, config.prefetch) == (4, 2)
 
 
@@ -102,9 +100,7 @@ def test_plain_strings_are_not_interpolated():
 
 
 def test_node_of_a_larger_dictconfig():
-    root = OmegaConf.create(
-        {"nodes": 2, "strategy": {"mesh": {"replicate": "${nodes}"}, "units": {"classes": ["A"]}}}
-    )
+    root = OmegaConf.create({"nodes": 2, "strategy": {"mesh": {"replicate": "${nodes}"}, "units": {"classes": ["A"]}}})
     assert load_config(root.strategy).mesh.replicate == 2
     # As hydra.utils.instantiate passes them: sections are nodes, keywords are not.
     config = load_config(stage=1, mesh=root.strategy.mesh, units={"classes": root.strategy.units.classes})
@@ -126,9 +122,7 @@ def test_presets():
     assert [preset(f"zero{n}") for n in (1, 2, 3)] == [{"stage": 1}, {"stage": 2}, {"stage": 3}]
     preset("zero1")["stage"] = 7
     assert preset("zero1") == {"stage": 1}
-    with pytest.raises(
-        ValueError, match=r"unknown strategy name 'zero4'; accepted: 'zero1', 'zero2', 'zero3'"
-    ):
+    with pytest.raises(ValueError, match=r"unknown strategy name 'zero4'; accepted: 'zero1', 'zero2', 'zero3'"):
         preset("zero4")
 
 
@@ -161,9 +155,7 @@ def test_file_that_is_no_mapping(write, text):
         load_config(write(text))
 
 
-@pytest.mark.parametrize(
-    "text", ["stage: [", "stage: 1\nstage: 2\n", "a: 1\n---\nb: 2\n", "prefetch: ${oops\n"]
-)
+@pytest.mark.parametrize("text", ["stage: [", "stage: 1\nstage: 2\n", "a: 1\n---\nb: 2\n", "prefetch: ${oops\n"])
 def test_file_that_cannot_be_read(write, text):
     with pytest.raises(ValueError, match=r"zero\.yaml"):
         load_config(write(text))
@@ -273,9 +265,7 @@ def test_key_that_a_framework_owns(keys, place):
 
 @pytest.mark.parametrize("value", ["bf16-mixed", "32", 16])
 def test_precision_of_the_computation_is_owned_by_the_framework(value):
-    with pytest.raises(
-        ValueError, match=r"'precision' \[user: keyword\] cannot be set here.*Trainer\(precision="
-    ):
+    with pytest.raises(ValueError, match=r"'precision' \[user: keyword\] cannot be set here.*Trainer\(precision="):
         load_config(precision=value)
     assert load_config(precision={"master_weights": False}).precision.master_weights is False
 

@@ -75,9 +75,7 @@ def test_assignment_replaces_the_origin():
     assert config.origin_of("prefetch") == "default"
 
 
-@pytest.mark.parametrize(
-    "clone", [copy.copy, copy.deepcopy, load_config, lambda c: pickle.loads(pickle.dumps(c))]
-)
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, load_config, lambda c: pickle.loads(pickle.dumps(c))])
 def test_origins_survive_copies(clone):
     config = load_config({"stage": 2, "mesh": {"replicate": 2}}, units={"classes": ["A"]})
     twin = clone(config)
@@ -138,7 +136,11 @@ def test_what_is_set_is_not_derived():
     mesh, offload = {"shard": 4, "replicate": 2, "tensor": 1}, {"gradients": "none"}
     pipeline = {"chunks": 1, "micro_batches": 3, "gather_bytes": 5}
     config = load_config(
-        stage=1, gradient_reduction="per_micro_batch", mesh=mesh, offload=offload, pipeline=pipeline,
+        stage=1,
+        gradient_reduction="per_micro_batch",
+        mesh=mesh,
+        offload=offload,
+        pipeline=pipeline,
         activation_checkpointing={"budget": 0.5},
     )
     resolved = resolve(config, 8)
@@ -168,9 +170,7 @@ def test_mesh_makes_the_world_size_or_is_refused(replicate, world_size):
     resolved = resolve(config, world_size)
     assert resolved.shard * replicate == world_size
     assert resolved.config.mesh.shard == resolved.shard
-    assert (
-        resolved.config.origin_of("mesh.shard") == f"derived: world size {world_size} / replicate {replicate}"
-    )
+    assert resolved.config.origin_of("mesh.shard") == f"derived: world size {world_size} / replicate {replicate}"
 
 
 def test_replicate_that_does_not_divide_lists_what_does():

@@ -187,11 +187,7 @@ BAD_TYPES = [
 def construct(key: str, value: object) -> ZeroConfig:
     """Builds a config in Python with one value set."""
     section, _, name = key.rpartition(".")
-    return (
-        ZeroConfig(**{section: SECTIONS[section](**{name: value})})
-        if section
-        else ZeroConfig(**{name: value})
-    )
+    return ZeroConfig(**{section: SECTIONS[section](**{name: value})}) if section else ZeroConfig(**{name: value})
 
 
 def test_defaults():

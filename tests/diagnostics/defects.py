@@ -45,6 +45,7 @@ def defect(phase: str, name: str = "", **expected: Any) -> Callable[[type[Sharde
 
     return keep
 
+
 PIPELINE_DEFECTS: dict[str, Defect] = {}
 """Of pipelines of two stages."""
 

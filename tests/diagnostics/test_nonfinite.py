@@ -187,4 +187,3 @@ def test_norms_of_one_process_are_torchs() -> None:
         assert parameter.grad is not None
         wanted = float(torch.linalg.vector_norm(parameter.grad.double(), 3.0))
         assert norms.gradients()[GRADIENT + name] == pytest.approx(wanted, rel=1e-9)
-

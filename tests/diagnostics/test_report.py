@@ -152,8 +152,15 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
     write_run(tmp_path, pipeline=True)
     page = drawn_by_a_browser(tmp_path)
     assert page.headings == [
-        "Where the time of a step goes", "Loss", "Tokens per second", "Memory by category", "Memory by rank",
-        "How far ranks are apart", "What moves", "Pipeline timeline (step 2)", "Settings",
+        "Where the time of a step goes",
+        "Loss",
+        "Tokens per second",
+        "Memory by category",
+        "Memory by rank",
+        "How far ranks are apart",
+        "What moves",
+        "Pipeline timeline (step 2)",
+        "Settings",
     ]
     budget, loss, speed, memory, by_rank, apart, timeline = page.charts
     assert budget["rect"] == 1 + 3 * 6  # three parts in six steps, and what follows the pointer

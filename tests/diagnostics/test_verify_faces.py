@@ -83,7 +83,7 @@ def test_what_users_get_wrong_is_told_in_sentences(capsys: pytest.CaptureFixture
 def test_ranks_that_fail_differently() -> None:
     head = "Traceback (most recent call last):\n"
     mine = f'{head}  File "/a/train.py", line 3, in make\n    x = y\n        ^\nNameError: name y\nis not defined\n'
-    chained = f"{head}  File \"/b.py\", line 1, in f\nKeyError: 1\n\nDuring handling of it:\n\n{mine}"
+    chained = f'{head}  File "/b.py", line 1, in f\nKeyError: 1\n\nDuring handling of it:\n\n{mine}'
     said = "NameError: name y\nis not defined (/a/train.py, line 3, in make)"
     assert sentence(mine) == sentence(chained) == said
     assert in_sentences({0: mine, 1: chained}) == said

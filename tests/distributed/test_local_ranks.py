@@ -119,9 +119,7 @@ class Planted:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_only_the_loopback_is_listened_on_and_nothing_of_it_unpickled(tmp_path: Path) -> None:
-    code = (
-        f"from zero_strategy.comm.local_ranks import run_local_ranks as run; print(run('{HERE}:meet_and_wait', "
-    )
+    code = f"from zero_strategy.comm.local_ranks import run_local_ranks as run; print(run('{HERE}:meet_and_wait', "
     code += f"({str(tmp_path)!r},), 2))"
     temporary = tmp_path / "temporary"
     temporary.mkdir(mode=0o755)

@@ -74,8 +74,10 @@ def test_contenders_on_one_device_do_the_same_training(ranks: Launcher) -> None:
 def test_host_time_is_told_by_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "host.json"
     rows = host_time.main(["--depths", "2", "--stages", "2", "--steps", "1", "--out", str(out)])
-    assert [(row["stage"], row["units"]) for row in rows] == [(None, 2), (2, 2)] == [
-        (row["stage"], row["units"]) for row in json.loads(out.read_text())["rows"]
-    ]
+    assert (
+        [(row["stage"], row["units"]) for row in rows]
+        == [(None, 2), (2, 2)]
+        == [(row["stage"], row["units"]) for row in json.loads(out.read_text())["rows"]]
+    )
     assert all(row[part] > 0 for row in rows for part in host_time.PARTS)
     assert "plain torch" in capsys.readouterr().out

@@ -43,9 +43,7 @@ SMALL_DISK = 320 * 4096
 
 def make(seed: int = 3) -> tuple[ZeroEngine, torch.optim.Optimizer]:
     model = build("transformer", seed)
-    config = load_config(
-        stage=3, units={"min_numel": 0}, barrier_seconds=10.0, checkpoint={"max_file_bytes": 20_000}
-    )
+    config = load_config(stage=3, units={"min_numel": 0}, barrier_seconds=10.0, checkpoint={"max_file_bytes": 20_000})
     engine = ZeroEngine(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     engine.attach(optimizer)

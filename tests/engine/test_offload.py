@@ -348,9 +348,7 @@ GRADIENTS = [(2, "nvme"), (3, "all"), (2, "gradients in memory"), (3, "gradients
 
 
 @pytest.mark.parametrize("stage, tier", GRADIENTS)
-def test_gradients_in_tiers_take_all_that_others_do(
-    ranks: Launcher, tmp_path: Path, stage: int, tier: str
-) -> None:
+def test_gradients_in_tiers_take_all_that_others_do(ranks: Launcher, tmp_path: Path, stage: int, tier: str) -> None:
     for wrong in ranks(2)(gradients, tmp_path, stage, tier):
         assert wrong == []
 

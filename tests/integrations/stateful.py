@@ -107,9 +107,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     ]
     for kind in ("weights", "moments"):
         assert found[kind].keys() == expected[kind].keys()
-        wrong += [
-            f"{kind} {name}" for name, value in found[kind].items() if not _same(value, expected[kind][name])
-        ]
+        wrong += [f"{kind} {name}" for name, value in found[kind].items() if not _same(value, expected[kind][name])]
     wrong += [
         f"{key}: {found[key]} != {expected[key]}" for key in ("lr", "step", "scale") if found[key] != expected[key]
     ]

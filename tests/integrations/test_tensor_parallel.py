@@ -151,4 +151,3 @@ def test_fabric_and_scripts(ranks: Launcher) -> None:
 def test_faces_without_tensor_parallel_ranks_say_so() -> None:
     with pytest.raises(ValueError, match=r"mesh.tensor is 2 .*PipelineStrategy has no tensor-parallel ranks: use"):
         PipelineStrategy(stages=2, **TENSOR)
-

@@ -55,9 +55,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def evaluate(library: ctypes.CDLL, which: int, x: Floats) -> Floats:
     y = np.empty_like(x)
-    library.evaluate(
-        which, x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p), ctypes.c_long(len(x))
-    )
+    library.evaluate(which, x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p), ctypes.c_long(len(x)))
     return y.astype(np.float64)
 
 
@@ -79,7 +77,7 @@ def below(x: Floats) -> Floats:
 
 
 def density(x: Floats) -> Floats:
-    return np.exp(-x.astype(np.float64) ** 2 / 2) / math.sqrt(2 * math.pi)
+    return np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
 
 
 def test_exp(library: ctypes.CDLL) -> None:

@@ -74,9 +74,7 @@ def test_l2norm() -> None:
     assert ops.l2norm([])[0] == 0
 
 
-@hypothesis.given(
-    sizes=SIZES, source=DTYPES, target=DTYPES, shift=st.integers(0, 3), wild=st.booleans(), seed=SEEDS
-)
+@hypothesis.given(sizes=SIZES, source=DTYPES, target=DTYPES, shift=st.integers(0, 3), wild=st.booleans(), seed=SEEDS)
 def test_scaled_copies(
     sizes: list[int], source: torch.dtype, target: torch.dtype, shift: int, wild: bool, seed: int
 ) -> None:

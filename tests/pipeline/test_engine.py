@@ -83,9 +83,7 @@ class Found(NamedTuple):
 def module_of(case: Case, **more: Any) -> PipelineModule:
     torch.manual_seed(0)
     shape: Any = "v" if case.schedule == "zbv" else "loop"
-    return PipelineModule(
-        layers(case.tied), case.stages, loss_fn=loss_of, chunks=case.chunks, placement=shape, **more
-    )
+    return PipelineModule(layers(case.tied), case.stages, loss_fn=loss_of, chunks=case.chunks, placement=shape, **more)
 
 
 def config_of(case: Case) -> dict[str, Any]:
@@ -200,9 +198,15 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_of_any_stages_goes_on_with_others(ranks: Launcher, tmp_path: Path, tied: bool) -> None:
     expected = plain(1, 3, tied)
-    first, cases = str(tmp_path / "first"), [
-        Case(1, 1, 2, tied=tied), Case(2, 1, 3, tied=tied), Case(2, 1, 1, "zbv", 2, tied=tied), Case(4, 1, 0, tied=tied)
-    ]
+    first, cases = (
+        str(tmp_path / "first"),
+        [
+            Case(1, 1, 2, tied=tied),
+            Case(2, 1, 3, tied=tied),
+            Case(2, 1, 1, "zbv", 2, tied=tied),
+            Case(4, 1, 0, tied=tied),
+        ],
+    )
     ranks(2)(go_on, Case(2, 1, 1, tied=tied), None, first, (0, 1))
     for case in cases:
         folder = tmp_path / f"{case.stages}-{case.zero}"

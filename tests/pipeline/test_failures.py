@@ -109,9 +109,7 @@ def test_data_that_ends_early(ranks: Launcher, case: Case, faulty: int, stage: i
         (_FOUR, 0, _unsendable, "TypeError", "outputs['depth'] is a builtins.set"),
     ],
 )
-def test_a_stage_that_raises(
-    ranks: Launcher, case: Case, faulty: int, fault: Fault, kind: str, words: str
-) -> None:
+def test_a_stage_that_raises(ranks: Launcher, case: Case, faulty: int, fault: Fault, kind: str, words: str) -> None:
     for rank, told in enumerate(ranks(case.ranks)(_run, case, faulty, fault)):
         assert told.kind == (kind if rank == faulty else "PipelineError"), told
         assert words in told.text and f"(rank {faulty})" in told.text and told.seconds < _SECONDS

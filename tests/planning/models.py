@@ -38,13 +38,9 @@ def gpt(hidden: int, layers: int, vocabulary: int) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.norm1 = nn.LayerNorm(hidden)
-            self.attention = nn.ModuleDict(
-                {"qkv": nn.Linear(hidden, 3 * hidden), "out": nn.Linear(hidden, hidden)}
-            )
+            self.attention = nn.ModuleDict({"qkv": nn.Linear(hidden, 3 * hidden), "out": nn.Linear(hidden, hidden)})
             self.norm2 = nn.LayerNorm(hidden)
-            self.mlp = nn.ModuleDict(
-                {"up": nn.Linear(hidden, 4 * hidden), "down": nn.Linear(4 * hidden, hidden)}
-            )
+            self.mlp = nn.ModuleDict({"up": nn.Linear(hidden, 4 * hidden), "down": nn.Linear(4 * hidden, hidden)})
 
     class GPT(nn.Module):
         def __init__(self) -> None:

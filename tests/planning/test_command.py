@@ -218,9 +218,7 @@ def broken():
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("build", 64 * 65), ("factory", 72), ("mapping", 72)]
-)
+@pytest.mark.parametrize(("name", "count"), [("build", 64 * 65), ("factory", 72), ("mapping", 72)])
 def test_a_factory_in_a_file_as_verify_takes_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
@@ -236,7 +234,7 @@ def test_a_factory_in_a_file_as_verify_takes_it(
 def test_what_goes_wrong_in_a_file_names_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "my_broken.py"
     file.write_text(SCRIPT)
-    line = SCRIPT.splitlines().index('    raise KeyError("no column \'label\'")') + 1
+    line = SCRIPT.splitlines().index("    raise KeyError(\"no column 'label'\")") + 1
     status, _, err = run(capsys, f"{file}:broken")
     assert status == 2 and f"({file}, line {line}, in broken)" in err and "no column 'label'" in err
     assert "Traceback" not in err

@@ -357,7 +357,12 @@ def of_processes(folder: Path) -> dict[str, Any]:
 def test_stores_groups_and_meshes(ranks: Launcher, tmp_path: Path) -> None:
     for found in ranks(2)(of_processes, tmp_path):
         assert found == {
-            "store": b"value", "backend": True, "seconds": 77, "none": "error", "meshes": ["ab"], "file": b"here",
+            "store": b"value",
+            "backend": True,
+            "seconds": 77,
+            "none": "error",
+            "meshes": ["ab"],
+            "file": b"here",
         }
 
 

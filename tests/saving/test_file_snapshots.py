@@ -75,9 +75,7 @@ def all_tiers(folder: Path, names: list[str], dtype: torch.dtype | None) -> list
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (1, None)])
-def test_it_holds_the_state_of_the_call(
-    ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None
-) -> None:
+def test_it_holds_the_state_of_the_call(ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None) -> None:
     names = list(TIERS) if world == 2 else ["half resident"]
     for wrong in ranks(world)(all_tiers, tmp_path, names, dtype):
         assert wrong == []

@@ -97,7 +97,6 @@ def masks() -> list[Tensor | None]:
     return [None, seen, torch.where(seen, 0.0, -10000.0)[:, None, None, :]]
 
 
-
 def combinations(**values: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
     for chosen in product(*values.values()):
         yield dict(zip(values, chosen, strict=True))

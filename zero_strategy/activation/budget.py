@@ -90,6 +90,7 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             return bool(given)
     return True
 
+
 _STATES = 4096
 """Partial choices that are followed at once. Models of some dozen different units need fewer, for which the choice is
 the best one."""
@@ -202,6 +203,7 @@ def _thinned(states: list[_State], open_bits: int, budget: int) -> list[_State]:
     for state in sorted(left):
         cells.setdefault(state.total // grain, state)
     return list(cells.values())
+
 
 _PER_ELEMENT = 64
 """Operations of a matrix product that take about as long as writing one element of a result."""

@@ -288,6 +288,7 @@ def _call(function: Callable[..., Any], tree: TreeSpec, *leaves: Any) -> Any:
     args, kwargs = tree_unflatten(list(leaves), tree)
     return function(*args, **kwargs)
 
+
 class ProcessState:
     """One process's.
 
@@ -326,6 +327,7 @@ class ProcessState:
 
 
 PROCESS = ProcessState()
+
 
 def configure(
     mpu_: Any,
@@ -394,6 +396,7 @@ def timings() -> CheckpointTimings:
     """Measurements of `profile` since `configure`."""
     return PROCESS.checkpointer.timings
 
+
 def initialize_rng_tracker(
     use_te_rng_tracker: bool = False,
     inference_rng_tracker: bool = False,
@@ -443,6 +446,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
         TypeError: If the seed is no integer.
     """
     seed_model_parallel(get_cuda_rng_tracker(), seed, PROCESS.place)
+
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function now, and again in backward; see `Checkpointer.checkpoint`."""

@@ -178,6 +178,7 @@ def _host(nbytes: int, pinned: bool) -> HostMemory:
         )
     return memory
 
+
 _ALIGNMENT = 64
 """Bytes; that of torch's allocator, since kernels of the CPU may give other bits for memory that lies otherwise."""
 

@@ -55,6 +55,7 @@ def storage_keys(tensors: Iterable[Tensor]) -> frozenset[int]:
     """By what the memory of living tensors is known."""
     return frozenset(storage_key(tensor.untyped_storage()) for tensor in tensors)
 
+
 class HostBlocks:
     """Gives and takes back blocks; those that a whole pass did without are given up.
 
@@ -104,6 +105,7 @@ class HostBlocks:
             self._free[size] = used
             if not used:
                 del self._free[size]
+
 
 class ActivationStore:
     """Place of units' activations while they wait.

@@ -266,6 +266,7 @@ class InferenceRNGStatesTracker(CudaRNGStatesTracker):
         """Nothing: inside, the device's own state is used."""
         yield
 
+
 _MODEL_PARALLEL = 2718
 """What scripts expect between the seeds of the two states."""
 _NEXT_GROUP = 100_003

@@ -74,6 +74,7 @@ def _ask(mpu: Any, what: str) -> Any:
             return getattr(mpu, prefix + what)()
     raise TypeError(f"mpu must have {' or '.join(f'{p}{what}()' for p in _PREFIXES)}; {type(mpu).__name__} has neither")
 
+
 SECTION = "activation_checkpointing"
 _KEYS = {
     "partition_activations": "partition_activations",
@@ -180,6 +181,7 @@ def _section(config: Any) -> Mapping[str, Any]:
     if found is None:
         raise TypeError(f"deepspeed_config must be a path or a mapping, not {type(config).__name__}")
     return {key: getattr(found, key) for key in _KEYS if hasattr(found, key)}
+
 
 _logger = logging.getLogger(__name__)
 

@@ -179,6 +179,7 @@ class BufferStates:
             for state, buffer in zip(changed, present, strict=True):
                 buffers_of(state.owner)[state.name] = buffer
 
+
 _logger = logging.getLogger(__name__)
 
 
@@ -279,9 +280,7 @@ class UnitForward:
         recomputed: Whether it is computed again in backward.
     """
 
-    def __init__(
-        self, unit: Unit, number: int, activations: UnitActivations, unsharder: Unsharder | None
-    ) -> None:
+    def __init__(self, unit: Unit, number: int, activations: UnitActivations, unsharder: Unsharder | None) -> None:
         self.name, self.module, self.recomputed = unit.name, unit.module, True
         self._number = number
         self._activations, self._unsharder = activations, unsharder

@@ -1,5 +1,4 @@
-"""`zero-strategy checkpoint ...`: inspect, verify, diff, convert, merge, prune.
-"""
+"""`zero-strategy checkpoint ...`: inspect, verify, diff, convert, merge, prune."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ def run_config_command(options: argparse.Namespace) -> int:
         return 2
     return status
 
+
 def add_convert(actions: Any) -> None:
     """Adds the action."""
     parser = actions.add_parser(
@@ -97,6 +98,7 @@ def as_yaml(config: ZeroConfig, found: DeepSpeedSettings) -> str:
         lines.append(f"# {key}: {value} is not set here: {owner_of(key)}")
     text: str = yaml.safe_dump(values, sort_keys=False)
     return "\n".join(lines) + "\n" + text
+
 
 _AUTO = "auto"
 

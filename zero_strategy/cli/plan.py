@@ -1,5 +1,4 @@
-"""`zero-strategy plan`: the settings and the model of a plan, and the command.
-"""
+"""`zero-strategy plan`: the settings and the model of a plan, and the command."""
 
 from __future__ import annotations
 

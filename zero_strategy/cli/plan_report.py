@@ -1,5 +1,4 @@
-"""A plan as text, as JSON and as a picture.
-"""
+"""A plan as text, as JSON and as a picture."""
 
 from __future__ import annotations
 

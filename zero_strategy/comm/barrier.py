@@ -166,6 +166,7 @@ def _differences(everyone: list[dict[str, str]]) -> str:
             found.append(f"{key} is {values}")
     return "; ".join(found)
 
+
 def all_gather_row(row: Sequence[float]) -> list[list[float]]:
     """Every rank's row, in rank order; one collective of a fixed size, none where there is no process group.
 
@@ -189,6 +190,7 @@ def gather_everywhere(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
 
 T = TypeVar("T")
 

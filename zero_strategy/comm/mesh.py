@@ -114,6 +114,7 @@ def make_device_mesh(
         return init_device_mesh(device_type, (stages, copies, tensor), mesh_dim_names=("pp", *names))
     return init_device_mesh(device_type, (copies, tensor), mesh_dim_names=names)
 
+
 _CLOSING_SECONDS = 5.0
 
 

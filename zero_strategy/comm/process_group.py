@@ -53,6 +53,7 @@ def group_takes_gpu() -> bool:
     """True if ranks of the default process group may compute on GPUs; without one, this process may."""
     return not dist.is_initialized() or "nccl" in dist.get_backend()
 
+
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -222,6 +223,7 @@ def _backend(asked: str | None, *, loud: bool) -> str:
     if asked == "nccl" and loud:
         print("zero_strategy: dist_backend 'nccl' needs a GPU, and there is none: gloo is used", flush=True)
     return "gloo" if asked in (None, "nccl") else asked
+
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup

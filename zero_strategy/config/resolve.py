@@ -189,9 +189,7 @@ def _check_facts(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact])
             raise ValueError(f"fact {name!r} [{fact.origin}] is also a setting; a value has one owner")
     stated = facts.get(WORLD_SIZE)
     if stated is not None and stated.value != world_size:
-        raise ValueError(
-            f"world_size is {stated.value} [{stated.origin}]; the process group has {world_size} ranks"
-        )
+        raise ValueError(f"world_size is {stated.value} [{stated.origin}]; the process group has {world_size} ranks")
 
 
 def _check_count(name: str, value: object) -> None:

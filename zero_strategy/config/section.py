@@ -153,6 +153,7 @@ def _is_plain(value: object, expected: type) -> bool:
         return expected is bool
     return isinstance(value, (int, float) if expected is float else expected)
 
+
 DEFAULT = "default"
 PYTHON = "user: Python"
 

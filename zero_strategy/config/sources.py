@@ -135,6 +135,7 @@ def _plain_mapping(source: Any, origin: str) -> Mapping[str, Any]:
         raise TypeError(wrong_type("config", values, "a mapping of settings", origin))
     return values
 
+
 _ACCUMULATION = (
     "gradient accumulation is owned by the training loop; set Trainer(accumulate_grad_batches=...) or "
     "Accelerator(gradient_accumulation_steps=...)"

@@ -115,6 +115,7 @@ def detect(path: Path) -> Format | None:
             return entry
     return None
 
+
 NATIVE = "native"
 """The name of our own format; plain safetensors weights belong to it."""
 
@@ -222,6 +223,7 @@ def _is_ours(found: Path) -> bool:
     except (OSError, ValueError):
         return False
     return is_inner_path(named) and (found / named / MANIFEST_NAME).is_file()
+
 
 HF = "hf"
 """Hugging Face: safetensors files and their index, nothing else."""
@@ -375,9 +377,7 @@ def _write_foreign(state: PortableState, place: Path, to_format: str, progress: 
     write(state, place, **told)
 
 
-def _write_hf(
-    state: PortableState, place: Path, max_file_bytes: int, progress: Progress | None, source: Path
-) -> None:
+def _write_hf(state: PortableState, place: Path, max_file_bytes: int, progress: Progress | None, source: Path) -> None:
     """Our checkpoint of the weights without its manifest, and the model's config if the source has it."""
     from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 

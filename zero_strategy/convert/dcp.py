@@ -224,6 +224,7 @@ def _listed(node: Any) -> Any:
         return [items[number] for number in range(len(items))]
     return items
 
+
 class LazyPlanner(DefaultSavePlanner):  # type: ignore[misc, unused-ignore]
     """Plans with placeholders of the right dtype and shape, and loads a tensor when it is to be written.
 
@@ -255,6 +256,7 @@ class LazyPlanner(DefaultSavePlanner):  # type: ignore[misc, unused-ignore]
         if self._progress is not None:
             self._progress(tensor.nbytes)
         return tensor
+
 
 _NUMBERED = re.compile(r"optim(?:izer)?_(\d+)")
 
@@ -309,7 +311,6 @@ def write(state: PortableState, path: Path, *, progress: Progress | None = None)
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
-
 
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} exists; it will not be overwritten")

@@ -115,9 +115,7 @@ def read(
     return state
 
 
-def read_model_files(
-    rank: ModelRank, allow: Mapping[str, None] | None = None, *, verify: bool = False
-) -> ModelFiles:
+def read_model_files(rank: ModelRank, allow: Mapping[str, None] | None = None, *, verify: bool = False) -> ModelFiles:
     """The model states of one model-parallel rank.
 
     Args:
@@ -220,6 +218,7 @@ def stage_of(rank: ModelRank, model: ModelFiles) -> int:
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     stage = stage.arguments[0] if isinstance(stage, Record) and stage.arguments else stage
     return stage if type(stage) is int else 0
+
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _STAGE3 = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")

@@ -180,6 +180,7 @@ def find_tag(path: Path, tag: str | None = None) -> Path:
 def _names(tags: Iterable[str]) -> str:
     return ", ".join(map(repr, tags)) or "none"
 
+
 Source = Callable[[], torch.Tensor]
 """Gives a rank's flat buffer: a mapped view, or what is read from a file of its own."""
 

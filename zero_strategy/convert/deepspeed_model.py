@@ -171,6 +171,7 @@ def loss_scaler_state(scaler: Any, skipped: int) -> dict[str, Any] | None:
         return None
     return {"scale": scale, "good_steps": good, "skipped": skipped}
 
+
 _EXTRA = "_extra_state"
 _SAME_ON_ALL = ("global_steps", "dp_world_size", "mp_world_size", "ds_version")
 OWN_KEYS = frozenset({

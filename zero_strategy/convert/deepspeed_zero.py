@@ -156,6 +156,7 @@ def _checked(flat: Flat, lengths: Sequence[int], where: str) -> Flat:
             raise ValueError(f"{where}: is cut at element {mine}, the weights at {start}")
     return flat
 
+
 _FLAT = "fp32_flat_groups"
 _INNER = "optimizer_state_dict"
 
@@ -292,6 +293,7 @@ def swapped(
             return torch.from_file(path_of(file.fileno(), path), shared=False, size=length, dtype=dtype)
 
     return load
+
 
 _MOST_WAYS = 10_000
 

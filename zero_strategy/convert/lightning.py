@@ -138,6 +138,7 @@ def _told(state: PortableState, progress: Progress) -> PortableState:
         ],
     )
 
+
 __all__ = ["FABRIC_FILE", "TRAINER_FILE", "detect", "read", "write"]
 
 FABRIC_FILE = "fabric.pt"

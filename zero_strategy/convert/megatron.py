@@ -398,6 +398,7 @@ def _shard_widths(name: str, rule: Rule, degree: int, total: int) -> list[Sequen
         )
     return [*widths]
 
+
 VERSIONS = (0, 1.0, 2.0)
 _ROWS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 _COLUMNS = ("mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", "word_embeddings.weight", "final_linear.weight")

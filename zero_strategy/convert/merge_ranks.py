@@ -201,6 +201,7 @@ def _check_groups(
         if differing := [key for key in keys if a.get(key) != b.get(key)]:
             raise ValueError(f"{where} have other values of {differing} in param group {number}")
 
+
 T = TypeVar("T")
 Cells = dict[tuple[int, int], list[int]]
 """(pipeline rank, tensor rank) -> numbers of files."""

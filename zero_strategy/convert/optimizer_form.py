@@ -119,6 +119,7 @@ def _unrolled(way: _Way | None, count: int) -> list[list[int]]:
         way = way.before
     return [group[::-1] for group in groups]
 
+
 Lazy = torch.Tensor | StoredTensor
 
 
@@ -291,6 +292,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
     return value
+
 
 EXTRA_STATE_FILE = "extra_state.pt"
 """Module name -> what its `get_extra_state` gave; the engine gives it back."""

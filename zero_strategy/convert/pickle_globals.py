@@ -83,6 +83,7 @@ def numpy_globals() -> dict[str, Callable[..., Any]]:
         makers |= {f"{module}.scalar": _scalar, f"{module}._reconstruct": NumpyArray}
     return makers
 
+
 class Maker:
     """A function that the pickle may call, and neither change nor look into.
 

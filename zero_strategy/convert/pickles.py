@@ -173,6 +173,7 @@ def _opened(file: str | os.PathLike[str] | IO[bytes]) -> AbstractContextManager[
     """The file, opened; a caller's open file stays open."""
     return open(open_regular(file), "rb") if isinstance(file, (str, os.PathLike)) else nullcontext(file)
 
+
 __all__ = ["ATTRIBUTES", "DEEPSPEED_GLOBALS", "Record", "load_restricted", "load_restricted_pickle"]
 
 Loadable = str | os.PathLike[str] | IO[bytes]

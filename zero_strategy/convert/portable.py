@@ -337,6 +337,7 @@ def loaded(tensor: StoredTensor) -> torch.Tensor:
         )
     return value.detach()
 
+
 class PortableReader(StateReader):
     """A portable state, open for reading.
 

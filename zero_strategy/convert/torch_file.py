@@ -76,6 +76,7 @@ class _Pickler(pickle._Pickler):
         else:
             super().save_global(obj, name)  # type: ignore[misc]
 
+
 _MODEL = ("model", "state_dict", "model_state_dict", "module", "model_state", "weights", "net")
 _OPTIMIZERS = ("optimizer", "optimizers", "optimizer_state_dict", "optimizer_states", "optimizer_state", "optim")
 _SCHEDULERS = ("lr_scheduler", "scheduler", "lr_scheduler_state_dict", "scheduler_state_dict", "lr_schedulers")
@@ -108,9 +109,7 @@ def read(path: Path, *, prefix: str | None = None, weights_only: bool = False) -
     return from_content(load_restricted(path), str(path), prefix=prefix, weights_only=weights_only)
 
 
-def from_content(
-    content: Any, source: str, *, prefix: str | None = None, weights_only: bool = False
-) -> PortableState:
+def from_content(content: Any, source: str, *, prefix: str | None = None, weights_only: bool = False) -> PortableState:
     """See `read`; of what a file holds."""
     state = PortableState()
     if is_state_dict(content):

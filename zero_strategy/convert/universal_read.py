@@ -337,4 +337,5 @@ def _natural(names: Mapping[str, object]) -> list[str]:
 
     return sorted(names, key=key)
 
+
 __all__ = ["detect", "read", "write"]

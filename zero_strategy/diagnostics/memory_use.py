@@ -37,6 +37,7 @@ def sample_memory(engine: ZeroEngine) -> MemorySample:
     allocated, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     return MemorySample(tiers, now, peak, allocated, most)
 
+
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30

@@ -364,6 +364,7 @@ def _gradients_of(call: Call, outputs: list[Tensor]) -> list[Tensor | None]:
         return [torch.ones_like(output) for output in outputs]
     return list(call.gradients)
 
+
 _log = logging.getLogger(__name__)
 KEEP_BYTES = 64 << 20
 

@@ -116,6 +116,7 @@ def _added(pairs: Iterator[tuple[str, float]], norm_type: float) -> dict[str, fl
             total[name] = total.get(name, 0.0) + value
     return total
 
+
 @dataclass(frozen=True)
 class NormSettings:
     """Measurements, and their interval.

@@ -98,6 +98,7 @@ def _size(nbytes: float) -> str:
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
 
+
 @dataclass
 class Spent:
     """In all forwards of one module, what is inside of it included.
@@ -283,6 +284,7 @@ def _now() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
+
 
 class FlopsProfile:
     """Measures the first forward with gradients of one step, and prints what it finds when that is over.

@@ -92,6 +92,7 @@ class Intervals:
         found, self._found = self._found, None
         return sorted(found, key=lambda one: (one.begin, -one.end))
 
+
 _PARTS: dict[Span, Part] = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -444,6 +445,7 @@ def _mean(losses: list[Tensor]) -> float | None:
     if not losses:
         return None
     return float(torch.stack([loss.reshape(()).double() for loss in losses]).mean())
+
 
 @dataclass(frozen=True)
 class Installed:

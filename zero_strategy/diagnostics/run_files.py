@@ -72,6 +72,7 @@ def _version(name: str) -> str | None:
     except PackageNotFoundError:
         return None
 
+
 PREFIX = "zero/"
 
 
@@ -177,6 +178,7 @@ class StepRecord:
             found["memory/allocated"] = self.memory.allocated
             found["memory/allocated_peak"] = self.memory.allocated_peak
         return {PREFIX + name: float(value) for name, value in found.items() if value is not None}
+
 
 FACTS = "run.json"
 

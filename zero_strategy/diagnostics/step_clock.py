@@ -180,6 +180,7 @@ class StepClock:
             self._undecided.append(section)
         self._sections.append(section)
 
+
 MOST_SHAPES = 8
 """Shapes of batches that are counted; others are taken in proportion to their tokens or samples."""
 _PEAK = {
@@ -331,6 +332,7 @@ def _backward_share(name: str, args: Any) -> float:
         return 2.0 * any(wanted)
     operands = wanted[1:] if "addmm" in name or "baddbmm" in name else wanted[:2]  # a bias takes none
     return float(sum(operands))
+
 
 class Moved(NamedTuple):
     """One movement that is over.

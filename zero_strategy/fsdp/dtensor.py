@@ -119,6 +119,7 @@ def _chunks(size: int, ranks: int) -> list[int]:
 def _any(tensor: Tensor) -> Any:
     return tensor
 
+
 @dataclass(frozen=True)
 class Span:
     """Elements of a part that are one range of the whole.
@@ -224,6 +225,7 @@ class TensorPart:
     def of_whole(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the whole's shape: a view."""
         return whole if self.dim is None else whole.narrow(self.dim, self.start, self.length)
+
 
 def held_by(tensor: Tensor) -> Tensor:
     """The plain tensor with this rank's values: the very one that a `DTensor` holds, else `tensor` itself."""

@@ -147,6 +147,7 @@ def _lost_message(written: Mapping[int, Sequence[str]]) -> str:
         "values count, `GatheredParameters(params, modifier_rank=0)`: that rank's are taken on all ranks."
     )
 
+
 def check_outside_uses(loss: Tensor, model: ShardedModel) -> None:
     """Raise if `loss` depends on a released parameter other than through its unit's forward.
 

@@ -50,6 +50,7 @@ class BufferReuse:
         if self._open:
             self._free.append(buffer)
 
+
 class DeferredScale:
     """One factor per parameter; two are joined only where their product rounds as one after the other does.
 
@@ -96,6 +97,7 @@ class DeferredScale:
 
 def _is_power_of_two(factor: float) -> bool:
     return abs(math.frexp(factor)[0]) == 0.5
+
 
 class LocalSums:
     """Sums over backwards on this rank.

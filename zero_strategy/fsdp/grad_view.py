@@ -206,6 +206,7 @@ def _instances(kind: type[Any] | tuple[type[Any], ...], value: Any) -> Iterator[
     elif isinstance(value, dict):
         yield from _instances(kind, list(value.values()))
 
+
 @torch.no_grad()
 def assemble_segment(bucket: ParameterBucket, index: int, value: Tensor | None, dtype: torch.dtype) -> Tensor:
     """One parameter's values, whole on every rank, from the flat part that each rank owns. A collective.
@@ -235,6 +236,7 @@ def assemble_segment(bucket: ParameterBucket, index: int, value: Tensor | None, 
         numel = max(0, min(high, segment.stop) - max(low, segment.offset))
         found.append(parts[rank * chunk :][:numel])
     return torch.cat(found)
+
 
 class ReadableGradients(Protocol):
     """The gradients of a bucket as a reader of one sees them; see `GradientBucket`."""
@@ -295,6 +297,7 @@ def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
     if local is not None:
         total.add_(local.reshape(-1))
     return whole_of(bucket.parameters[index], total.to(bucket.dtype).view(segment.shape))
+
 
 class GradientViews:
     """Handles of one bucket's parameters, by index.

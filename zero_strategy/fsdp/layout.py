@@ -83,6 +83,7 @@ def placement_for(config: ZeroConfig, tier: str | None = None) -> Placement:
     stays = row.shard_parameters and not config.reshard_after_backward
     return replace(row, in_place=stays and (tier or config.offload.parameters) == "none")
 
+
 ALIGN_BYTES = 128
 """Every parameter and every slice starts on this boundary: a cache line pair, and two AVX-512 vectors."""
 PieceCuts = tuple[list[int], list[tuple[int, int]]]
@@ -229,6 +230,7 @@ def cuts(pieces: Sequence[Piece], numel: int) -> PieceCuts:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """What master weights are kept for."""

@@ -155,6 +155,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
             if buffer.is_floating_point():
                 setattr(owner, key, buffer.to(dtype))
 
+
 class UpdatingOptimizer(Protocol):
     """An optimizer as the model that it updates sees it; see `optim.sharded.ShardedOptimizer`."""
 

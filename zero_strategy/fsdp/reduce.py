@@ -439,8 +439,7 @@ class GradientReducer:
             for number, bucket in enumerate(self.buckets)
         ]
         late = [
-            number in self._left and bool(bucket.late or bucket.own.live)
-            for number, bucket in enumerate(self.buckets)
+            number in self._left and bool(bucket.late or bucket.own.live) for number, bucket in enumerate(self.buckets)
         ]
         rules = self._agreement.rules() if compares else 0
         message = self.plan.encode(touched, late, self._sequence(), self._agreement.own_flags(), rules)

@@ -77,9 +77,7 @@ class ReductionPlan:
         self._trainable = list(trainable)
         self._finished.clear()
         self._ticks = 0
-        self.expected = [
-            mine & history[0] & history[1] for mine, history in zip(trainable, self._history, strict=True)
-        ]
+        self.expected = [mine & history[0] & history[1] for mine, history in zip(trainable, self._history, strict=True)]
 
     def trains(self, number: int) -> bool:
         """True if any parameter of bucket `number` requires a gradient in this backward."""
@@ -140,6 +138,7 @@ class ReductionPlan:
         flags = reduce(or_, (tail[1] for tail in tails))
         return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, flags, len(rules) <= 1)
 
+
 class Reduction:
     """Collectives under way.
 
@@ -182,6 +181,7 @@ class Reduction:
         self.finish_sum()
         if self._spread is not None:
             self._spread.wait()
+
 
 class HookedReducer(Protocol):
     """Calls of the hooks; see `GradientReducer`."""

@@ -81,6 +81,7 @@ def owner_of(parameter: nn.Parameter) -> ParameterOwner | None:
     found: ReferenceType[ParameterOwner] | None = _models.get(parameter)
     return None if found is None else found()
 
+
 class WatchedBucket(Protocol):
     """A bucket of parameters as its watch sees it; see `ParameterBucket`."""
 
@@ -97,6 +98,7 @@ class WatchedBucket(Protocol):
     def present_versions(self) -> list[tuple[int, int]]: ...
 
     def segment_view(self, index: int) -> Tensor: ...
+
 
 _PART = 1 << 20
 """Elements of a device's memory that are hashed at once; each needs 16 bytes meanwhile."""
@@ -180,6 +182,7 @@ def weighted_sum(flat: Tensor) -> Tensor:
         factors = (places[: part.numel()] + number * _PART) * 0x2545F4914F6CDD1D
         total += (part.to(torch.int64) * (factors ^ (factors >> 29)).bitwise_or_(1)).sum()
     return total
+
 
 _PLACES = frozenset({Tensor.data_ptr, Tensor.untyped_storage, *STRIDES})
 """Asked for of any tensor, such as to find ties."""

@@ -72,9 +72,7 @@ class Unsharder(Protocol):
 
     def copied(self, parameter: ShardedParameter) -> Tensor: ...
 
-    def use(
-        self, parameters: list[nn.Parameter], overwritten: nn.Parameter | None = None, *, stays: bool
-    ) -> None: ...
+    def use(self, parameters: list[nn.Parameter], overwritten: nn.Parameter | None = None, *, stays: bool) -> None: ...
 
 
 @dataclass

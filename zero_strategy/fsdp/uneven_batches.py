@@ -101,6 +101,7 @@ class SharedEvaluation:
     def _exchange(self, number: int) -> list[int]:
         return [int(other) for other in self._mesh.control.all_gather_small(torch.tensor([number], dtype=torch.int32))]
 
+
 WAYS_OUT = (
     "give all ranks as many (drop what is left over, repeat samples, or end the loop earlier), or set uneven_batches: "
     "join (ranks without a batch count with weight 0 in the mean over all ranks) or uneven_batches: join_active (the "
@@ -175,9 +176,7 @@ class OwnBatches:
         error: What the loader raised.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], spare: Callable[[], Any] | None = None, *, ended: bool = False
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], spare: Callable[[], Any] | None = None, *, ended: bool = False) -> None:
         self.given, self.state = 0, _State.OUT if ended else _State.HAS
         self.error: Exception | None = None
         self._spare, self._last, self._batches = spare, _END, iter(())

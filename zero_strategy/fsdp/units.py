@@ -118,6 +118,7 @@ def _mark(model: nn.Module, found: list[nn.Module], flag: bool, what: str, neede
         module.__dict__[_MARK] = flag
     return found
 
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -154,9 +155,7 @@ def find_units(
     Raises:
         ValueError: If a class or a pattern matches no module.
     """
-    names = (
-        _named_units(root, classes, patterns) if classes or patterns else _repeated_units(root, min_numel)
-    )
+    names = _named_units(root, classes, patterns) if classes or patterns else _repeated_units(root, min_numel)
     specs = {name: UnitSpec(name, root.get_submodule(name)) for name in ("", *joined_units(root, names))}
     for owner, name, parameter in _first_uses(root, specs):
         specs[owner].parameters.append((name, parameter))
@@ -231,8 +230,6 @@ def _closest(name: str, units: Sequence[str]) -> str:
 def _common(owners: Sequence[str], units: Sequence[str]) -> str:
     """The innermost unit that holds all of `owners`."""
     holding = [
-        unit
-        for unit in units
-        if unit == "" or all(owner == unit or owner.startswith(f"{unit}.") for owner in owners)
+        unit for unit in units if unit == "" or all(owner == unit or owner.startswith(f"{unit}.") for owner in owners)
     ]
     return max(holding, key=len)

@@ -484,8 +484,7 @@ def owners(unit: Unit, root: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in root.modules()
-        if module is not unit.module
-        and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
+        if module is not unit.module and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
     ]
 
 

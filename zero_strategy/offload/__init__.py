@@ -1,10 +1,10 @@
 """Places of model state: tiers off the device, the ledger of what is held, the same computed ahead.
 
-    ChunkStore    vectors in a tier, cut into chunks
-      ChunkSlots    passes over chunks: read ahead, change in place, write behind
-      StateFile     records in reserved files of this process
-        FileQueue     blocks between files and memory, by io_uring or threads
-    probe         how fast a directory's drive is
+ChunkStore    vectors in a tier, cut into chunks
+  ChunkSlots    passes over chunks: read ahead, change in place, write behind
+  StateFile     records in reserved files of this process
+    FileQueue     blocks between files and memory, by io_uring or threads
+probe         how fast a directory's drive is
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ def head_numel(numel: int, ratio: float) -> int:
     """Elements of `numel` that stay on the device where `ratio` of them shall not: a multiple of `ALIGNMENT`."""
     return numel if ratio == 0 else min(numel, int(numel * (1.0 - ratio)) // ALIGNMENT * ALIGNMENT)
 
+
 class ChunkedVector(Protocol):
     """A vector as a pass over its chunks sees it; see `OffloadedVector`."""
 

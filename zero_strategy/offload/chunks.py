@@ -401,8 +401,6 @@ def visit(parts: Sequence[OffloadedPart], look: Callable[[list[int], list[Tensor
 
         with vector.store.lock:
             vector.store.flush()
-        chunks = [
-            Chunk(number, *vector.chunks[number], {_ONLY: vector}, unchanged=_KEYS) for number in sorted(places)
-        ]
+        chunks = [Chunk(number, *vector.chunks[number], {_ONLY: vector}, unchanged=_KEYS) for number in sorted(places)]
         with vector.store.transferring:
             vector.store.transfers.run(chunks, show)

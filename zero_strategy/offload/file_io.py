@@ -79,6 +79,7 @@ def can_read(fd: int, rules: DirectRules) -> bool:
         raise
     return True
 
+
 Kind = Literal["read", "write"]
 FILE_ENDED = -1
 """Beside the values of errno: a read came to the end of its file."""

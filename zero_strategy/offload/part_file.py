@@ -85,6 +85,7 @@ class RecordChecksums:
 def _checksum(memory: Tensor) -> str:
     return checksum_of(memory_of(memory))
 
+
 _NAME = re.compile(r"zero-strategy\.([^.]+)\.([^.]+)\.(\d+)\.(\d+)\.[^.]*\.rank\d+\.[^.]+\.state")
 _UNKNOWN = "unknown"
 _LOCK_SECONDS = 1.0
@@ -201,6 +202,7 @@ def _started(pid: int) -> int | None:
 
 def _plain(text: str) -> str:
     return re.sub("[^A-Za-z0-9_-]", "-", text)[:48]
+
 
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

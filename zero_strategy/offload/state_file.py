@@ -108,6 +108,7 @@ class StateLayout:
             start = end
         return found
 
+
 DEFAULT_STRIPE_BYTES = 4 << 20
 
 

@@ -130,6 +130,7 @@ class DeviceCopies:
         streams.keep(on_device, stream)
         return Landing(streams, stream.record_event())
 
+
 class PendingIO(Protocol):
     """A read or a write under way."""
 
@@ -185,6 +186,7 @@ def wait_all(pending: Sequence[PendingIO]) -> None:
     if error is not None:
         raise error
 
+
 class HostMemory:
     """Bytes at the beginning of a page.
 
@@ -235,6 +237,7 @@ class HostMemory:
 
 def _unpin(memory: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
 
 class HostTier:
     """Records in host memory, which are used where they lie.
@@ -303,6 +306,7 @@ class Done:
 
     def wait(self) -> None:
         """Nothing to wait for."""
+
 
 class NvmeTier:
     """Records in files of this rank, which nobody else sees and which are gone with the process.

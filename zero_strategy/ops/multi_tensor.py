@@ -210,9 +210,7 @@ def _accumulate_reference(targets: Tensors, sources: Tensors, factor: float) -> 
 
 
 @torch.no_grad()
-def _flatten_reference(
-    tensors: Tensors, flat: Tensor, offsets: Sequence[int], factor: float, accumulate: bool
-) -> None:
+def _flatten_reference(tensors: Tensors, flat: Tensor, offsets: Sequence[int], factor: float, accumulate: bool) -> None:
     for tensor, offset in zip(tensors, offsets, strict=True):
         part = flat[offset : offset + tensor.numel()]
         value = tensor.to(torch.float32).reshape(-1) * factor
@@ -232,9 +230,7 @@ _scale = define("scale_(Tensor[] inputs, Tensor(a!)[] outputs, float factor) -> 
 _axpby = define(
     "axpby_(Tensor[] x, Tensor[] y, Tensor(a!)[] outputs, float a, float b) -> Tensor", _axpby_reference, _count_fake
 )
-_accumulate = define(
-    "accumulate_(Tensor(a!)[] targets, Tensor[] sources, float factor) -> ()", _accumulate_reference
-)
+_accumulate = define("accumulate_(Tensor(a!)[] targets, Tensor[] sources, float factor) -> ()", _accumulate_reference)
 _flatten = define(
     "flatten_(Tensor[] tensors, Tensor(a!) flat, int[] offsets, float factor, bool accumulate) -> ()",
     _flatten_reference,

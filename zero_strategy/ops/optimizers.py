@@ -103,9 +103,7 @@ def sgd_(
         _sgd(params, grads, buffers, copies, hyper, nesterov)
 
 
-def lamb_direction_(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, hyper: Tensor
-) -> Tensor:
+def lamb_direction_(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, hyper: Tensor) -> Tensor:
     """First half of LAMB: update the moments.
 
     A parameter that lies in pieces on several ranks adds its pieces' sums up before the trust ratio is taken.
@@ -179,9 +177,7 @@ def _scaled(gradient: Tensor, like: Tensor, scale: float) -> Tensor:
     return gradient.to(torch.float32).view_as(like) * scale
 
 
-def _moments(
-    m: Tensor, v: Tensor, g: Tensor, beta1: float, beta2: float
-) -> tuple[Tensor, Tensor]:
+def _moments(m: Tensor, v: Tensor, g: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
     """New moments in float32, before they are rounded to where they are kept."""
     first, second = m.to(torch.float32).view_as(g), v.to(torch.float32).view_as(g)
     return first + (g - first) * (1 - beta1), second * beta2 + (g * g) * (1 - beta2)

@@ -144,9 +144,7 @@ def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def _quantize_reference(
-    input: Tensor, bits: int, block_size: int, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _quantize_reference(input: Tensor, bits: int, block_size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     most = 127.0 if bits == 8 else 7.0
     values = _blocks(input.to(torch.float32), block_size)
     scales = _round_up(values.abs().amax(1) / most, scale_dtype)
@@ -167,9 +165,7 @@ def _values(codes: Tensor, scales: Tensor, numel: int, block_size: int) -> Tenso
 
 
 @torch.no_grad()
-def _dequantize_reference(
-    codes: Tensor, scales: Tensor, numel: int, block_size: int, dtype: torch.dtype
-) -> Tensor:
+def _dequantize_reference(codes: Tensor, scales: Tensor, numel: int, block_size: int, dtype: torch.dtype) -> Tensor:
     return _values(codes, scales, numel, block_size).to(dtype)
 
 

@@ -30,9 +30,7 @@ def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tupl
         for index, parameter in enumerate(bucket.parameters):
             if id(parameter) in held and (state := sharded.state_of(parameter)):
                 local[index] = state
-        summary = {
-            index: {key: _describe(value) for key, value in state.items()} for index, state in local.items()
-        }
+        summary = {index: {key: _describe(value) for key, value in state.items()} for index, state in local.items()}
         merged: dict[int, dict[str, Any]] = {}
         for part in model.mesh.control.all_gather_objects(summary):
             for index, keys in part.items():
@@ -161,6 +159,7 @@ def _whole(bucket: ParameterBucket, index: int, value: Tensor | None, dtype: tor
 def _check_shape(param: nn.Parameter, value: Tensor) -> None:
     if value.shape != param.shape:
         raise ValueError(f"value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     """This rank's part of the parameter, of its fp32 master copy where there is one; (numel of the part,).

@@ -49,6 +49,7 @@ class DummyOptim:
         chosen = params if isinstance(params, list) else list(params)  # a generator is to be read more than once
         self.param_groups: list[dict[str, Any]] = [{"params": chosen}]
 
+
 _LOW = (torch.bfloat16, torch.float16)
 _NOT_OURS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 """Options of torch's optimizers that a state dict for them must have."""

@@ -181,6 +181,7 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Ten
         nonfinite[indices] = counts.cpu().to(torch.int64)
     return sums, nonfinite
 
+
 class OwnGradients:
     """Needs of clipping and unscaling from an optimizer.
 

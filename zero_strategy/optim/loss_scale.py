@@ -82,6 +82,7 @@ class LossScaler:
         until_lower = int(state.get("until_lower", self.config.hysteresis))
         self._until_lower = min(max(until_lower, 1), self.config.hysteresis)
 
+
 _log = logging.getLogger(__name__)
 IGNORE, SKIP, RAISE = "ignore", "skip", "raise"
 Counts = tuple[Sequence[str], Tensor]

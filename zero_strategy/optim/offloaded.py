@@ -184,6 +184,7 @@ def _copied(group: dict[str, Any]) -> dict[str, Any]:
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
+
 class OffloadedStates:
     """The vectors of one optimizer, by bucket and key.
 

@@ -89,6 +89,7 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
         "use stage 0, where every rank holds whole parameters."
     )
 
+
 Named = Iterable[tuple[str, nn.Parameter]]
 
 

@@ -474,9 +474,7 @@ def _segments(updates: Sequence[Update]) -> list[Segment]:
             copies[id(bucket)] = split_pieces(bucket.weights.values, bucket.cuts) if bucket.has_master else {}
         copy, owner = copies[id(bucket)].get(update.cut.index), update.parameter
         assert isinstance(gradient, Tensor)
-        found.append(
-            Segment(update.group, piece.detach(), gradient, update.state, piece, copy, update.factor, owner)
-        )
+        found.append(Segment(update.group, piece.detach(), gradient, update.state, piece, copy, update.factor, owner))
     return found
 
 

@@ -124,6 +124,7 @@ class StepCopies:
             for landing in room.landings:
                 landing.on_device()
 
+
 MASTER, WEIGHTS, GRADIENT = "master weights", "weights", "gradient"
 """Keys of a chunk's vectors beside those of the optimizer's state."""
 ChunkKey = tuple[int, int]
@@ -340,9 +341,7 @@ class StreamedStep:
                     if isinstance(update.gradient, OffloadedPart):
                         held[GRADIENT] = update.gradient.vector
                     place, on_device = cuts.chunks[number], number < cuts.heads
-                    found[key] = Work(
-                        number, *place, held, unchanged=frozenset([GRADIENT]), on_device=on_device
-                    )
+                    found[key] = Work(number, *place, held, unchanged=frozenset([GRADIENT]), on_device=on_device)
                 found[key].updates.append(update)
         return list(found.values())
 
@@ -408,8 +407,7 @@ def _segment(
     home: torch.device,
     gradient: Tensor | None = None,
 ) -> Segment:
-    """Elements [low, high) of the owned ones as the rule takes them, on the device `home`; maybe the gradient is there.
-    """
+    """Elements [low, high) of the owned ones as the rule takes them, on the device `home`, maybe with the gradient."""
     state = {
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()

@@ -198,9 +198,7 @@ class LionRule(UpdateRule):
         for segment in segments:
             if "exp_avg" not in segment.state:
                 segment.state["exp_avg"] = _moment(segment)
-        rows = [
-            [float(s.group["lr"]), *s.group["betas"], s.group["weight_decay"], _sign(s, scale)] for s in segments
-        ]
+        rows = [[float(s.group["lr"]), *s.group["betas"], s.group["weight_decay"], _sign(s, scale)] for s in segments]
         ops.lion_(
             [segment.param for segment in segments],
             [segment.grad for segment in segments],

@@ -1,12 +1,12 @@
 """Pipelines: schedules as data, lowered to instructions that an engine carries out.
 
-    build_table          a schedule by name: gpipe, 1f1b, interleaved_1f1b, zb_h1, interleaved_zb, zbv, csv:PATH
-    Table                a row of actions per rank: what is computed, in which order
-      lower              messages, buffers, loads: a TableSchedule per rank
-    PipeSchedule         steps of instructions for one rank, DeepSpeed's or a table's
+build_table          a schedule by name: gpipe, 1f1b, interleaved_1f1b, zb_h1, interleaved_zb, zbv, csv:PATH
+Table                a row of actions per rank: what is computed, in which order
+  lower              messages, buffers, loads: a TableSchedule per rank
+PipeSchedule         steps of instructions for one rank, DeepSpeed's or a table's
 
-    PipelineModule       a model as layers, of which a rank builds its own; LayerSpec, TiedLayerSpec
-    ProcessTopology      which rank is where on named axes; PipelineParallelGrid: with process groups
+PipelineModule       a model as layers, of which a rank builds its own; LayerSpec, TiedLayerSpec
+ProcessTopology      which rank is where on named axes; PipelineParallelGrid: with process groups
 """
 
 from __future__ import annotations

@@ -187,6 +187,7 @@ def _held(timeline: Timeline, placement: Placement, parts: Sequence[LayerCost], 
 def _whole(layer: LayerCost) -> float:
     return layer.backward + layer.weight if layer.whole is None else layer.whole
 
+
 _FIRST = {"loop": ("1f1b", "interleaved_1f1b"), "v": ("zbv", "zbv")}
 """What the first step runs: with one chunk, with several."""
 _MARGIN = 0.8

@@ -221,6 +221,7 @@ def _add(owner: nn.Module, part: str, module: nn.Module, name: str) -> None:
             f"a layer cannot be called {name!r} in a PipelineModule, which uses {part!r} itself: {error}; rename it"
         ) from None
 
+
 Parallelize = Callable[[nn.Module, str, "DeviceMesh"], object]
 """Divides a layer in place: takes its module, its name in the whole model, and the ranks to divide it among."""
 
@@ -263,6 +264,7 @@ def _names_by_parameter(layers: Iterable[BuiltLayer]) -> dict[int, list[str]]:
     for name, parameter in _named(layers):
         found.setdefault(id(parameter), []).append(name)
     return {key: names for key, names in found.items() if len(set(names)) > 1}
+
 
 Part = str | Sequence[str] | ModelLayer | None
 

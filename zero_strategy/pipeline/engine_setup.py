@@ -44,6 +44,7 @@ def apply_section(module: PipelineModule, section: Mapping[str, Any]) -> None:
     if section.get("use_reentrant") is False:
         module.activation_checkpoint_func = non_reentrant_checkpoint
 
+
 AUTO = "auto"
 """The value of `pipeline.schedule` that leaves the choice to a measurement."""
 PIPE = "pipe"

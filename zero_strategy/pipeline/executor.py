@@ -116,6 +116,7 @@ class StageInputs:
     def _move(self, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
+
 class Computation(NamedTuple):
     """A forward, a backward or half of one.
 
@@ -164,6 +165,7 @@ class ExecutorHooks:
 
     def optimizer_step(self) -> None:
         """OptimizerStep."""
+
 
 LossFunction = Callable[[Any, Any], Any]
 

@@ -105,6 +105,7 @@ class SendGrad(BufferOpInstruction):
 class RecvGrad(BufferOpInstruction):
     """Receive the gradients of the buffer's outputs from the next stage."""
 
+
 Numbers = NDArray[np.int64]
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 0, 1, 2, 3
@@ -149,6 +150,7 @@ class Ops:
         """(code, stage, micro-batch, buffer) of each."""
         columns = (self.code, self.stage, self.micro_batch, self.buffer)
         return list(zip(*(column.tolist() for column in columns)))
+
 
 class PipeSchedule(ABC):
     """The instructions of one pipeline rank for one batch.

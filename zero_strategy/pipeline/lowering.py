@@ -223,6 +223,7 @@ def _buffers(table: Table, events: _Events) -> tuple[Numbers, list[int]]:
             buffers[rank] += 1
     return np.array(held)[events.place], buffers
 
+
 KINDS: dict[type[PipeInstruction], Kind] = {
     ForwardPass: Kind.FORWARD,
     BackwardPass: Kind.BACKWARD,

@@ -134,6 +134,7 @@ def _make(path: str, pairs: dict[Any, Any]) -> Any:
         return kind(**pairs)
     return kind(pairs)
 
+
 ALIGNMENT = 128
 FIRST_BYTES = 1024
 """What a receiver posts on a channel that has carried nothing yet."""

@@ -220,6 +220,7 @@ def _no_room(bytes_of_stage: Sequence[Sequence[int]], limit: int | None, stages:
         "stages, smaller micro-batches or activation checkpointing"
     )
 
+
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, type)
 
 
@@ -391,6 +392,7 @@ def _detached(leaf: Any) -> Any:
 def _wait(values: Any) -> None:
     if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(values)):
         torch.cuda.synchronize()
+
 
 T = TypeVar("T")
 

@@ -52,6 +52,7 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind.value}{self.micro_batch}.{self.chunk}"
 
+
 Shape = Literal["loop", "v"]
 
 
@@ -95,6 +96,7 @@ class Placement:
     def chunk_of(self, stage: int) -> int:
         """The number of a global stage among its rank's chunks."""
         return stage // self.ranks
+
 
 Row = tuple[Action, ...]
 
@@ -171,6 +173,7 @@ class Table:
         what = f"{action.kind.value} of micro-batch {action.micro_batch} in chunk {action.chunk}"
         return f"schedule {self.name}, rank {rank}: {what}"
 
+
 def round_sizes(ranks: int, micro_batches: int) -> list[int]:
     """Number of micro-batches in each round through the chunks: no fewer than there are ranks, which would leave ranks
     idle, and otherwise as few and as equal as can be, the larger ones first. Fewer than ranks are one round."""
@@ -209,6 +212,7 @@ def _in_turn(*columns: Iterable[Action | None]) -> list[Action]:
     """One of each in turn, until one has no more; passes over what is None."""
     return [action for line in zip(*columns) for action in line if action is not None]
 
+
 def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Table:
     """All forwards, then all backwards; with several chunks one chunk after the other.
 
@@ -243,6 +247,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Table:
         warm_up = (chunks - 1) * sizes[0] + 2 * (stages - 1 - rank)
         rows.append(tuple(alternating(forwards, backwards, warm_up)))
     return Table("interleaved_1f1b", micro_batches, Placement(stages, chunks), tuple(rows))
+
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -313,6 +318,7 @@ def _zbv_row(stages: int, rank: int, actions: Mapping[tuple[Kind, int], Sequence
         add(inputs[0], weights[0])
     return [*row, *left[weights[1]], *left[weights[0]]]
 
+
 def inference(placement: Placement, micro_batches: int) -> Table:
     """Forwards of all micro-batches, for stages that are placed as the training schedule wants them.
 
@@ -336,6 +342,7 @@ def _row(placement: Placement, rank: int, micro_batches: int) -> Row:
     up = [Action(Kind.FORWARD, at - ahead, 1) for at in range(micro_batches + ahead)]
     order_of_both = [action for pair in zip(up, down, strict=True) for action in pair]
     return tuple(action for action in order_of_both if 0 <= action.micro_batch < micro_batches)
+
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -399,6 +406,7 @@ def _placement(path: str | Path, stages: list[set[int]]) -> Placement:
         f"{path}: the stages of the ranks ({there}) are neither in a loop (rank r has r, r + {ranks}, ...) nor in a v "
         f"(rank r has r and {2 * ranks - 1} - r)"
     )
+
 
 _CSV = "csv:"
 

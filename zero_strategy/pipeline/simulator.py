@@ -267,6 +267,7 @@ def _event(record: Any) -> Event:
         raise ValueError("rank and chunk are 0 or more, and the end is not before the start")
     return event
 
+
 PerStage = float | Sequence[float]
 """One time for all global stages, or one for each."""
 
@@ -417,6 +418,7 @@ def _per_stage(what: str, time: PerStage, stages: int) -> list[float]:
     if any(not one >= 0 for one in times):
         raise ValueError(f"{what}: times are zero or more, not {time}")
     return [float(one) for one in times]
+
 
 _IDLE = "."
 _COLORS = {

@@ -84,6 +84,7 @@ class LayerSeeds:
             self._seed(base_seed * micro_offset + index)
             yield
 
+
 _log = logging.getLogger(__name__)
 
 

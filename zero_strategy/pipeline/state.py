@@ -133,6 +133,7 @@ def _files_to_read(
             )
         yield layer, found[own]
 
+
 StateDict = dict[str, Any]
 
 

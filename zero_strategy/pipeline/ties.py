@@ -240,6 +240,7 @@ def _sum_gradient(weight: nn.Parameter, group: Communicator) -> None:
 def _dtype(weight: nn.Parameter) -> torch.dtype:
     return weight.dtype if weight.grad is None else weight.grad.dtype
 
+
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 
 
@@ -335,9 +336,7 @@ class TiedWeights:
                 if communicator is not None:
                     communicator.unguarded()
 
-    def exchange_gradients(
-        self, agree: Callable[[Tensor], list[Tensor]]
-    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def exchange_gradients(self, agree: Callable[[Tensor], list[Tensor]]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Bring the replicas' gradients to the owners. A collective over the holders of each tie, in order.
 
         Args:

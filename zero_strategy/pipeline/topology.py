@@ -190,6 +190,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 def _text(coord: dict[str, int]) -> str:
     return ", ".join(f"{axis}={idx}" for axis, idx in coord.items())
 
+
 class PipelineParallelGrid:
     """The grid from one rank's point of view. Making it is a collective over all ranks.
 

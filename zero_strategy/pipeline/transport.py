@@ -88,6 +88,7 @@ def error_of(failure: Failure) -> Exception:
         return DataEndedError(failure.text, **failure.details)
     return OutOfStepError(failure.text) if failure.kind == "step" else PipelineError(failure.text)
 
+
 _SPARE_BUFFERS = 2
 
 
@@ -262,6 +263,7 @@ class Inlet:
                 f"{self._own} takes that of micro-batch {expected.micro_batch} as message {expected.sequence}"
             )
         raise OutOfStepError(f"{self._peer} is out of step: it {differs}; all ranks must make the same calls")
+
 
 class PipelinePeers:
     """The channels of one rank.

@@ -248,6 +248,7 @@ def _said(tensors: Tensors, name: str) -> str:
 def _on_host(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().cpu()
 
+
 @dataclass(frozen=True)
 class PhaseCount:
     """Number of tensors of a phase that were compared over all steps.

@@ -284,6 +284,7 @@ def _summed(losses: list[Tensor]) -> Tensor:
         total = total + loss
     return total
 
+
 _ACCEPTED = (
     "with pipeline stages return (layers, optimizer, batches, loss), where layers are what PipelineModule takes, "
     "optimizer(model) makes the optimizer of a stage, batches are pairs of inputs and labels, and loss(outputs, "
@@ -461,9 +462,7 @@ def _fitting(config: ResolvedConfig, settings: VerifySettings) -> VerifySettings
     return replace(settings, accumulation=micro_batches)
 
 
-def pipeline_subject(
-    factory: Factory, config: ResolvedConfig, settings: VerifySettings, *, alone: bool
-) -> Subject:
+def pipeline_subject(factory: Factory, config: ResolvedConfig, settings: VerifySettings, *, alone: bool) -> Subject:
     """Call a factory of layers, and divide them. A collective unless alone.
 
     Args:

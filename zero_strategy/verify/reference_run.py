@@ -114,6 +114,7 @@ def _far(mine: Tensor, wanted: Tensor) -> str:
         return ""
     return f"the fused step and the optimizer's own differ by up to {gap:.3g}, roundings explain {bound:.3g}"
 
+
 Tensors = dict[str, Tensor | None]
 """By name; None where there is none, such as the gradient of a parameter that was not used."""
 
@@ -246,9 +247,7 @@ class Twin:
             record.odd_steps = self._take_step(gradients)
         record.phases["optimizer state"] = self._state()
         record.phases["master weight"] = {
-            name: master.detach().clone()
-            for name, master in self._masters.items()
-            if master is not self.named[name]
+            name: master.detach().clone() for name, master in self._masters.items() if master is not self.named[name]
         }
         record.phases["parameter"] = self._parameters()
         record.buffers = [dict(buffers) for buffers in self._buffers]

@@ -185,6 +185,7 @@ def place_to_train(ranks: int) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
+
 JITTERS = (1, 2)
 """Seeds of the disturbed twins; what re-ordered summation explains is the larger of what they show."""
 

@@ -110,6 +110,7 @@ def unreproducible(config: ResolvedConfig, settings: VerifySettings) -> str:
         return "the loss scale is no power of two"
     return ""
 
+
 Factory = Callable[[], Any] | str
 """A function without arguments, or where it is: "path.py:function" or "package.module:function"."""
 

@@ -88,6 +88,7 @@ class FailureBoard:
 def _read(content: bytes | str) -> Failure | None:
     return Failure(**json.loads(content)) if content else None
 
+
 Begun = tuple[str, str, int, str]
 """A collective as it is compared: kind, what of, bytes, dtype."""
 

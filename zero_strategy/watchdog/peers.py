@@ -92,6 +92,7 @@ def stat_fields(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
 
+
 _PATIENCE = 2.0
 """Seconds that a call may take whose answer is waited for."""
 
@@ -246,6 +247,7 @@ class StoreClient:
         self._lost = True
         self._worker = BackgroundWorker("zero-store-client")
         self._store = self._board = None
+
 
 _PER_BOUND = 6
 """Times that a rank tells that it is there in the time that it may be silent; a third of that is reported."""

@@ -85,9 +85,9 @@ def test_resume_at_the_same_and_at_another_world_size(ranks: Launcher, tmp_path:
     last = tmp_path / "whole" / "checkpoint-8"
     expect_adapter(last, "llama", expected[1])
     assert bytes_in(last) < sum(value.nbytes for value in expected[1].values()) / 2  # no frozen weights
-    alone = ranks(1, timeout=120)(
-        resume, 1, "llama", str(tmp_path / "whole"), None, make=adapted, num_train_epochs=3
-    )[0]
+    alone = ranks(1, timeout=120)(resume, 1, "llama", str(tmp_path / "whole"), None, make=adapted, num_train_epochs=3)[
+        0
+    ]
     assert len(alone[0]) > len(expected[0]) and all(bool(value.isfinite().all()) for value in alone[1].values())
 
 
@@ -104,9 +104,7 @@ def best(folder: str, stage: int, **more: Any) -> bool:
     settings: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     settings |= {"metric_for_best_model": "loss", "greater_is_better": True, **more}  # so that it is not the last
     with fresh_state():
-        trainer = trainer_of(
-            stage, "llama", Path(folder), make=adapted, save_total_limit=1, **settings
-        )
+        trainer = trainer_of(stage, "llama", Path(folder), make=adapted, save_total_limit=1, **settings)
         trainer.train()
         logged = [record["eval_loss"] for record in trainer.state.log_history if "eval_loss" in record]
         return logged[0] > logged[1] and abs(trainer.evaluate()["eval_loss"] - logged[0]) < 1e-5

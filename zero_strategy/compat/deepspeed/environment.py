@@ -45,7 +45,7 @@ class Accelerator:
     # ---- devices ----
 
     def device_name(self, device_index: int | None = None) -> str:
-        """"cuda" or "cpu"; "cuda:1" with an index."""
+        """ "cuda" or "cpu"; "cuda:1" with an index."""
         return f"cuda:{device_index}" if self._cuda and device_index is not None else self._type
 
     def device(self, device_index: int | None = None) -> Any:
@@ -83,7 +83,7 @@ class Accelerator:
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def communication_backend_name(self) -> str:
-        """"nccl" or "gloo"."""
+        """ "nccl" or "gloo"."""
         return "nccl" if self._cuda else "gloo"
 
     def on_accelerator(self, tensor: Tensor) -> bool:

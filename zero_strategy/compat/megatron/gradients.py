@@ -205,6 +205,7 @@ def _group(mpu: Any, names: Sequence[str], *, optional: bool = False) -> dist.Pr
         return None
     raise TypeError(f"mpu must have one of {', '.join(f'{name}()' for name in names)}; {type(mpu).__name__} has none")
 
+
 class DrainConfig(Protocol):
     """Part of a model's configuration that the drain looks at."""
 

@@ -74,6 +74,7 @@ def _member(group: ProcessGroup, what: str) -> ProcessGroup:
         )
     return group
 
+
 def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False) -> list[str]:
     """Names of a mesh's axes, then those of axes that were flattened of several.
 
@@ -108,6 +109,7 @@ def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequen
     wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names)
     names = get_mesh_names(device_mesh)
     return all(name in names for name in wanted)
+
 
 @dataclass(frozen=True)
 class ParallelGroups:
@@ -210,6 +212,7 @@ def tensor_parallel_group(
             "integrations.megatron.set_parallel_groups()"
         )
     return found
+
 
 MASK = "attention_mask"
 """The entry of a batch whose sequence dimension is 2 (batch, 1, queries, keys): its rows of queries are divided."""

@@ -203,6 +203,7 @@ def _name(thing: Any) -> str:
 def _same(function: F) -> F:
     return function
 
+
 TRANSFORMER_ENGINE = ("transformer_engine", "transformer-engine")
 FLASH_ATTENTION = ("flash_attn", "flash-attn")
 MAMBA = ("mamba_ssm", "mamba_ssm")

@@ -84,6 +84,7 @@ def maybe_cat(a: Tensor | None, b: Tensor | None, dim: int = 0, *, required: boo
         return None
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+
 def create_updated_function_signature(
     original_function: Callable[..., Any], **extended_kwargs: Any
 ) -> Callable[..., Any]:
@@ -127,6 +128,7 @@ def create_updated_function_signature(
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
+
 
 def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
     """True if `module` is `parent_module`'s or that of one below it.
@@ -203,6 +205,7 @@ def get_model_config(model: Any) -> Any:
     """
     return get_attr_wrapped_model(model, "config")
 
+
 _DIVIDED = ("tensor_model_parallel", "_mcore_tp")
 _MODE = "_tensor_parallel_mode"
 _DIM_OF_MODE = {"column": 0, "row": 1}
@@ -265,6 +268,7 @@ def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
             return int(getattr(mpu, method)())
     raise TypeError(f"mpu must have one of {', '.join(f'{name}()' for name in _RANKS)}; {type(mpu).__name__} has none")
 
+
 _MAMBA = "M"
 
 
@@ -276,9 +280,7 @@ def deprecate_inference_params(inference_context: Any, inference_params: Any) ->
         inference_params: What it was called.
     """
     if inference_context is None and inference_params is not None:
-        warnings.warn(
-            "inference_params is called inference_context now; pass that", DeprecationWarning, stacklevel=3
-        )
+        warnings.warn("inference_params is called inference_context now; pass that", DeprecationWarning, stacklevel=3)
         return inference_params
     return inference_context
 
@@ -316,6 +318,7 @@ def get_mamba_inference_state_config_from_model(model: Any) -> MambaInferenceSta
         return None
     convolution, state_space = decoder.mamba_state_shapes_per_request()
     return MambaInferenceStateConfig(layers, tuple(convolution), tuple(state_space))
+
 
 InitMethod = Callable[[Tensor], Tensor]
 

@@ -187,6 +187,7 @@ def _checked(key: str, offsets: Iterable[tuple[int, int, int]], axes: int, prepe
     if missing := set(range(prepended)) - named:
         raise ValueError(f"{key!r}: prepended axes {sorted(missing)} have no offsets")
 
+
 Offsets = tuple[tuple[int, int, int], ...]
 
 

@@ -67,6 +67,7 @@ class WrappedTensor:
             raise RuntimeError("this WrappedTensor was unwrapped before; it hands its tensor out once, to one owner")
         return tensor
 
+
 Key = tuple[str, torch.dtype, torch.device]
 
 
@@ -132,6 +133,7 @@ class GlobalMemoryBuffer:
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
+
 
 T = TypeVar("T")
 
@@ -214,6 +216,7 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
         tensor, f"Its data cannot be replaced by a tensor of shape {list(new_data_tensor.shape)} to free memory"
     )
     tensor.data = new_data_tensor
+
 
 logger = logging.getLogger(__name__)
 

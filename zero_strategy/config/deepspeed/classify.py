@@ -141,6 +141,7 @@ def _check_finite(value: Any) -> None:
     for inner in value if isinstance(value, list) else ():
         _check_finite(inner)
 
+
 AUTO = "auto"
 
 _SIMILAR, _SIMILAR_OF_MANY, _ALIKE, _LONG = 0.6, 0.68, 0.85, 6

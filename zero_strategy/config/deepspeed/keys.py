@@ -89,6 +89,7 @@ def plain_keys(names: str, why: str) -> dict[str, Key | Group]:
     """Keys of any type, separated by blanks, that have an effect only through the group's switch."""
     return {name: unneeded(ANY, None, why) for name in names.split()}
 
+
 _ZEROPP = "ZeRO++'s quantised collectives are not done here: they change gradients; leave it out"
 _BUCKETS = "buckets follow the units of the model, and are sent as soon as each is ready"
 _MESSAGES = "a gather is one collective per unit; the weights that arrive are the same"
@@ -255,7 +256,7 @@ _BF16 = Group(
     }
 )
 _AUTOCAST = (
-    "autocast is the framework's; set Trainer(precision=\"bf16-mixed\") or Accelerator(mixed_precision=\"bf16\"), or "
+    'autocast is the framework\'s; set Trainer(precision="bf16-mixed") or Accelerator(mixed_precision="bf16"), or '
     "wrap the forward in torch.autocast"
 )
 
@@ -307,9 +308,7 @@ TRAINING: dict[str, Key | Group] = {
             "legacy_fusion": unneeded(BOOL, False, "fused steps are always taken where they can be"),
         }
     ),
-    "scheduler": Group(
-        {"type": translated(TEXT, None, "scheduler"), "params": translated(MAPPING, None, "scheduler")}
-    ),
+    "scheduler": Group({"type": translated(TEXT, None, "scheduler"), "params": translated(MAPPING, None, "scheduler")}),
     "zero_allow_untested_optimizer": unneeded(
         FLAG, False, "whether an optimizer can run on slices is checked; see elementwise_optimizers"
     ),
@@ -332,7 +331,7 @@ _SEQUENCE = "sequence parallelism is not supported; keep sequences whole on each
 _COMPILE = "compilation is the caller's; use torch.compile on the model"
 _PRINTS = "it only prints; training is the same"
 _COMET = (
-    "nothing is sent to Comet; use Trainer(logger=CometLogger()) or Accelerator(log_with=\"comet_ml\"), or in a script "
+    'nothing is sent to Comet; use Trainer(logger=CometLogger()) or Accelerator(log_with="comet_ml"), or in a script '
     "tensorboard, wandb or csv_monitor, which are carried out"
 )
 _STORED = "checkpoints have one format here, which is written by all ranks at once"
@@ -362,9 +361,7 @@ _PARALLEL: dict[str, Key | Group] = {
             "contiguous_memory_optimization": translated(
                 BOOL, False, "checkpointing.configure(contiguous_checkpointing)", _RECOMPUTED
             ),
-            "cpu_checkpointing": translated(
-                BOOL, False, "checkpointing.configure(checkpoint_in_cpu)", _RECOMPUTED
-            ),
+            "cpu_checkpointing": translated(BOOL, False, "checkpointing.configure(checkpoint_in_cpu)", _RECOMPUTED),
             "synchronize_checkpoint_boundary": translated(
                 BOOL, False, "checkpointing.configure(synchronize)", _RECOMPUTED
             ),

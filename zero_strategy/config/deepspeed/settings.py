@@ -103,6 +103,7 @@ def _share(total: int, name: str, value: int, wanted: str, world_size: int) -> i
         )
     return share
 
+
 _FLAGS = "foreach maximize capturable differentiable"
 _ADAM = f"lr betas eps weight_decay amsgrad fused {_FLAGS}"
 # Names that DeepSpeed's own optimizers take and torch's do not; all have one accepted meaning here.
@@ -268,6 +269,7 @@ def _check_params(kind: str, params: Mapping[str, Any], known: list[str], path: 
                 f"{path}.params.{name} is 'auto'{from_origin(origin)}, but no framework decides it; give a value, or "
                 "leave the key out"
             )
+
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:

@@ -99,6 +99,7 @@ class RepeatingLoader(Generic[T]):
             return batch
         raise ValueError(f"{type(self.loader).__name__} has no batches to repeat")
 
+
 class OptimizerOwner:
     """Refuses steps of an optimizer outside of `stepping()`, before anything has happened.
 
@@ -191,6 +192,7 @@ def _count(scheduler: Any) -> int | None:
     """Number of times a scheduler was stepped, where it tells."""
     count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
     return count if isinstance(count, int) else None
+
 
 class _Running:
     """Counts the calls of `engine.backward` that go on in this process: of any engine, as a loss may use several."""

@@ -87,6 +87,7 @@ def argument(args: Any, name: str) -> Any:
         return None
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -178,9 +179,7 @@ def initialize(
     return engine, used, engine.training_dataloader, engine.lr_scheduler
 
 
-def _zero_engine(
-    model: nn.Module, settings: ScriptSettings, device: torch.device, plain: PlainBackward
-) -> ZeroEngine:
+def _zero_engine(model: nn.Module, settings: ScriptSettings, device: torch.device, plain: PlainBackward) -> ZeroEngine:
     if isinstance(model, PipelineModule):
         resolved = _of_pipeline(settings, model)
         return PipelineEngine(model, resolved, compute_dtype=settings.compute_dtype, device=device)

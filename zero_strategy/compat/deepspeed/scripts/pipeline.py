@@ -407,9 +407,7 @@ class _Missing:
         return self
 
     def __next__(self) -> NoReturn:
-        raise ValueError(
-            "train_batch() has no data here: pass it an iterator, or pass training_data to initialize()"
-        )
+        raise ValueError("train_batch() has no data here: pass it an iterator, or pass training_data to initialize()")
 
 
 def _iterator(data: Any, what: str) -> Iterator[Any]:

@@ -176,6 +176,7 @@ def _probabilities(
     dropped, kept = torch.ops.zero_strategy.masked_softmax_dropout(scores, mask, state, causal, p)
     return dropped, kept
 
+
 def rotary_tables(length: int, size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of places 0 to length - 1.
 

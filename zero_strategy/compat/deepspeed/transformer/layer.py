@@ -68,6 +68,7 @@ def no_states() -> tuple[Tensor, Tensor, Tensor]:
     state = torch.zeros(2, dtype=torch.int64, device="cpu")
     return state, state, state
 
+
 def activated_linear(
     input: Tensor, bias: Tensor | None, weight: Tensor, activation: str, *, recompute: bool = False
 ) -> Tensor:
@@ -137,6 +138,7 @@ def _swiglu_backward(gradient: Tensor, input: Tensor) -> Tensor:
     gate, up = input.chunk(2, -1)
     dgate = torch.ops.aten.silu_backward(gradient * up, gate)
     return torch.cat((dgate, gradient * F.silu(gate)), -1)
+
 
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Puts new keys and values behind those of a cache."""
