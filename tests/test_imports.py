@@ -100,11 +100,14 @@ def test_all_but_the_integrations_does_without_frameworks() -> None:
 
 CHECKED = """
 import zero_strategy
-from zero_strategy import FusedAdamW, ZeroAccelerator, ZeroConfig, ZeroEngine, ZeroStrategy, initialize
+from zero_strategy import FusedAdamW, PipelineStrategy, ZeroAccelerator, ZeroConfig, ZeroEngine, ZeroStrategy
+from zero_strategy import ZeroTrainer, initialize
 from zero_strategy import init_distributed, load_config, load_from_checkpoint
 from zero_strategy.compat.deepspeed import DeepSpeedEngine, initialize as same, zero
 
 ZeroStrategy(stage=3, offload="cpu", prefetch=2)
+PipelineStrategy(stages=2, prefetch=2, load_weights_only=True)
+ZeroAccelerator(zero_config={"stage": 3})
 ZeroConfig(stage=2)
 reveal_type(ZeroStrategy(stage=1).explain())
 reveal_type(zero_strategy.optim.FusedSGD)
@@ -115,6 +118,9 @@ reveal_type(same)
 reveal_type(zero.Init)
 ZeroStrategy(stag=3)
 ZeroStrategy(stage="3")
+PipelineStrategy(stag=3)
+ZeroAccelerator(zero_config=3)
+ZeroTrainer(zero_config=3)
 ZeroConfig(stag=3)
 load_config(3)
 zero_strategy.ZeroStrateg

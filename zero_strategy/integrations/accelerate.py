@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_owned, load_config, resolve
+from zero_strategy.config.load import ConfigSource
 from zero_strategy.diagnostics.norms import NormSettings
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
@@ -89,7 +90,7 @@ class ZeroAccelerator(Accelerator):
     loss_weight: float = 1.0
     _share: tuple[int, int] | None = None
 
-    def __init__(self, *arguments: Any, zero_config: Any = None, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
         check_single_owner(keywords, os.environ)
         if needs_cpu(os.environ) and len(arguments) < 5:  # `cpu` is the fifth
             keywords.setdefault("cpu", True)
@@ -97,7 +98,9 @@ class ZeroAccelerator(Accelerator):
         self._set_up(zero_config)
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, zero_config: Any = None, facts: Mapping[str, Fact] | None = None) -> Self:
+    def adopt(
+        cls, accelerator: Accelerator, zero_config: ConfigSource | None = None, facts: Mapping[str, Fact] | None = None
+    ) -> Self:
         """Ours in the place of an Accelerator that somebody else has made and that has prepared nothing yet.
 
         Args:

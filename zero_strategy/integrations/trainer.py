@@ -64,6 +64,20 @@ else:
     _Base = object
 
 
+class StrategySettings(ZeroSettings, total=False):
+    """Keywords of a Trainer's strategy: the settings, and what Lightning hands to each of its strategies."""
+
+    load_weights_only: bool | None
+    accelerator: Any
+    parallel_devices: list[torch.device] | None
+    cluster_environment: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+
+
 class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     """Common base of `ZeroStrategy` of both Trainer namespaces.
 

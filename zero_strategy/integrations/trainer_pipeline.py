@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from zero_strategy.checkpoint.agreement import catalog_of, state_dict_entries
 from zero_strategy.comm.barrier import together
@@ -26,6 +27,7 @@ from zero_strategy.integrations.checkpoint_dict import untouched, whole
 from zero_strategy.integrations.engines import engine_for, engine_of
 from zero_strategy.integrations.framework_settings import refuse_tensor, schedulers_left_alone, verify_settings
 from zero_strategy.integrations.pipeline_runs import IntegrationRunner, SameNumber
+from zero_strategy.integrations.trainer import StrategySettings
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
@@ -62,7 +64,7 @@ class TrainerPipeline(_Base):
         gather: str | None = None,
         gather_bytes: int | None = None,
         timeline: str | None = None,
-        **settings: Any,
+        **settings: Unpack[StrategySettings],
     ) -> None:
         """Takes a config, or its settings as keywords; keywords win. See `PipelineConfig` for those of pipelines.
 
@@ -95,11 +97,10 @@ class TrainerPipeline(_Base):
             "timeline": timeline,
         }
         given = {name: value for name, value in own.items() if value is not None}
-        if given:
-            section = settings.pop("pipeline", None)
-            settings["pipeline"] = {**_as_dict(section), **given}
         if stages is None and chunks is not None and STAGES_VARIABLE in os.environ:
-            settings["pipeline"]["stages"] = _stages_of_environment()
+            given["stages"] = _stages_of_environment()
+        if given:
+            settings["pipeline"] = {**_as_dict(settings.get("pipeline")), **given}
         super().__init__(config, **settings)
         refuse_tensor(self.config, type(self).__name__, "zero_strategy.initialize or a PipelineEngine in a script")
         if self.config.origin_of("stage") == "default":

@@ -35,6 +35,7 @@ from zero_strategy.checkpoint.exports import config_files, export_weights
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.config import Fact, ZeroConfig, batch_fact
+from zero_strategy.config.load import ConfigSource
 from zero_strategy.config.section import DEFAULT
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
@@ -72,7 +73,7 @@ class ZeroTrainerMixin:
     processing_class: Any
     optimizer: Any
 
-    def __init__(self, *arguments: Any, zero_config: Any = None, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
         self._zero_config, self._weights_later = zero_config, False
         super().__init__(*arguments, **keywords)
         checkpoints = self.accelerator.zero_config.checkpoint
