@@ -1,6 +1,8 @@
 """Packages of the distribution, and binary wheels; all else is in pyproject.toml.
 
-`cpp/` stands at the top of the repository, and is installed as `zero_strategy/cpp`, from which the ops are built.
+`cpp/` stands at the top of the repository, and is installed as `zero_strategy/cpp`, from which the ops are built. It is
+copied there, not declared as a package of another directory: an editable install is then a line in a `.pth` file, which
+editors and type checkers follow, where they do not follow the import hook that setuptools would make.
 With ZERO_STRATEGY_WHEEL=binary a wheel carries the CPU ops and the file I/O built, for one platform and for every
 Python and torch: they use torch's stable ABI and nothing of Python's. That needs torch and a compiler where the wheel
 is made (`make wheel`). Without, a wheel is pure Python, and both are built at their first use.
@@ -31,6 +33,9 @@ class BuildPackage(build_py):
 
     def run(self) -> None:
         super().run()
+        if self.editable_mode:
+            return
+        shutil.copytree(ROOT / "cpp", Path(self.build_lib) / "zero_strategy" / "cpp", dirs_exist_ok=True)
         if BINARY:
             sys.path.insert(0, str(ROOT))
             from zero_strategy.ops.build import CARRIED, build, carried_path, recipe
@@ -51,12 +56,9 @@ class BuildWheel(bdist_wheel):
 
 
 setup(
-    packages=[*find_packages(include=["zero_strategy*"]), "zero_strategy.cpp"],
-    package_dir={"zero_strategy.cpp": "cpp"},
-    package_data={
-        "zero_strategy": ["py.typed", "cli/page/*"],
-        "zero_strategy.cpp": ["*.h", "cpu/*", "cuda/*", "io/*"],
-    },
+    packages=find_packages(include=["zero_strategy*"]),
+    package_dir={"": "."},
+    package_data={"zero_strategy": ["py.typed", "cli/page/*"]},
     distclass=Package,
     cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel},
 )
