@@ -318,7 +318,7 @@ def commands(*words: str) -> Iterator[tuple[tuple[str, ...], str]]:
     yield words, text
     listed = re.search(r"^positional arguments:\n  (?:command|action)\n((?:    .*\n)+)", text, re.MULTILINE)
     if listed:
-        for name in re.findall(r"^    (\w+)", listed[1], re.MULTILINE):
+        for name in re.findall(r"^    ([\w-]+)", listed[1], re.MULTILINE):
             yield from commands(*words, name)
 
 

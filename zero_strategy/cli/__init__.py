@@ -17,6 +17,7 @@ zero-strategy schedule show                draw a pipeline schedule, or what ran
 zero-strategy schedule list                the pipeline schedules there are
 zero-strategy config explain FILE          every setting a config leads to, and what becomes of DeepSpeed's keys
 zero-strategy config convert FILE          write DeepSpeed's JSON as a YAML file of ours
+zero-strategy accelerate-config [FILE]     write a launch file for `accelerate launch --config_file`
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zero_strategy.cli.accelerate_config import add_accelerate_config_command, run_accelerate_config_command
 from zero_strategy.cli.checkpoint import add_checkpoint_commands, run_checkpoint_command
 from zero_strategy.cli.config import add_config_commands, run_config_command
 from zero_strategy.cli.doctor import add_doctor_command, run_doctor_command
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_verify_command(commands)
     add_report_commands(commands)
     add_schedule_commands(commands)
+    add_accelerate_config_command(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -78,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = run_report_command(options)
         elif options.command == "schedule":
             status = run_schedule_command(options)
+        elif options.command == "accelerate-config":
+            status = run_accelerate_config_command(options)
         else:
             status = run_doctor_command(options)
         sys.stdout.flush()
