@@ -24,8 +24,8 @@ from gpt_metrics import MetricsWriter
 from gpt_model import GPT, Block, rotary_tables
 from train_gpt import build_loaders, build_trainer, report
 from zero_strategy.cli import main as zero_strategy_command
+from zero_strategy.pipeline.building import ModelLayer
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import ModelLayer
 
 TIMELINE_STEP = 2
 """The step whose timeline is drawn: later than what only the first ones do."""

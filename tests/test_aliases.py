@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 
 from zero_strategy.aliases import FORMER, present_path
-from zero_strategy.compat.deepspeed.scripts.checkpoints import COUNTERS_KEY
+from zero_strategy.compat.deepspeed.scripts.engine import COUNTERS_KEY
 from zero_strategy.integrations.checkpoint_dict import EXTRA_KEY
 from zero_strategy.integrations.uneven import STATE_KEY
 

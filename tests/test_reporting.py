@@ -11,10 +11,10 @@ from tests.warm import run_warm
 ASKING = """
 import torch
 from zero_strategy.activation.settings import CheckpointTimings
-from zero_strategy.diagnostics.memory_use import see_memory_usage
+from zero_strategy.diagnostics.recorder import see_memory_usage
 from zero_strategy.compat.megatron.straggler import StragglerDetector
 from zero_strategy.integrations import deepspeed
-from zero_strategy.pipeline.specs import LayerSpec
+from zero_strategy.pipeline.building import LayerSpec
 
 see_memory_usage("after the forward")
 detector = StragglerDetector()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each name i
     from zero_strategy.config import ZeroConfig, load_config
     from zero_strategy.engine import ZeroEngine
     from zero_strategy.integrations.accelerate import ZeroAccelerator
-    from zero_strategy.integrations.from_checkpoint import LoadsFromDirectory, load_from_checkpoint, open_checkpoint
+    from zero_strategy.integrations.checkpoint_dict import LoadsFromDirectory, load_from_checkpoint, open_checkpoint
     from zero_strategy.integrations.lightning import PipelineStrategy, ZeroStrategy
     from zero_strategy.integrations.transformers import ZeroTrainer
     from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
@@ -95,7 +95,7 @@ _MODULE_OF = {
     "FusedLamb": "zero_strategy.optim",
     "FusedLion": "zero_strategy.optim",
     "FusedSGD": "zero_strategy.optim",
-    "LoadsFromDirectory": "zero_strategy.integrations.from_checkpoint",
+    "LoadsFromDirectory": "zero_strategy.integrations.checkpoint_dict",
     "PipelineEngine": "zero_strategy.pipeline.engine",
     "ZeroAccelerator": "zero_strategy.integrations.accelerate",
     "ZeroConfig": "zero_strategy.config",
@@ -105,8 +105,8 @@ _MODULE_OF = {
     "init_distributed": "zero_strategy.comm.process_group",
     "initialize": "zero_strategy.compat.deepspeed.scripts",
     "load_config": "zero_strategy.config",
-    "load_from_checkpoint": "zero_strategy.integrations.from_checkpoint",
-    "open_checkpoint": "zero_strategy.integrations.from_checkpoint",
+    "load_from_checkpoint": "zero_strategy.integrations.checkpoint_dict",
+    "open_checkpoint": "zero_strategy.integrations.checkpoint_dict",
 }
 
 _install()

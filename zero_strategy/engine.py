@@ -1,9 +1,5 @@
 """The engine: owns the training step of one module, on behalf of every integration.
 
-that a forward begins, that it raised, and what else an exception has torn.
-
-owns the training step of one module, on behalf of every face.
-
 engine = ZeroEngine(module, load_config(stage=3))
 optimizer = torch.optim.AdamW(module.parameters())
 engine.attach(optimizer)
@@ -37,17 +33,17 @@ from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
 from zero_strategy.checkpoint.preemption import StepWatch, save_on_signal
 from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave
-from zero_strategy.comm.barrier import check_same_values, next_number
 from zero_strategy.comm.collectives import CommunicationCounters
 from zero_strategy.comm.mesh import Mesh, dp_groups_across, tensor_groups_of
 from zero_strategy.comm.process_group import world_size
+from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.convert.convert import checkpoint_in, open_any
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks, whole_of
 from zero_strategy.fsdp.gathered_parameters import check_outside_uses
 from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
-from zero_strategy.fsdp.moved_states import GRADIENTS, PARAMETERS
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
+from zero_strategy.fsdp.shard_storage import GRADIENTS, PARAMETERS
 from zero_strategy.fsdp.uneven_batches import JoinedBatches, SharedEvaluation
 from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.offload.stores import OffloadStores

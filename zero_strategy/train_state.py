@@ -1,7 +1,4 @@
-"""The state of a training as packages below the engine see it.
-
-its state, and the part of a model that it is of.
-"""
+"""The state of a training as packages below the engine see it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.checkpoint.saving import all_dtypes, random_tensor, same
 from zero_strategy.checkpoint import CheckpointReader, Manifest
 from zero_strategy.checkpoint.manifest import seal
 from zero_strategy.checkpoint.piece_reader import PieceReader
-from zero_strategy.checkpoint.state_reader import Wanted
+from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.cli import main
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.cli.checkpoint_merge import merge

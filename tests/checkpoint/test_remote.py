@@ -14,8 +14,8 @@ pytest.importorskip("fsspec")
 from tests.checkpoint.object_store import ObjectStore, register
 from tests.checkpoint.piece_saving import jobs_of, own_file, remote, run_jobs, save
 from tests.checkpoint.saving import random_tensor, same
+from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.checkpoint.save_job import remove_remote
-from zero_strategy.checkpoint.state_reader import Wanted
 from zero_strategy.cli import main
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.cli.checkpoint_merge import merge

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 
 WIDTH, WORDS, ROWS, LENGTH = 8, 11, 2, 3
 

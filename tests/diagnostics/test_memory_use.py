@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.distributed.pretended import pretend
-from zero_strategy.diagnostics import memory_use
-from zero_strategy.diagnostics.memory_use import MemoryUse, get_autocast_status, get_ma_status, see_memory_usage
+from zero_strategy.diagnostics import recorder as memory_use
+from zero_strategy.diagnostics.recorder import MemoryUse, get_autocast_status, get_ma_status, see_memory_usage
 
 
 class Ring:

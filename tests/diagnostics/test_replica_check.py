@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.engine.nets import net
 from tests.launcher import Launcher
-from zero_strategy.compat.megatron.replica_check import check_param_hashes_across_dp_replicas as check
-from zero_strategy.compat.megatron.replica_check import replica_report
+from zero_strategy.compat.megatron.diagnostics import check_param_hashes_across_dp_replicas as check
+from zero_strategy.compat.megatron.diagnostics import replica_report
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

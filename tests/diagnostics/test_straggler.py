@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tests.launcher import Launcher
-from zero_strategy.compat.megatron import control_port
 from zero_strategy.compat.megatron import diagnostics as straggler_singleton
+from zero_strategy.compat.megatron import straggler
 from zero_strategy.compat.megatron.straggler import (
     ControlPort,
     GpuFigures,
@@ -193,7 +193,7 @@ def test_who_sends_without_end_is_cut_off(begins: bytes) -> None:
 
 
 def test_many_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_port, "_SECONDS", 0.2)
+    monkeypatch.setattr(straggler, "_SECONDS", 0.2)
     control = ControlPort(0, TOKEN)
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     silent = [socket.socket() for _ in range(50)]

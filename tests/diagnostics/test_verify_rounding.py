@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero_strategy.config import load_config
-from zero_strategy.optim.update_rules import AdamRule, Segment
+from zero_strategy.optim.fused import AdamRule, Segment
 from zero_strategy.verify import verify_here
 from zero_strategy.verify.reference_run import engine_rule, take_step
 from zero_strategy.verify.session import ShardedRun

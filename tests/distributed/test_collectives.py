@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.comm.barrier import BarrierError, StoreBarrier
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.store import BarrierError, StoreBarrier
 
 DTYPES = [
     torch.float32,

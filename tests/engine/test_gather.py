@@ -21,7 +21,7 @@ from tests.launcher import Launcher, RankError
 from zero_strategy import fsdp as sharding
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.fsdp.sharded_parameter import ShardedParameter
+from zero_strategy.fsdp.released import ShardedParameter
 from zero_strategy.optim import full_state
 
 STAGE_3 = Setting(3, "per_micro_batch")

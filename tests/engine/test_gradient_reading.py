@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
 from tests.launcher import Launcher
-from zero_strategy.comm.barrier import BarrierError
+from zero_strategy.comm.store import BarrierError
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 

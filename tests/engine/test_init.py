@@ -16,7 +16,7 @@ from tests.launcher import Launcher
 from zero_strategy import fsdp as sharding
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.fsdp.sharded_parameter import ShardedParameter
+from zero_strategy.fsdp.released import ShardedParameter
 from zero_strategy.pipeline import LayerSpec, PipelineModule
 
 WIDTH = 8

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.engine.nets import loss_of, net
 from tests.engine.twins import DEFAULTS, ShardedTwin, Twin, play
 from tests.launcher import Launcher
-from zero_strategy.comm.barrier import BarrierError
+from zero_strategy.comm.store import BarrierError
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 
 

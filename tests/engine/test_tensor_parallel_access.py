@@ -15,7 +15,7 @@ from tests.engine.divided import MICRO_BATCHES, adamw, gpt, loss_of, tokens, tra
 from tests.engine.test_tensor_parallel import begin, run_steps
 from tests.launcher import Launcher
 from zero_strategy.comm.mesh import make_device_mesh
-from zero_strategy.compat.megatron.replica_check import replica_report
+from zero_strategy.compat.megatron.diagnostics import replica_report
 from zero_strategy.config import load_config
 from zero_strategy.diagnostics.norms import ParameterNorms
 from zero_strategy.engine import ZeroEngine

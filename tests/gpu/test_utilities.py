@@ -14,8 +14,8 @@ from tests.gpu.test_cuda import nccl
 from zero_strategy.compat.megatron.diagnostics import NvtxRanges
 from zero_strategy.compat.megatron.gradients import clip_grad_norm_, drain_embedding_wgrad_compute
 from zero_strategy.compat.megatron.tensors import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
-from zero_strategy.diagnostics import memory_use
-from zero_strategy.diagnostics.memory_use import MemoryUse, get_ma_status, see_memory_usage
+from zero_strategy.diagnostics import recorder as memory_use
+from zero_strategy.diagnostics.recorder import MemoryUse, get_ma_status, see_memory_usage
 
 pytestmark = pytest.mark.gpu
 __all__ = ["nccl"]

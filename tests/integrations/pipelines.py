@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_strategy
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
 VOCABULARY, LENGTH, WIDTH = 23, 6, 12
 CLOSE = 2e-6

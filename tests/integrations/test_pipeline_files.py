@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tests.integrations.pipelines import CLOSE, VOCABULARY, WIDTH, Block, Module, Plain, loader, pipeline
 from tests.integrations.trainers import error, raises, trainer, weights
 from tests.launcher import Launcher
+from zero_strategy.pipeline.building import LayerSpec
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec
 
 
 class Grouped(Module):

@@ -17,9 +17,8 @@ from tests.integrations.pipelines import LENGTH, Module, Plain, layers, loader, 
 from tests.integrations.trainers import join, raises, trainer
 from tests.launcher import Launcher
 from zero_strategy.integrations.namespaces import strategy_class
-from zero_strategy.pipeline.batches import join_parts, split_batch
-from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec
+from zero_strategy.pipeline.building import LayerSpec
+from zero_strategy.pipeline.module import PipelineModule, join_parts, split_batch
 from zero_strategy.pipeline.transport import PipelineError
 
 

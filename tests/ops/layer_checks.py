@@ -17,8 +17,8 @@ from tests.ops.test_softmax_ops import mask_of, scores
 from zero_strategy import ops
 from zero_strategy.ops import fused_layers as d
 from zero_strategy.ops import fused_layers as g
+from zero_strategy.ops import fused_layers as n
 from zero_strategy.ops import fused_layers as s
-from zero_strategy.ops import normalization as n
 from zero_strategy.ops import quantization as q
 
 STATE = ops.random_state(11, 12)

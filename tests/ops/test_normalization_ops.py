@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.ops.native import FLOATS, at_every_thread_count, need_native, normal, same_bits
 from zero_strategy import ops
-from zero_strategy.ops import normalization as n
+from zero_strategy.ops import fused_layers as n
 
 COLUMNS = st.sampled_from([1, 2, 15, 16, 17, 100, 1024, 1025, 2500])
 ROWS = st.sampled_from([0, 1, 3, 33, 70])

@@ -13,7 +13,7 @@ import hashlib, itertools, torch
 from tests.ops import test_optimizer_ops as optimizers
 from tests.ops.native import FLOATS, need_native, spread
 from zero_strategy import ops
-from zero_strategy.ops import fused_layers, normalization
+from zero_strategy.ops import fused_layers
 need_native()
 digest = hashlib.sha256()
 generator = torch.Generator().manual_seed(0)
@@ -34,11 +34,11 @@ for dtype, columns in itertools.product(FLOATS, (1, 37, 1024, 2051)):
     x, gradient = made(9, columns, dtype, True), made(9, columns, dtype)
     weight, bias = (made(1, columns, torch.float32).view(-1) for _ in range(2))
     for centered in (True, False):
-        output, mean, rstd = normalization._forward(x, weight, bias, columns, 1e-5, centered, False)
+        output, mean, rstd = fused_layers._forward(x, weight, bias, columns, 1e-5, centered, False)
         note(output, mean, rstd)
         for inverted in (True, False):
             saved = (output if inverted else x, mean, rstd)
-            note(*normalization._backward(gradient, *saved, weight, bias, columns, centered, inverted))
+            note(*fused_layers._backward(gradient, *saved, weight, bias, columns, centered, inverted))
     for tanh in (True, False):
         note(fused_layers._gelu_forward(x, bias, tanh))
         note(*fused_layers._gelu_backward(gradient, x, bias, tanh))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 
 WIDTH, WORDS = 6, 11
 

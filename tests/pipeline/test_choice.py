@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from zero_strategy.pipeline.auto import LayerCost, choose_schedule, predictions
+from zero_strategy.pipeline.engine_setup import LayerCost, choose_schedule, predictions
 
 LAYERS = [LayerCost(1.0, 1.0, 1.0, activation_bytes=100.0)] * 8
 

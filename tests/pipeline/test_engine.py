@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from tests.launcher import Launcher
 from zero_strategy.config import load_config, resolve
-from zero_strategy.pipeline.auto import LayerCost, choose, measured_costs
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.engine import PipelineEngine
+from zero_strategy.pipeline.engine_setup import LayerCost, choose, measured_costs
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.schedules import Placement
 from zero_strategy.pipeline.simulator import Event, read_timeline
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 from zero_strategy.planning.buckets import held_whole
 
 VOCABULARY, LENGTH, WIDTH, STEPS, CLIP = 23, 6, 12, 3, 0.3

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.launcher import Launcher
 from tests.pipeline.layers import WIDTH, WORDS, Block, double, logits, specs, tied_specs
+from zero_strategy.pipeline.building import LayerSpec, ModelLayer, TiedLayerSpec
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec, ModelLayer, TiedLayerSpec
 from zero_strategy.pipeline.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tests.launcher import Launcher, RankError
 from tests.pipeline.layers import WIDTH, WORDS, Wide, double, logits, tied_specs, words
+from zero_strategy.pipeline.building import LayerSpec, ModelLayer, TiedLayerSpec
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.partition import LayerProfile, count_parameters, profile_bounds, profile_layers
-from zero_strategy.pipeline.specs import LayerSpec, ModelLayer, TiedLayerSpec
 
 
 class Slow(nn.Linear):

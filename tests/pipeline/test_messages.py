@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher import Launcher
-from zero_strategy.comm.p2p import Channel, PointToPoint
 from zero_strategy.pipeline.messages import (
     ALIGNMENT,
     FIRST_BYTES,
+    Channel,
     Layout,
+    PointToPoint,
     Stamp,
     announce,
     describe,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tests.launcher import Launcher, RankError
 from tests.pipeline.layers import WIDTH, Block, Wide, double, specs, tied_specs, words
+from zero_strategy.pipeline.building import LayerSpec, ModelLayer, TiedLayerSpec
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec, ModelLayer, TiedLayerSpec
 from zero_strategy.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
 
 

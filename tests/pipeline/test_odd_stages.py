@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from tests.launcher import Launcher
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
 VOCABULARY, WIDTH, COUNT, STEPS = 23, 8, 4, 2
 

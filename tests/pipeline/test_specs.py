@@ -7,7 +7,7 @@ import logging
 import pytest
 from torch import nn
 
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec, layer_class_name
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec, layer_class_name
 
 
 def test_a_spec_builds_another_module_each_time(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero_strategy.activation.functional import Checkpointer
-from zero_strategy.pipeline.split_backward import Entrance, SplitBackward, whole_backward
+from zero_strategy.pipeline.model_chunk import Entrance, SplitBackward, whole_backward
 
 _WIDTH = 16
 

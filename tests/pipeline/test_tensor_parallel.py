@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from tests.launcher import Launcher
 from tests.pipeline import test_engine as untensored
 from tests.pipeline.test_engine import CLIP, STEPS, VOCABULARY, WIDTH, Block, Case, Found, batches, config_of, plain
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.topology import PipeModelDataParallelTopology
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from tests.launcher import Launcher
 from tests.pipeline.test_engine import STEPS, Case, batches, config_of, loss_of, module_of
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
+from zero_strategy.pipeline.building import LayerSpec
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec
 
 KEY = "tied_modules.embed.weight"
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.launcher import Launcher
 from tests.pipeline.layers import WIDTH, WORDS, Block, logits, tied_specs, words
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.topology import PipeDataParallelTopology
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
 from tests.distributed.pretended import pretend
 from zero_strategy.compat.megatron.groups import ParallelGroups
-from zero_strategy.compat.megatron.sharded_tensors import (
+from zero_strategy.compat.megatron.tensors import (
     ShardedTensor,
     assemble,
     make_sharded_tensor_for_checkpoint,

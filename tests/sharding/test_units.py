@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from tests.engine.nets import Block, Net
-from zero_strategy.fsdp.units import aliases, find_units
+from zero_strategy.fsdp.layout import aliases, find_units
 
 
 def names(root: nn.Module, **options: object) -> list[str]:

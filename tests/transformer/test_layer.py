@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ops.native import need_native
 from tests.transformer.twin import bytes_kept, plain_layer
-from zero_strategy.compat.deepspeed.transformer.attention import rotary_tables
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
-from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer, draw_states
+from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer, draw_states, rotary_tables
 
 ROWS, LENGTH, WIDTH, HEADS = 2, 7, 16, 4
 SPREAD = 0.16  # a matrix of this width then stretches as one of 1024 with 0.02 does

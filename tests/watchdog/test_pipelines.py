@@ -14,9 +14,9 @@ from tests.faulty import die, no_number
 from tests.launcher import Launcher, RankError
 from tests.pipeline.test_engine import VOCABULARY, WIDTH, Block, Case, batches, config_of, loss_of, module_of
 from tests.watchdog.faults import PATIENCE, QUICK, linger
+from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
-from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 from zero_strategy.watchdog.diagnosis import DesyncError
 
 # ----------------------------------------------------------------------------------------- a rank skips a module

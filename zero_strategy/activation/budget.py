@@ -1,6 +1,7 @@
 """The activation budget: what units keep and compute is profiled, and the cheapest choice that fits is made.
 
-matrix products, convolutions, what attention gives. The rest is cheap to compute again.
+The operators whose outputs may be kept are matrix products, convolutions and attention. The others are cheap to compute
+again.
 
 An op that draws random numbers is computed again even if it is a product (attention with dropout inside): a kept
 result would leave the generator behind, and what follows would draw other numbers than in forward.
@@ -8,8 +9,8 @@ result would leave the generator behind, and what follows would draw other numbe
     forward     a unit that is computed again keeps its inputs, another one all that its backward needs
     backward    from the last unit to the first; one that is computed again has all that its backward needs once more
 
-so the bytes are at their largest at the end of the forward, or while a unit is computed again: they are what units
-before it keep, and all of its own.
+Bytes are at their largest at the end of the forward, or while a unit is computed again: they are then what the units
+before it keep, and all that it computes.
 
 Bytes are those of memory that saved-tensor hooks see; costs are counted and not timed, so that all ranks measure alike.
 """

@@ -3,14 +3,8 @@
 torch's non-reentrant checkpoint does the recomputation; it saves the inputs through whatever hooks on saved tensors
 are in force, and only the inputs, so that hooks around it decide where they are kept.
 
-its options and its tracker of random states.
-
 The only thing of this package that is global, since `configure`, `checkpoint` and `get_cuda_rng_tracker` of that API
 are. Everything behind them works without it: `Checkpointer`, `CudaRNGStatesTracker`.
-
-the options of this process's checkpoints.
-
-functions that are computed again in backward, under this process's options.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Inputs that checkpoints keep for their recomputation: partitioned, contiguous or on the host.
 
-where the bytes of one checkpoint's inputs, its record, lie until its backward.
-
     forward:   record = kept.keep(leaves)     this rank's part of each input, copied into one record
     backward:  record.fetch(number)           the whole input: from the host, and from the other ranks
 

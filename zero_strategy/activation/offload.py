@@ -1,6 +1,6 @@
 """Activation offload: what autograd keeps inside of units waits in host memory, fetched one unit ahead.
 
-each of the size that is asked for, used again for the next of that size.
+Host buffers have the size that was asked for, and serve the next request of that size again.
 
     forward     unit 1 | unit 2           | unit 3
                        | 1 to the host    | 2 to the host
@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.tier import HostMemory
-from zero_strategy.runtime.host_bytes import PAGE
+from zero_strategy.runtime.files import PAGE
 from zero_strategy.runtime.torch_private import storage_key, version_of
 
 Storages = dict[StorageWeakRef, int]

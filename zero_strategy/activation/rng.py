@@ -1,7 +1,5 @@
 """Named states of random generators, and the seeds of model-parallel training.
 
-to draw from one of them for a while, and to go back.
-
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", seed + 2718 + model_parallel_rank)
     with tracker.fork():                # dropout in here draws from that state, which moves on

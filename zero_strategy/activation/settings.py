@@ -1,8 +1,8 @@
 """Settings of functional checkpointing: from a DeepSpeed JSON or arguments; model-parallel place; timings.
 
-from a DeepSpeed JSON, and from arguments, which win.
+Settings come from a DeepSpeed JSON and from arguments; arguments win.
 
-their forwards, and their backwards, recomputation included.
+`CheckpointTimings` has the seconds of checkpointed forwards, and of their backwards with the recomputation.
 """
 
 from __future__ import annotations

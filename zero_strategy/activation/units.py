@@ -1,8 +1,6 @@
 """Activation checkpointing of units: their forward runs inside of a checkpoint and can be replayed.
 
-from what was kept of its inputs, and without a trace in its buffers.
-
-their `forward` runs inside of a checkpoint.
+The `forward` of a unit runs inside of a checkpoint. Its recomputation leaves the unit's buffers as they are.
 
 The checkpoint lies inside of the unit's hooks. So a unit of stage 3 is gathered when the gradient of its output
 arrives, computed again while it is whole, and released when the gradients of its inputs are done; and hooks of a

@@ -10,8 +10,7 @@ from zero_strategy.checkpoint.manifest import (
     WeightRecord,
 )
 from zero_strategy.checkpoint.plan import CheckpointPlan, plan_files
-from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.state_reader import StateReader
+from zero_strategy.checkpoint.reader import CheckpointReader, StateReader
 from zero_strategy.checkpoint.writer import CheckpointWriter, LatePiece, Piece, SaveWriter
 
 __all__ = [

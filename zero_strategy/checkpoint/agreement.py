@@ -13,8 +13,8 @@ the elements, so that ranks can add up those of their slices, whatever the slice
 
     digest = sum over elements i of (bits(i) + 1) * w(i mod 65536) * m(i div 65536)    modulo 2^64
 
-with `w` and `m` odd numbers from the splitmix64 sequence (Steele, Lea, Flood, OOPSLA 2014). It tells other weights from
-the right ones; it is no protection against somebody who wants to deceive.
+Here `w` and `m` are odd numbers from the splitmix64 sequence (Steele, Lea, Flood, OOPSLA 2014). The digest tells other
+weights from the right ones; it is no protection against an attacker.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from zero_strategy.checkpoint.contents import (
 )
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.save_job import SavePlace
-from zero_strategy.comm.barrier import together
-from zero_strategy.comm.store import FailedElsewhereError
+from zero_strategy.comm.store import FailedElsewhereError, together
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.runtime.torch_private import buffers_of, children_of, non_persistent_buffers, parameters_of
 
 if TYPE_CHECKING:
-    from zero_strategy.checkpoint.state_reader import StateReader
+    from zero_strategy.checkpoint.reader import StateReader
     from zero_strategy.train_state import TrainState
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.manifest import FileKind
-from zero_strategy.checkpoint.state_reader import Wanted
+from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp import layout

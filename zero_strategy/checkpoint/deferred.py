@@ -1,6 +1,6 @@
 """Deferred weights: each parameter knows where its values are, and they are read when it is sharded.
 
-each parameter knows where its values are, and has no memory.
+Each parameter knows where its values are, and has no memory.
 
 Until then a parameter is one NaN, expanded to its shape, on the CPU: modules can be wrapped, frozen and counted, and an
 adapter's own weights are made beside it as beside a real one. Where the values are is kept with the module.
@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind
-from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.state_reader import StateReader, Wanted, check_out
+from zero_strategy.checkpoint.reader import CheckpointReader, StateReader, Wanted, check_out
 from zero_strategy.runtime.torch_private import map_tensors
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Writes past the page cache at the disk's speed, bounded pace, and durable renames.
 
-after each call the change survives a loss of power.
+After each call the change survives a loss of power.
 
 Names beside a target `T` while it is being saved under a token `k`:
 
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, Seen, as_bytes, is_aligned, memory_of
+from zero_strategy.runtime.files import PAGE, AlignedArena, Seen, as_bytes, is_aligned, memory_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -3,8 +3,6 @@
 `save_dir/tag`, with `latest` naming the last one, and the user's own state with them.
 
 Arguments and results are DeepSpeed's `save_checkpoint` and `load_checkpoint` (DeepSpeed API 0.3, chapter 4.1).
-
-a directory as Hugging Face's `from_pretrained` reads it, in a dtype of one's choice.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 from zero_strategy.checkpoint.storage import RemoteFolder, is_remote, join
 from zero_strategy.checkpoint.writer import unlisted
-from zero_strategy.comm.barrier import together
+from zero_strategy.comm.store import together
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.preemption import CheckpointingEngine
+    from zero_strategy.checkpoint.reader import StateReader
     from zero_strategy.checkpoint.save_job import PendingSave
-    from zero_strategy.checkpoint.state_reader import StateReader
 
 
 CLIENT_FILE = "client_state.pt"

@@ -6,7 +6,7 @@ this PID namespace, where its number is free or another process has it. In a con
 process, so whatever another namespace, boot or host left behind cannot be told from what it is still writing, and
 stays, with a warning where it is likely to be a leftover.
 
-a checkpoint, its parent, a Hugging Face model, or one file.
+A folder is a checkpoint, its parent, a Hugging Face model, or one file.
 
 A checkpoint is removed in two steps: it gets a name with a dot, which is no checkpoint any more, then its files go. A
 crash between the two leaves no half checkpoint, and what it left goes at the next removal.
@@ -29,7 +29,7 @@ from zero_strategy.checkpoint.disk import all_beside, beside, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
-from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
+from zero_strategy.runtime.files import read_regular, read_text, size_of
 
 OWNER_NAME = "owner.json"
 MARK = ".seen"

@@ -1,6 +1,6 @@
 """Loading a checkpoint into an engine: each rank reads the element ranges that it owns.
 
-each rank reads the element ranges that it owns, whoever saved it.
+Each rank reads the element ranges that it owns, whichever rank saved them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zero_strategy.checkpoint.agreement import catalog_of, check_references, sta
 from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.piece_reader import check_one_save, supplied
-from zero_strategy.checkpoint.state_reader import StateReader, Wanted
-from zero_strategy.comm.barrier import together
+from zero_strategy.checkpoint.reader import StateReader, Wanted
+from zero_strategy.comm.store import together
 from zero_strategy.fsdp.dtensor import held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer

@@ -25,7 +25,7 @@ from zero_strategy.checkpoint.disk import (
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
 from zero_strategy.checkpoint.ranges import Block, PieceTable, Slice, batches, rank_path, small_path
-from zero_strategy.checkpoint.state_reader import LayoutReader, StateReader, Wanted, check_out
+from zero_strategy.checkpoint.reader import LayoutReader, StateReader, Wanted, check_out
 from zero_strategy.checkpoint.storage import Storage
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
 """Step counters, flags agreed by all ranks at a step, and a save when a scheduler gives notice.
 
-they are counted, and what befell one rank is acted on by all.
+`StepWatch` counts steps; an event on one rank is acted on by all of them.
 
 Ranks exchange flags with the message that ends every reduction of gradients, so all of them see the same flags before
 the same step, at no cost.
 
-at the next step boundary, by all ranks, whichever rank got it.
+A signal that any rank got makes all ranks save at the next step boundary.
 
     with engine.save_on_signal("checkpoints/preempted"):
         for batch in loader:
@@ -28,9 +28,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from zero_strategy.checkpoint.reader import StateReader
 from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave
-from zero_strategy.checkpoint.state_reader import StateReader
 from zero_strategy.train_state import TrainState
 
 _SAVE_FAILED = 1

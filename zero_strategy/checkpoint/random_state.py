@@ -1,6 +1,6 @@
 """The random state of each rank, saved and restored.
 
-torch (host and devices), Python's `random`, NumPy's legacy generator, named states.
+It covers torch (host and devices), Python's `random`, NumPy's legacy generator, and named states.
 
 Resuming with as many ranks gives each rank its own state back. With another number of ranks there is no right state, so
 it is drawn anew by a rule: rank r of W ranks is seeded with the first eight bytes of
@@ -28,7 +28,7 @@ from zero_strategy.activation.functional import PROCESS, get_cuda_rng_tracker
 
 if TYPE_CHECKING:
     from zero_strategy.activation.rng import CudaRNGStatesTracker
-    from zero_strategy.checkpoint.state_reader import StateReader
+    from zero_strategy.checkpoint.reader import StateReader
 
 
 DIRECTORY = "random"

@@ -36,12 +36,11 @@ from zero_strategy.checkpoint.manifest import FileKind, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
-from zero_strategy.comm.barrier import together
-from zero_strategy.comm.store import SaveBoard, own_store
+from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
 from zero_strategy.offload.tier import Tier
-from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
+from zero_strategy.runtime.files import PAGE, AlignedArena
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState

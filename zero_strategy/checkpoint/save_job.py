@@ -1,11 +1,11 @@
 """One save of one checkpoint: where it goes, which writer it needs, and the job to its last byte.
 
-found out with files of one name.
+The ranks that share a file system are found out with files of one name.
 
 Once per engine and folder, before the first byte of a save. The name is new every time: a network file system that
 remembers what was not there a moment ago has not been asked for it.
 
-in place, in pieces per host, or to an object store.
+A job writes in place, in pieces per host, or to an object store.
 
 rank 0     prepare -- "prepared"     write -- "written"     wait for all -- commit -- "committed"
 others     wait ------------------>  write -- "written"     wait ------------------>

@@ -1,6 +1,6 @@
 """The writer: all ranks into the same files, in place, without communication; and what all writers share.
 
-all ranks into the same files, in place, with no communication.
+All ranks write into the same files, in place, without communication.
 
     rank 0               every rank          rank 0
     prepare(plan)   |    write(kind, ...)  |   commit(manifest)
@@ -42,8 +42,7 @@ from zero_strategy.checkpoint.layout import FileLayout, parse_object
 from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, FileKind, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import Block, Checksums, Coverage, blocks_of
-from zero_strategy.runtime.host_bytes import Seen, checksum_of
-from zero_strategy.runtime.regular_files import read_regular
+from zero_strategy.runtime.files import Seen, checksum_of, read_regular
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

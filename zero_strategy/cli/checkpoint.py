@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.files import read_text
 from zero_strategy.runtime.terminal import parse_size, size, table
 
 if TYPE_CHECKING:
-    from zero_strategy.checkpoint.state_reader import StateReader
+    from zero_strategy.checkpoint.reader import StateReader
     from zero_strategy.cli.checkpoint_checks import Difference
 
 

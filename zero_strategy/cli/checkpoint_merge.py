@@ -16,7 +16,7 @@ from zero_strategy.checkpoint.manifest import FileKind, Manifest
 from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import PieceTable, batches, rank_path
-from zero_strategy.checkpoint.state_reader import Wanted
+from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.checkpoint.storage import Folder, RemoteFolder, Storage, is_remote, remote_checkpoint
 from zero_strategy.checkpoint.writer import CheckpointWriter, Piece
 

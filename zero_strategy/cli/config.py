@@ -1,7 +1,4 @@
-"""`zero-strategy config ...`: explain, convert.
-
-what a config file means, one module per action.
-"""
+"""`zero-strategy config ...`: explain, convert."""
 
 from __future__ import annotations
 

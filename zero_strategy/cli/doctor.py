@@ -1,6 +1,6 @@
 """`zero-strategy doctor`: what an installation has, what is wrong with it, and what to do.
 
-each finding says whether it is well, and if not what to do.
+Each finding says whether it is well, and if not what to do.
 
 A `fail` keeps training from working; a `warn` costs time or memory, or keeps one feature from working.
 """
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.comm.barrier import all_gather_row
 from zero_strategy.comm.local_ranks import LocalRankError, run_local_ranks
+from zero_strategy.comm.store import all_gather_row
 from zero_strategy.planning.held import Machine
 from zero_strategy.version import __version__
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.pipeline.checker import check
-from zero_strategy.pipeline.lowering import lower
+from zero_strategy.pipeline.lowering import check, lower
 from zero_strategy.pipeline.schedules import SCHEDULES, build_table, write_csv
 from zero_strategy.pipeline.simulator import (
     Timeline,

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from zero_strategy.comm.barrier import StoreBarrier, gather_everywhere
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import end_group, has_process_group, own_group
-from zero_strategy.comm.store import own_store
+from zero_strategy.comm.store import StoreBarrier, gather_everywhere, own_store
 from zero_strategy.config import WatchdogConfig
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.watchdog.diagnosis import RankLabels, rank_label

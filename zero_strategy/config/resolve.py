@@ -1,6 +1,6 @@
 """Resolution of a config: values left open are derived, those of the framework are checked.
 
-what was left open is derived, what a framework owns is read.
+Settings that were left open are derived; those that a framework owns are read from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """A section of the config: a dataclass that checks types and ranges, and knows where each value came from.
 
-its exact type and its range.
-
 Types are compared, never converted: ``"3"`` is no int, ``True`` is no int and ``2.0`` is no int. There are three
 exceptions: an int where a float is expected is stored as a float, a path object where a string is expected as that
 string, and one string where a list of them is expected as a list of one.
@@ -9,8 +7,6 @@ string, and one string where a list of them is expected as a list of one.
 A range is an `Accepts`, kept in the metadata of the dataclass field it belongs to:
 
     growth_interval: int = field(default=2000, metadata=at_least(1))
-
-a dataclass that checks itself and knows where its values came from.
 
 Origins are kept beside the dataclass fields, not among them, so that ``OmegaConf.structured`` sees only the
 settings. They travel with the object through copy, deepcopy and pickle. An origin is remembered together with

@@ -1,8 +1,6 @@
 """Sources of settings: files, mappings, Hydra nodes, presets; and what to say about an unknown key.
 
-files, mappings, Hydra nodes, presets. Each becomes a `Layer`.
-
-who owns it, or what was probably meant.
+The message for an unknown key says which framework owns it, or what was probably meant.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_strategy.config.section import Section, from_origin, is_section, typed_fields, wrong_type
-from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.files import read_text
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},

@@ -3,9 +3,9 @@
 Each module here has `detect(path: Path) -> bool`, `read(path: Path, **options) -> PortableState`, or
 `write(state: PortableState, path: Path, **options) -> None`, or all of them. They are imported when they are asked for.
 
-ours, plain Hugging Face weights, or another library's.
+A checkpoint is this package's, plain Hugging Face weights, or another library's.
 
-read by one module, written by another, tensor by tensor.
+One module reads it, another writes it, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manife
 from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.plan import DEFAULT_MAX_FILE_BYTES
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
-from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.checkpoint.state_reader import StateReader
+from zero_strategy.checkpoint.reader import CheckpointReader, StateReader
 from zero_strategy.checkpoint.storage import Folder, RemoteFolder, is_remote, newest_complete_at, remote_checkpoint
 from zero_strategy.convert.portable import (
     PortableReader,
@@ -42,7 +41,7 @@ from zero_strategy.convert.portable import (
     portable_of,
     write_portable,
 )
-from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.files import read_text
 
 _HERE = "zero_strategy.convert"
 

@@ -1,6 +1,6 @@
 """DeepSpeed's optimizer files at every ZeRO stage.
 
-per param group one vector, sliced evenly.
+Stages 1 and 2 have one vector per param group, divided evenly.
 
     group g:  | parameter 0 | parameter 1 | ... | padding |      in the order of the model file's `param_shapes[g]`
               |  rank 0's slice  |  rank 1's slice  | ... |
@@ -10,14 +10,14 @@ The slices are in `single_partition_of_fp32_groups[g]`, without the padding (bf1
 As padding is only at the end of the whole vector, which may lie on several ranks, joining the slices gives the right
 offsets in either case.
 
-every parameter divided among all ranks by itself, gathered into sub-groups.
+Stage 3 divides every parameter among all ranks by itself, and gathers the parts into sub-groups.
 
     sub-group s of rank r:  | r-th piece of parameter 0 | r-th piece of parameter 1 | ...
 
 A piece has ceil(elements / ranks) elements; the last ones are padded, with whatever was in memory. Sub-groups are parts
 of param groups. State that DeepSpeed kept on NVMe is an empty tensor here and a raw file beside the checkpoint.
 
-the optimizer's whole state lies in the model file, by position instead of by name.
+At stage 0 the optimizer's full state is in the model file, by position instead of by name.
 
 Three forms: a torch state dict (fp32), and two fp16 wrappers, with `fp32_groups` (a list of tensors per group) or
 `fp32_groups_flat` (one flat tensor per group). None of them has names, so the parameters are found by order: within a
@@ -36,11 +36,10 @@ from typing import Any
 
 import torch
 
-from zero_strategy.convert.deepspeed_files import Flat, Source, shape_of
-from zero_strategy.convert.deepspeed_model import MasterState, hyper_parameters, split_state
+from zero_strategy.convert.deepspeed_model import Flat, MasterState, Source, hyper_parameters, shape_of, split_state
 from zero_strategy.convert.pickle_globals import ATTRIBUTES
 from zero_strategy.convert.portable import StoredTensor
-from zero_strategy.runtime.regular_files import open_regular, path_of, size_of
+from zero_strategy.runtime.files import open_regular, path_of, size_of
 
 _SLICES = "single_partition_of_fp32_groups"
 _BASE = "base_optimizer_state"

@@ -24,8 +24,6 @@ The fused query-key-value weight depends on the checkpoint's version. With np he
     version 0      3 * np * hn     all queries, all keys, all values
     version 1.0    np * hn * 3     per head, interleaved
     version 2.0    np * 3 * hn     per head, one after the other
-
-so that heads of neighbouring ranks are neighbours from version 1.0 on, and in version 0 only inside each third.
 """
 
 from __future__ import annotations

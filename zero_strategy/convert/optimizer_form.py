@@ -1,17 +1,16 @@
 """Optimizer state in torch's form and ours, names of numbered parameters, weights of state dicts.
 
-torch numbers parameters through the groups. Nearly always a group is a part of `model.parameters()` in its order, so
-the question is how the groups interleave, and which weights are buffers or frozen and in none. What shapes leave open
-is an error, not a guess: moments of one parameter on another of the same shape would be wrong, and nobody would notice.
+Parameters are numbered by torch through the groups. Nearly always a group is a part of `model.parameters()` in its
+order, so the question is how the groups interleave, and which weights are buffers or frozen and in none. Where shapes
+leave that open it is an error, not a guess: moments of one parameter on another of the same shape would be wrong, and
+nobody would notice.
 
-torch's form (docs of `torch.optim.Optimizer.state_dict`):
+The form of torch (docs of `torch.optim.Optimizer.state_dict`):
 
     {"state": {parameter: {key: tensor or number}}, "param_groups": [{..., "params": [parameter, ...]}]}
 
 A parameter is a number counted through the groups, or a name, as in what `torch.distributed.checkpoint.state_dict` and
 FSDP give.
-
-names without wrappers' prefixes, ties, and modules' extra state.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The allow-list of names in a pickle: data, tensors and inert records, nothing else.
 
-numpy's own `__setstate__` functions trust their input down to memory, so they are not called: a dtype is read from its
+The `__setstate__` functions of numpy trust their input down to memory, so they are not called: a dtype is read from its
 code, and values from their bytes. Source of the format: `numpy.dtype.__reduce__`, `numpy.ndarray.__reduce__`.
 
-an allow-list of data, tensors and inert records; nothing is imported.
+The list allows data, tensors and inert records; nothing is imported.
 
 The pickle machine calls what it looks up, so every entry is one of three things: a value that cannot be called, a
 `Maker` that checks its arguments and builds plain data, or a `Record` type that only keeps what it is given. None of

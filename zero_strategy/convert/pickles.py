@@ -1,11 +1,9 @@
 """The restricted unpickler of `torch.save` files: an allow-list, no code of the file's choice.
 
-where its pickle and the bytes of its tensors lie. Nothing is unpickled here.
-
 Source of the format: `torch.save` writes a zip file with stored (not compressed) entries in one folder: `data.pkl`,
 `byteorder`, `version`, and `data/<key>` per storage.
 
-no module is imported and no code of the file's choosing runs.
+No module is imported, and no code that the file names runs.
 
     file --> container (zip, or torch's older format) --> survey of the opcodes --> pickle machine --> plain data
              sizes are checked against the file           globals, memo numbers     makers and records only
@@ -48,7 +46,7 @@ from zero_strategy.convert.pickle_globals import (
     known_globals,
     with_own,
 )
-from zero_strategy.runtime.regular_files import open_regular, path_of, read_regular
+from zero_strategy.runtime.files import open_regular, path_of, read_regular
 
 _CHUNK = 8 << 20
 _LOCAL_HEADER = struct.Struct("<26xHH")

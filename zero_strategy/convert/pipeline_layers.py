@@ -21,11 +21,23 @@ from typing import Any
 
 import torch
 
-from zero_strategy.convert.deepspeed import read_model_files, read_optimizer_files, stage_of
-from zero_strategy.convert.deepspeed_files import CheckpointFiles
-from zero_strategy.convert.deepspeed_model import MasterState, ModelFiles, assemble, plain, with_training_state
+from zero_strategy.convert.deepspeed import (
+    Degrees,
+    merge_stages,
+    merge_tensor_ranks,
+    read_model_files,
+    read_optimizer_files,
+    stage_of,
+)
+from zero_strategy.convert.deepspeed_model import (
+    CheckpointFiles,
+    MasterState,
+    ModelFiles,
+    assemble,
+    plain,
+    with_training_state,
+)
 from zero_strategy.convert.megatron import MergeRules
-from zero_strategy.convert.merge_ranks import Degrees, merge_stages, merge_tensor_ranks
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableState, StoredTensor
 

@@ -1,13 +1,13 @@
 """The portable state: a whole training state without a file format, and its reader.
 
-what every importer gives and every exporter takes.
+Every importer gives this form, and every exporter takes it.
 
     foreign directory --read--> PortableState --write_portable--> our checkpoint
     our checkpoint --portable_of--> PortableState --write--> foreign directory
 
 Tensors are loaded when they are asked for, one at a time, so that a state may be larger than memory.
 
-the engine loads foreign directories as its own.
+The engine loads foreign directories as its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import INDEX_NAME, FileKind, Manifest, OptimizerRecord, Scalar, WeightRecord
 from zero_strategy.checkpoint.plan import DEFAULT_MAX_FILE_BYTES, CheckpointPlan
-from zero_strategy.checkpoint.state_reader import StateReader, check_out
+from zero_strategy.checkpoint.reader import StateReader, check_out
 from zero_strategy.checkpoint.writer import CheckpointWriter, Piece
 
 CLIENT_STATE_NAME = "client_state.pt"

@@ -2,7 +2,7 @@
 
 A pickle names a class and gives the instance's attributes. The class is looked up by whoever reads the file.
 
-a state dict, or a dict with one and, beside it, optimizers, schedulers and counters.
+A file holds a state dict, or a dict with one and, beside it, optimizers, schedulers and counters.
 
 Read is what training scripts usually write, by the names below. Written is, under names that this reads back exactly:
 
@@ -36,7 +36,7 @@ from zero_strategy.convert.optimizer_form import (
 )
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, Progress, StoredTensor, loaded
-from zero_strategy.runtime.regular_files import open_regular
+from zero_strategy.runtime.files import open_regular
 
 
 class ForeignObject:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.activation.rng import RandomState, kept_random_state
-from zero_strategy.diagnostics.memory_use import get_autocast_status
+from zero_strategy.diagnostics.recorder import get_autocast_status
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.unshard import tensors_in
 from zero_strategy.optim.grad_norm import GradientStats

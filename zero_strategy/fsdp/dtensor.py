@@ -1,7 +1,5 @@
 """Tensor-parallel parameters (`DTensor`): local parts, and which elements of the whole they are.
 
-the local part, the group, the whole where it must be.
-
 `DTensor` is asked for when there is one: importing it takes seconds, and plain runs have none.
 
 Pure arithmetic.
@@ -14,8 +12,6 @@ Pure arithmetic.
 
 What comes after the divided dimension is one run of elements, so a part is a number of equal runs ("rows"): a single
 one where the first dimension is divided.
-
-what buckets ask of `DTensor`s.
 
 A parameter that `parallelize_module` has divided is a `DTensor`: it has the shape of the whole and holds a plain
 tensor, this rank's part. A bucket holds the parts. The parameter object stays what it is; what it holds points into the

@@ -1,7 +1,5 @@
 """The gradients of one bucket: local sums, the reduction, and what `p.grad` shows.
 
-local sums, the reduction, and what `p.grad` shows.
-
 `own` collects this rank's gradients; a reduction turns them into `reduced` (owned elements), the mean over ranks.
 Gradients of `own` live only while a backward runs, unless they have to wait: where sums of several micro-batches are
 reduced together (`per_step` reduction and `no_sync`), or this rank owns all elements, the whole buffer stays
@@ -25,10 +23,9 @@ import torch
 from torch import Tensor
 
 from zero_strategy.fsdp.dtensor import local_values
-from zero_strategy.fsdp.grad_accumulation import DeferredScale, LocalSums
+from zero_strategy.fsdp.grad_accumulation import DeferredScale, LocalSums, ReducedSums
 from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
 from zero_strategy.fsdp.param_bucket import ParameterBucket
-from zero_strategy.fsdp.reduced_sums import ReducedSums
 from zero_strategy.fsdp.reduction_plan import Reduction
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
 from zero_strategy.offload.chunk_store import ChunkStore

@@ -1,12 +1,10 @@
 """Gradient views: what `p.grad` shows where no rank holds the gradient, and how it is read.
 
-it stands for the gradient, and can be removed, zeroed and read.
-
 Where this rank holds a part of a gradient only, code that computes with `p.grad` (a norm, a logger) gets the whole one,
 fetched from all ranks: the number that plain torch would give. Writes would be lost, so they are refused by name, also
 those into views of what was fetched.
 
-what plain data parallelism would show there.
+`p.grad` shows what plain data parallelism would have there.
 
 After a reduction that is the mean over ranks, put together from the parts that they own (a collective, so all ranks
 read; a rank that reads alone is told within `barrier_seconds`). What `no_sync` keeps back is this rank's own sum, to

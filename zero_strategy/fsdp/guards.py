@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.layout import Placement
-from zero_strategy.fsdp.moved_states import MovedStates
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.shard_storage import MovedStates
 from zero_strategy.fsdp.unshard import InertHook, Unit, owners, released_message
 from zero_strategy.runtime.torch_private import replace_map_tensors
 

@@ -1,7 +1,5 @@
 """`Init`: models that are never whole on any rank, whose own constructors decide every value.
 
-models whose own constructors decide every value, and which are never whole on any rank.
-
 Constructors run on real memory. When a module's constructor is over, each rank keeps its slice of the module's
 parameters, of rank 0's values. A parameter that somebody uses later, such as a parent that writes into a child, or
 `apply`, is unsharded first (`sharded_parameter`), and sharded again when parameters of another module are used and
@@ -33,13 +31,11 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zero_strategy.comm.barrier import next_number
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import own_group
-from zero_strategy.comm.store import own_store
+from zero_strategy.comm.store import next_number, own_store
 from zero_strategy.config import WatchdogConfig, ZeroConfig
-from zero_strategy.fsdp.released import owner_of
-from zero_strategy.fsdp.sharded_parameter import ShardedParameter, Slice
+from zero_strategy.fsdp.released import ShardedParameter, Slice, owner_of
 from zero_strategy.runtime.torch_private import children_of, is_used_elsewhere, parameters_of
 from zero_strategy.watchdog.peers import own_card
 from zero_strategy.watchdog.watchdog import Watchdog

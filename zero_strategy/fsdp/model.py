@@ -1,6 +1,6 @@
 """`ShardedModel`: a module in units and buckets, and the materialization of meta-device parameters.
 
-the one object that knows where every parameter lies.
+It is the one object that knows where every parameter lies.
 """
 
 from __future__ import annotations
@@ -16,22 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zero_strategy.comm.barrier import together
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.store import together
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
+from zero_strategy.fsdp.grad_accumulation import gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.guards import ModuleGuards
 from zero_strategy.fsdp.init import constructions_of
-from zero_strategy.fsdp.layout import LOW_PRECISION, build_layout, gradient_dtypes, group_parameters, placement_for
-from zero_strategy.fsdp.moved_states import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
+from zero_strategy.fsdp.layout import (
+    LOW_PRECISION,
+    UnitSpec,
+    aliases,
+    build_layout,
+    find_units,
+    gradient_dtypes,
+    group_parameters,
+    placement_for,
+)
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
-from zero_strategy.fsdp.reduced_sums import gradients_name
 from zero_strategy.fsdp.reduction_plan import Watcher
 from zero_strategy.fsdp.released import check_unsharded, owner_of, register
-from zero_strategy.fsdp.units import UnitSpec, aliases, find_units
+from zero_strategy.fsdp.shard_storage import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec

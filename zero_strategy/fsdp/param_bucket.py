@@ -1,6 +1,6 @@
 """The parameters of one bucket: unsharded, sharded, released, and their fp32 master copy.
 
-whole, sliced, released, and their fp32 master copy.
+Parameters are unsharded, sharded or released; the fp32 master copy is beside them.
 
 `nn.Parameter` objects are never replaced and never change their shape. Their `.data` (of a tensor-parallel one, that of
 the tensor it holds) points into the bucket's flat buffer, or, while the bucket is released (stage 3), at a poison: one

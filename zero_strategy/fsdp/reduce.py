@@ -1,6 +1,6 @@
 """The gradient reducer: each bucket is reduced as soon as the plan allows, at the latest when backward ends.
 
-as soon as the plan allows, and never later than the end of backward.
+Reductions start as soon as the plan allows, and never later than the end of backward.
 
 Where parameters are whole (stages 0 to 2), buckets leave in the plan's order, each as soon as the parameters that the
 plan waits for have their gradients. Where they are gathered (stage 3), the buckets of a unit leave when the backward of

@@ -1,13 +1,11 @@
 """The static plan of reductions, known to every rank, the hooks that drive it, and one reduction under way.
 
-what every rank knows, so that no rank waits for a hook that did not fire.
+Every rank knows the plan, so that no rank waits for a hook that did not fire.
 
 Pure bookkeeping: no tensors are moved. Every reduction ends with one small message per rank (`encode`), from which all
 ranks derive the same next plan (`learn`): the order in which buckets leave (rank 0's order of completion), and which
 parameters to wait for before a bucket leaves early (those that some rank touched in each of the last two reductions
 that could have touched them).
-
-from its launch until its result is taken.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import PendingWork
-from zero_strategy.fsdp.moved_states import PARAMETERS, MovedStates
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.shard_storage import PARAMETERS, MovedStates
 from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.runtime.torch_private import uncompiled
 

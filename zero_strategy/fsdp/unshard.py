@@ -1,7 +1,5 @@
 """Unsharding at stage 3: parameters are gathered before use, prefetched, and resharded after it.
 
-gathered before use, released after it.
-
 A unit is gathered when its forward begins, released when it ends, gathered again when the gradient of its output
 arrives in backward, and released when the gradients of its inputs are done. Parameters of the root unit are gathered
 by whichever module owns them and stay until backward ends. Without `reshard_after_backward` buckets that a forward with

@@ -49,16 +49,18 @@ from zero_strategy.integrations.checkpoint_dict import (
     whole,
     whole_optimizer_state,
 )
-from zero_strategy.integrations.engines import engine_for, engine_of, move_to
-from zero_strategy.integrations.framework_settings import (
+from zero_strategy.integrations.precision import PLANS, FabricPrecision, ScaledFabricPrecision, precision_of
+from zero_strategy.integrations.strategy_setup import (
     TensorMesh,
     check_device,
     check_world_size,
+    engine_for,
+    engine_of,
+    move_to,
     read_settings,
     shows_settings,
     verify_settings,
 )
-from zero_strategy.integrations.precision import PLANS, FabricPrecision, ScaledFabricPrecision, precision_of
 
 if TYPE_CHECKING:
     from typing import Any as _Base

@@ -35,11 +35,10 @@ from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.config import ResolvedConfig, ZeroConfig, resolve
-from zero_strategy.pipeline.batches import join_parts, rows_of, split_batch
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import derive_schedule
 from zero_strategy.pipeline.executor import Run
-from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.pipeline.module import PipelineModule, join_parts, rows_of, split_batch
 from zero_strategy.runtime.torch_private import tree_flatten, tree_map_only
 
 _SAMPLED_BYTES = 1 << 20

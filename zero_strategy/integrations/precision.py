@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.config import LossScaleConfig
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.engines import engine_of
+from zero_strategy.integrations.strategy_setup import engine_of
 
 if TYPE_CHECKING:
     from typing import Any as _Base

@@ -33,19 +33,21 @@ from zero_strategy.config import (
 )
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import parameters_on_meta
-from zero_strategy.integrations.engines import OtherStrategy, engine_for, engine_of
-from zero_strategy.integrations.framework_settings import (
+from zero_strategy.integrations.namespaces import MODULES
+from zero_strategy.integrations.precision import TrainerPrecision, precision_of
+from zero_strategy.integrations.strategy_setup import (
+    OtherStrategy,
     TensorMesh,
     check_device,
     check_world_size,
+    engine_for,
+    engine_of,
     read_settings,
     schedulers_left_alone,
     shows_settings,
     trainer_facts,
     verify_settings,
 )
-from zero_strategy.integrations.namespaces import MODULES
-from zero_strategy.integrations.precision import TrainerPrecision, precision_of
 from zero_strategy.integrations.trainer_callbacks import (
     FailureAgreement,
     SavesOnSignals,

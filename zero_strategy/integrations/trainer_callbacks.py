@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from zero_strategy.checkpoint.preemption import EXIT_CODE, Due, SignalWatch, named_signals
-from zero_strategy.comm.barrier import StoreBarrier
+from zero_strategy.comm.store import StoreBarrier
 from zero_strategy.diagnostics.norms import NormLog, NormSettings
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import AnyBatchNorm

@@ -38,11 +38,12 @@ from zero_strategy.checkpoint import StateReader, random_state
 from zero_strategy.checkpoint.load import open_together
 from zero_strategy.checkpoint.save_job import remove_remote
 from zero_strategy.checkpoint.storage import is_remote
-from zero_strategy.comm.barrier import together
+from zero_strategy.comm.store import together
 from zero_strategy.convert.lightning import with_grad_scaler
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.checkpoint_dict import (
     LIGHTNING_FILE,
+    LoadsFromDirectory,
     StateOnDemand,
     StoredWeights,
     check_options,
@@ -57,7 +58,6 @@ from zero_strategy.integrations.checkpoint_dict import (
     whole,
     write_file,
 )
-from zero_strategy.integrations.from_checkpoint import LoadsFromDirectory
 from zero_strategy.integrations.trainer_callbacks import restore_param_groups
 from zero_strategy.integrations.uneven import bare, bare_state
 

@@ -19,14 +19,19 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from zero_strategy.checkpoint.agreement import catalog_of, state_dict_entries
-from zero_strategy.comm.barrier import together
 from zero_strategy.comm.collectives import Communicator
+from zero_strategy.comm.store import together
 from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.checkpoint_dict import untouched, whole
-from zero_strategy.integrations.engines import engine_for, engine_of
-from zero_strategy.integrations.framework_settings import refuse_tensor, schedulers_left_alone, verify_settings
 from zero_strategy.integrations.pipeline_runs import IntegrationRunner, SameNumber
+from zero_strategy.integrations.strategy_setup import (
+    engine_for,
+    engine_of,
+    refuse_tensor,
+    schedulers_left_alone,
+    verify_settings,
+)
 from zero_strategy.integrations.trainer import StrategySettings
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule

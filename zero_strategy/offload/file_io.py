@@ -1,7 +1,7 @@
 """Asynchronous transfers between files and memory: submit, poll, wait; with direct I/O where possible.
 
-statx(2) tells the alignments from Linux 6.1 on, for file systems that know. Else they are taken to be a page, and a
-read shows whether that is enough.
+The alignments come from statx(2) from Linux 6.1 on, for file systems that know them. Elsewhere they are taken to be a
+page, and a read shows whether that is enough.
 
     submit(kind, extents) -> Request --wait--> done, or OSError with path, byte offset, bytes and cause
 
@@ -27,7 +27,7 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import Self
 
-from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, memory_of
+from zero_strategy.runtime.files import PAGE, AlignedArena, memory_of
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)

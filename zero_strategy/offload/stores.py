@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_strategy.comm.barrier import together
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.store import together
 from zero_strategy.config import OffloadConfig
 from zero_strategy.offload import part_file as ownership
 from zero_strategy.offload.chunk_store import TRANSFER_SLOTS, Allowance, ChunkStore

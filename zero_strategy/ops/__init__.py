@@ -5,7 +5,14 @@ Importing this defines the ops and compiles nothing. `ensure("cpu")` loads the n
 
 from __future__ import annotations
 
-from zero_strategy.ops.fused_layers import bias_dropout_residual, bias_gelu, masked_softmax_dropout, random_state
+from zero_strategy.ops.fused_layers import (
+    bias_dropout_residual,
+    bias_gelu,
+    layer_norm,
+    masked_softmax_dropout,
+    random_state,
+    rms_norm,
+)
 from zero_strategy.ops.library import libraries, ops_report
 from zero_strategy.ops.multi_tensor import (
     accumulate_,
@@ -19,7 +26,6 @@ from zero_strategy.ops.multi_tensor import (
     scale_,
     unflatten_,
 )
-from zero_strategy.ops.normalization import layer_norm, rms_norm
 from zero_strategy.ops.optimizers import (
     adagrad_,
     adam_,

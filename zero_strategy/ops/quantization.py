@@ -10,8 +10,8 @@ below 7.6e-6 is coded ever more coarsely; take `scale_dtype=torch.float32` or bf
 middling size first. A block with an infinite, NaN or too large element has an infinite or NaN scale and comes back as
 NaN, every element of it, so that an overflow is not lost in the codes.
 
-int4: element 2k in the low half of byte k, element 2k + 1 in the high one, two's complement; the last half byte of an
-odd number of elements is 0. Results have the same bits on every processor, and those of the reference.
+In int4, element 2k is the low half of byte k, and element 2k + 1 the high one, in two's complement; the last half byte
+of an odd number of elements is 0. Results have the same bits on every processor, and those of the reference.
 """
 
 from __future__ import annotations

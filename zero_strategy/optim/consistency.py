@@ -1,6 +1,6 @@
 """The check that all ranks update their shards by the same rule: classes, groups, rates.
 
-optimizer classes, hyper-parameters, and steps taken.
+The rule of a rank is its optimizer classes, hyper-parameters, and steps taken.
 
 Where optimizer state is sharded, each rank updates only its slice. A rank with another learning rate or another
 optimizer class, or one that skips `step()`, would train on in silence. So a hash of what the next step would use, and

@@ -1,6 +1,4 @@
-"""Fused optimizers: one pass over memory per step, for any script; and `DummyOptim`.
-
-`DummyOptim`.
+"""Fused optimizers, one pass over memory per step, their update rules for torch's classes, and `DummyOptim`.
 
     from zero_strategy.optim import FusedAdamW
     optimizer = FusedAdamW(model.parameters(), lr=1e-3)
@@ -9,11 +7,17 @@ They have the arguments and states of their `torch.optim` namesakes, and take ea
 float16 parameter has a float32 master weight in its state (`master`), and takes its new value in the same pass. The
 kernels are built when the first optimizer is made (`zero_strategy.ops`); without a compiler plain torch computes the
 same bits.
+
+An update rule turns param groups and states into calls of the fused ops, one for each device and step.
+
+A rule serves its own optimizer class and, in the engine, the `torch.optim` class with the same algorithm; states have
+torch's names, so that either takes the other's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +25,334 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_strategy import ops
-from zero_strategy.optim.update_rules import (
-    AdagradRule,
-    AdamRule,
-    LambRule,
-    LionRule,
-    Segment,
-    SGDRule,
-    UpdateRule,
-    in_memory_order,
-)
+from zero_strategy.runtime.torch_private import foreach_add_
+
+Combine = Callable[[Sequence["Segment"], Tensor], Tensor]
+"""Adds up (segments, k) float64 sums over the pieces of the same parameter, on this rank and others."""
+
+
+@dataclass
+class Segment:
+    """Update of one parameter, or of a piece of one, in one step; tensors are contiguous and of one size.
+
+    Attributes:
+        group: The param group's hyper-parameters.
+        param: float32, updated in place.
+        grad: float32, bfloat16 or float16.
+        state: The optimizer's state of it; filled in the first step.
+        copy: Low-precision parameter that takes the new value, or None.
+        scale: What the gradient is multiplied by first.
+        owner: The parameter of which this is a piece, or None.
+        like: Has the shape and strides that the state's tensors take.
+    """
+
+    group: dict[str, Any]
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    like: Tensor
+    copy: Tensor | None = None
+    scale: float = 1.0
+    owner: Tensor | None = None
+
+
+class UpdateRule:
+    """One algorithm. Without state of its own."""
+
+    def refuses(self, group: dict[str, Any]) -> str | None:
+        """Why a group's options are beyond this rule, or None."""
+        for option in ("amsgrad", "capturable", "differentiable", "centered"):
+            if group.get(option):
+                return f"{option}={group[option]!r}"
+        return None
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """Per-element states that it keeps: key -> dtype, first value. None: it needs all of a parameter at once."""
+        raise TypeError(f"{type(self).__name__} has no states")
+
+    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
+        """Take one step.
+
+        Args:
+            segments: All that the step changes.
+            scale: What gradients are multiplied by first.
+            combine: For rules with per-parameter norms: how pieces of one parameter are added up.
+        """
+        for part in _uniform(segments):
+            self._update(part, scale, combine)
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        raise TypeError(f"{type(self).__name__} has no update")
+
+
+def _uniform(segments: Iterable[Segment]) -> Iterable[list[Segment]]:
+    """Lists that one call can take: one device, with or without copies, one form of the algorithm."""
+    lists: dict[Any, list[Segment]] = {}
+    forms: dict[int, tuple[Any, ...]] = {}
+    for segment in segments:
+        group = segment.group
+        if (form := forms.get(id(group))) is None:
+            flags = (group.get("decoupled_weight_decay"), group.get("nesterov"), bool(group.get("momentum")))
+            form = forms[id(group)] = flags
+        lists.setdefault((segment.param.device, segment.copy is None, form), []).append(segment)
+    return lists.values()
+
+
+def _sign(segment: Segment, scale: float) -> float:
+    return segment.scale * (-scale if segment.group.get("maximize") else scale)
+
+
+def _copies(segments: Sequence[Segment]) -> list[Tensor]:
+    return [segment.copy for segment in segments if segment.copy is not None]
+
+
+def _states(segments: Sequence[Segment], key: str) -> list[Tensor]:
+    """One state of every segment, its elements in the order of the parameter's."""
+    found = []
+    for segment in segments:
+        value: Tensor = segment.state[key]
+        if value.stride() != segment.like.stride():  # loaded from a parameter of another memory format
+            value = segment.state[key] = torch.empty_like(segment.like, dtype=value.dtype).copy_(value)
+        found.append(in_memory_order(value))
+    return found
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor as the ops take it: itself if contiguous, else all its elements in the order of memory.
+
+    Raises:
+        ValueError: If it has gaps or overlaps.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            break
+        expected *= size
+    if expected != tensor.numel():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not dense")
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _count(segments: Sequence[Segment]) -> list[float]:
+    """Adds one to every step count, and returns them."""
+    steps = [segment.state["step"] for segment in segments]
+    foreach_add_(steps, 1)
+    found: list[float] = torch.stack(steps).tolist()
+    return found
+
+
+def _table(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _moment_dtype(group: dict[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, group.get("moment_dtype", "float32"))
+    return dtype
+
+
+def _moment(segment: Segment) -> Tensor:
+    return torch.zeros_like(segment.like, dtype=_moment_dtype(segment.group))
+
+
+class AdamRule(UpdateRule):
+    """Adam, or AdamW where the group says `decoupled_weight_decay`."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """Two moments."""
+        return {key: (_moment_dtype(group), 0.0) for key in ("exp_avg", "exp_avg_sq")}
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        for segment in segments:
+            if "exp_avg" not in segment.state:
+                segment.state["step"] = torch.tensor(0.0)
+                segment.state["exp_avg"] = _moment(segment)
+                segment.state["exp_avg_sq"] = _moment(segment)
+        ops.adam_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "exp_avg"),
+            _states(segments, "exp_avg_sq"),
+            _table(adam_rows(segments, scale)),
+            decoupled=bool(segments[0].group.get("decoupled_weight_decay")),
+            copies=_copies(segments),
+        )
+
+
+def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
+    """Rows of `ops.ADAM_COLUMNS`, with the step counted on."""
+    rows = []
+    known: dict[int, tuple[list[float], float]] = {}
+    for segment, step in zip(segments, _count(segments), strict=True):
+        group = segment.group
+        if (row := known.get(id(group))) is None:
+            numbers = [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
+            row = known[id(group)] = numbers, -scale if group.get("maximize") else scale
+        rows.append([*row[0], step, segment.scale * row[1]])
+    return rows
+
+
+class LionRule(UpdateRule):
+    """Lion."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """One moment."""
+        return {"exp_avg": (_moment_dtype(group), 0.0)}
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        for segment in segments:
+            if "exp_avg" not in segment.state:
+                segment.state["exp_avg"] = _moment(segment)
+        rows = [[float(s.group["lr"]), *s.group["betas"], s.group["weight_decay"], _sign(s, scale)] for s in segments]
+        ops.lion_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "exp_avg"),
+            _table(rows),
+            copies=_copies(segments),
+        )
+
+
+class AdagradRule(UpdateRule):
+    """Adagrad."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """The sum of squares."""
+        return {"sum": (_moment_dtype(group), group.get("initial_accumulator_value", 0.0))}
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        for segment in segments:
+            if "sum" not in segment.state:
+                segment.state["step"] = torch.tensor(0.0)
+                start = segment.group.get("initial_accumulator_value", 0.0)
+                segment.state["sum"] = _moment(segment).fill_(start)
+        rows = [
+            [float(s.group["lr"]), s.group["lr_decay"], s.group["eps"], s.group["weight_decay"], step, _sign(s, scale)]
+            for s, step in zip(segments, _count(segments), strict=True)
+        ]
+        ops.adagrad_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "sum"),
+            _table(rows),
+            copies=_copies(segments),
+        )
+
+
+class SGDRule(UpdateRule):
+    """SGD, with momentum where the group has it."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """The momentum, if any."""
+        return {"momentum_buffer": (_moment_dtype(group), 0.0)} if group["momentum"] else {}
+
+    def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
+        moving = bool(segments[0].group["momentum"])
+        rows = []
+        for segment in segments:
+            group = segment.group
+            fresh = moving and segment.state.get("momentum_buffer") is None
+            if fresh:
+                segment.state["momentum_buffer"] = _moment(segment)
+            momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
+            rows.append([float(group["lr"]), momentum, dampening, decay, float(fresh), _sign(segment, scale)])
+        ops.sgd_(
+            [segment.param for segment in segments],
+            [segment.grad for segment in segments],
+            _states(segments, "momentum_buffer") if moving else [],
+            _table(rows),
+            nesterov=bool(segments[0].group["nesterov"]),
+            copies=_copies(segments),
+        )
+
+
+class LambRule(UpdateRule):
+    """LAMB: a trust ratio per parameter, whose norms are added up over its pieces."""
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """A part of a parameter cannot be updated before its norms are known."""
+        return None
+
+    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
+        """Take one step; `combine` is called once, also without any segment."""
+        parts = [(part, *self._direct(part, scale)) for part in _uniform(segments)]
+        ordered = [segment for part, _, _ in parts for segment in part]
+        sums = torch.cat([torch.zeros(0, 2, dtype=torch.float64), *(found for _, _, found in parts)])
+        whole = sums if combine is None else combine(ordered, sums)
+        for (part, hyper, _), norms in zip(parts, whole.split([len(part) for part, _, _ in parts]), strict=True):
+            ops.lamb_apply_(
+                [segment.param for segment in part],
+                _states(part, "exp_avg"),
+                _states(part, "exp_avg_sq"),
+                hyper,
+                ops.lamb_rates(norms, hyper),
+                copies=_copies(part),
+            )
+
+    def _direct(self, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+        """Hyper-parameters, and sums of squares of parameters and directions."""
+        for segment in segments:
+            if "exp_avg" not in segment.state:
+                segment.state["step"] = torch.tensor(0.0)
+                segment.state["exp_avg"] = _moment(segment)
+                segment.state["exp_avg_sq"] = _moment(segment)
+        hyper = _table(adam_rows(segments, scale))
+        params, grads = [segment.param for segment in segments], [segment.grad for segment in segments]
+        moments, squares = _states(segments, "exp_avg"), _states(segments, "exp_avg_sq")
+        return hyper, ops.lamb_direction_(params, grads, moments, squares, hyper)
+
+
+_RULES: dict[type[Optimizer], UpdateRule] = {
+    torch.optim.Adam: AdamRule(),
+    torch.optim.AdamW: AdamRule(),
+    torch.optim.SGD: SGDRule(),
+    torch.optim.Adagrad: AdagradRule(),
+}
+"""Classes of `torch.optim` whose algorithm a rule has."""
+
+
+def rule_for(optimizer: Optimizer, *, any_implementation: bool = False, fused: bool = False) -> UpdateRule | None:
+    """The rule that may take the optimizer's steps, or None.
+
+    A group with `foreach` or `fused` set has chosen an implementation; it is left to it unless `any_implementation`.
+    With `fused` a rule is an implementation of `fused=True`, too.
+    """
+    rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
+    if not isinstance(rule, UpdateRule):
+        return None
+    for group in optimizer.param_groups:
+        asked = group.get("fused")
+        chosen = group.get("foreach") is not None or (asked is not None and not (asked and fused))
+        if rule.refuses(group) or (chosen and not any_implementation):
+            return None
+    return rule
+
+
+def rule_in_memory(
+    optimizer: Optimizer, *, fused_optimizers: bool, devices: Iterable[str], masters: bool
+) -> UpdateRule | None:
+    """The rule that takes the optimizer's steps where its state is in memory, or None.
+
+    `fused=True` is taken, too, in one pass with clipping and copies: torch's fused kernels round otherwise in pieces of
+    a parameter than in all of it, and know neither low-precision gradients of float32 weights nor copies. Without
+    native ops they are the faster ones, and keep it but for `masters`.
+
+    Args:
+        optimizer: The optimizer.
+        fused_optimizers: The setting: whether rules take the steps of torch's optimizers.
+        devices: Of the parameters; native ops are loaded for them if `fused=True` asks for it.
+        masters: Whether some parameters are float32 master weights of low-precision ones.
+    """
+    if not (fused_optimizers or isinstance(getattr(optimizer, "update_rule", None), UpdateRule)):
+        return None
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused:
+        native = [ops.ensure(device).path is not None for device in devices]
+        fused = all(native) or masters
+    return rule_for(optimizer, fused=fused)
 
 
 class DummyOptim:

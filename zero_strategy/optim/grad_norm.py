@@ -1,11 +1,9 @@
 """Gradient norms and clipping: one figure for every stage.
 
-one figure for every stage, and the clip that follows from it.
+The norm is one figure for every stage, and the clip follows from it.
 
 Squares are summed in float64 (`ops.grad_stats`), so that the norm does not depend on how the elements are divided (up
 to the last bit of a float64, which the float32 coefficient does not see). Non-finite values are a flag of their own.
-
-their norm, and what is done to them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Dynamic loss scaling for fp16, and the choice about steps whose gradients are not finite.
 
-small gradients are lifted above underflow, and ranks agree on skipping a step.
+The scale lifts small gradients above underflow, and ranks agree on skipping a step.
 
 Source: Micikevicius et al., "Mixed Precision Training", 2018; the growth rule is torch.amp.GradScaler's.
 
-a step whose gradients are not all finite is taken, skipped, or an error.
+A step whose gradients are not all finite is taken, skipped, or an error.
 
 All ranks decide alike. A norm that was taken since the gradients were reduced (clipping, `engine.grad_norm()`) has told
 already; where there was none, one is taken before the step: a pass over the gradients and one small message.

@@ -1,6 +1,6 @@
 """Per-element optimizer state in a tier, and an optimizer's own code as an update rule.
 
-what there is no rule for takes its steps on parts, too.
+Optimizers without an update rule here take their steps on parts, too.
 
     user's optimizer                 a stand-in for one call
     class, attributes        ---->   the same
@@ -10,7 +10,7 @@ what there is no rule for takes its steps on parts, too.
 Which states there are per element is learnt from two steps on a small tensor, with each group's hyper-parameters; where
 the class makes its states in its constructor (torch's Adagrad did until 2.13), that tensor begins with such states.
 
-made when the optimizer is attached, read and written by parameter.
+States are made when the optimizer is attached, and are read and written by parameter.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import ops
-from zero_strategy.comm.barrier import together
+from zero_strategy.comm.store import together
 from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, VectorSpec
+from zero_strategy.optim.fused import Combine, Segment, UpdateRule, rule_for
 from zero_strategy.optim.optimizer_checks import is_elementwise, reason_against
 from zero_strategy.optim.streamed import StreamedStep, Update
-from zero_strategy.optim.update_rules import Combine, Segment, UpdateRule, rule_for
 
 _TRIAL_NUMEL = 3
 

@@ -1,8 +1,8 @@
 """Checks of optimizers: elementwise updates, and one optimizer for each parameter.
 
-those whose update of an element needs that element alone.
+An optimizer is elementwise if the update of an element needs that element alone.
 
-each trainable one is in one at least, in tiers in one alone.
+Each trainable parameter is in one optimizer at least, and in exactly one where states are offloaded.
 """
 
 from __future__ import annotations

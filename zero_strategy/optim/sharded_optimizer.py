@@ -24,12 +24,11 @@ from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage, split_pieces
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
-from zero_strategy.optim.fused import FusedOptimizer
+from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
 from zero_strategy.optim.optimizer_checks import check_elementwise
 from zero_strategy.optim.streamed import Update
-from zero_strategy.optim.update_rules import Segment, UpdateRule, rule_in_memory
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
 """Per-parameter 0-d states of torch's optimizers."""

@@ -6,7 +6,7 @@
 
 Memory is that of two chunks each way, page-locked where there is a GPU.
 
-chunk by chunk, read ahead and written behind.
+States are read ahead and written behind, chunk by chunk.
 
 Memory is that of a few chunks (`offload.chunk_pass`), whatever the size of the model. New weights go straight into the
 parameters. Chunks in host memory are updated where they lie, and those whose state is kept on the device
@@ -34,7 +34,7 @@ from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.offload.stores import SLOTS
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
-from zero_strategy.optim.update_rules import Segment, UpdateRule
+from zero_strategy.optim.fused import Segment, UpdateRule
 
 _ALIGNMENT = 64
 _ROOMS = 2

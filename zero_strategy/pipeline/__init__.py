@@ -25,8 +25,8 @@ from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.schedules import SCHEDULES, Action, Kind, Placement, Table, build_table, inference
 
 if TYPE_CHECKING:
+    from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
     from zero_strategy.pipeline.module import PipelineModule
-    from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
     from zero_strategy.pipeline.topology import (
         PipeDataParallelTopology,
         PipelineParallelGrid,

@@ -32,12 +32,17 @@ from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.agreement import catalog_of
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import device_of
-from zero_strategy.pipeline.auto import ActivationBytes, Choice, choose, first_schedule, measured_costs, memory_left
 from zero_strategy.pipeline.engine_setup import (
     AUTO,
     PIPE,
+    ActivationBytes,
+    Choice,
     apply_section,
     check_divided,
+    choose,
+    first_schedule,
+    measured_costs,
+    memory_left,
     part_of,
     prefix_of,
     resolved_for,

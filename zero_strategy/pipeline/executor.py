@@ -1,6 +1,6 @@
 """The executor: carries out the instructions of one rank and stops on all ranks if one fails.
 
-computes, sends, receives, and stops on all ranks when one fails.
+It computes, sends, receives, and stops on all ranks when one fails.
 
 Receives are posted before their instructions come (on a GPU: when they do), and waited for when a computation needs
 what they bring; sends are under way while the rank goes on.

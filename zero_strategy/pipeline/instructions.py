@@ -5,10 +5,6 @@ DeepSpeed's instructions, and two for backwards in halves.
 Instructions of a lowered table carry `buffer_id`, `micro_batch` and `chunk`. Those of DeepSpeed's schedules carry
 `buffer_id` only: micro-batches come in order there, and a rank has one stage.
 
-lowering, the checker, the simulator.
-
-steps of instructions, for one rank.
-
 `TrainSchedule`, `InferenceSchedule` and `DataParallelSchedule` generate what DeepSpeed's classes of these names do,
 instruction for instruction. `TableSchedule` is one rank's part of a lowered table.
 """

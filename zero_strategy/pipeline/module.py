@@ -1,4 +1,10 @@
-"""A model as a sequence of layers, of which a rank has those of its stages."""
+"""A model as a sequence of layers, of which a rank has those of its stages.
+
+A batch, as a data loader gives it, is divided into micro-batches.
+
+`PipelineModule.loss(batch)` is one call with two ways to go: where the module has the whole model and nothing trains it
+as a pipeline, it is forward and loss function; else a `BatchRunner` carries out a schedule.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +12,101 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_strategy.activation.functional import checkpoint
-from zero_strategy.comm.barrier import together
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.process_group import ProcessGroup, from_first_rank, world_size
-from zero_strategy.pipeline.batches import WholeBatches
+from zero_strategy.comm.store import together
 from zero_strategy.pipeline.building import (
     BuiltLayer,
+    LayerSeeds,
     NamedLayer,
     Parallelize,
     build_layers,
+    draw_seed,
     name_layers,
     parallelize_layers,
     register,
 )
 from zero_strategy.pipeline.partition import LayerProfile, divide, uniform_bounds
 from zero_strategy.pipeline.schedules import Placement, Shape, placement_of
-from zero_strategy.pipeline.specs import LayerSeeds, draw_seed
 from zero_strategy.pipeline.state import layer_path, layer_paths, layers_with_files, load_layers, save_layers
 from zero_strategy.pipeline.ties import Tie, own_ties, plan_ties
 from zero_strategy.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from zero_strategy.runtime.torch_private import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class PipelineModule(WholeBatches, nn.Module):
+class BatchRunner(Protocol):
+    """Trainer of a module in parts."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """See `PipelineModule.loss`."""
+
+    def outputs(self, inputs: Any, everywhere: bool) -> Any:
+        """See `PipelineModule.outputs`."""
+
+
+def rows_of(batch: Any) -> int:
+    """The size of the first dimension, which all tensors of a batch share.
+
+    Raises:
+        ValueError: If they do not, or there is no tensor with dimensions; names places and sizes.
+    """
+    sizes: dict[int, str] = {}
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            sizes.setdefault(leaf.shape[0], "batch" + "".join(map(str, path)))
+    if not sizes:
+        raise ValueError(f"a pipeline divides the rows of a batch, and this one ({type(batch).__name__}) has no tensor")
+    if len(sizes) > 1:
+        found = ", ".join(f"{place} has {size}" for size, place in sizes.items())
+        raise ValueError(f"a pipeline divides a batch by rows, dimension 0 of all its tensors, but {found}")
+    return next(iter(sizes))
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """A batch in parts along dimension 0, of equal size, or by one row larger at the beginning.
+
+    Args:
+        batch: Tensors in tuples, lists, dicts. What is no tensor, and tensors without dimensions, are in every part.
+        parts: How many.
+
+    Raises:
+        ValueError: If there are fewer rows than parts, or tensors have different numbers of rows.
+    """
+    rows = rows_of(batch)
+    if rows < parts:
+        raise ValueError(
+            f"a batch of {rows} row(s) cannot be divided into {parts} micro-batches (pipeline.micro_batches); set "
+            "drop_last=True on the DataLoader if it is the last one of an epoch, or make batches larger"
+        )
+    leaves, tree = tree_flatten(batch)
+    divided = [
+        leaf.tensor_split(parts) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * parts for leaf in leaves
+    ]
+    return [tree_unflatten([leaf[part] for leaf in divided], tree) for part in range(parts)]
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Outputs of micro-batches as one: tensors joined along dimension 0, 0-d ones stacked, the rest in lists."""
+    leaves, trees = zip(*(tree_flatten(part) for part in parts), strict=True)
+    return tree_unflatten([_join(found) for found in zip(*leaves, strict=True)], trees[0])
+
+
+def _join(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.stack(list(values)) if values[0].dim() == 0 else torch.cat(list(values))
+    return values[0] if all(value is None for value in values) else list(values)
+
+
+class PipelineModule(nn.Module):
     """A sequence of layers, divided into stages of consecutive ones. A rank builds and holds its own alone.
 
     The forward of the whole is layer after layer, each called with what the one before returned: a tensor, or tensors
@@ -90,11 +160,14 @@ class PipelineModule(WholeBatches, nn.Module):
         ties: Weights that other ranks hold, too.
         tied_modules: Modules of `TiedLayerSpec`s, by their keys.
         loss_fn: As passed.
+        runner: Carries out batches; None: the module itself, which then has to have all layers.
         curr_layer: Number of the layer that ran last, or runs.
 
     Raises:
         TypeError, ValueError: If an argument does not fit; names it, its value, and what would.
     """
+
+    runner: BatchRunner | None = None
 
     built_apart = True
     """Ranks build different layers: see `sharding.Init`."""
@@ -434,6 +507,44 @@ class PipelineModule(WholeBatches, nn.Module):
         slices = self._grid.get_slice_parallel_rank(), self._grid.get_slice_parallel_world_size()
         load_layers(self._built, load_dir, self._tied_files, checkpoint_engine, strict, slices)
 
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of a pair of inputs and labels, 0-d, on every rank.
+
+        Where a pipeline is trained, all ranks call it, those of one pipeline with the same batch. With gradients
+        enabled it runs the backwards as well, for in a pipeline these come before the last forwards.
+
+        Raises:
+            ValueError: If the batch cannot be divided, or this rank has a part of the layers and nobody runs them.
+        """
+        if self.runner is not None:
+            return self.runner.loss(batch)
+        self._check_whole("loss")
+        inputs, labels = batch
+        outputs = self(inputs)
+        loss: Tensor = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
+        return loss
+
+    def outputs(self, inputs: Any, *, everywhere: bool = False) -> Any:
+        """Outputs of the last layer for a batch of inputs, without gradients; all ranks call it.
+
+        Args:
+            inputs: What the first layer takes.
+            everywhere: On all ranks of the pipeline. Else on that of the last layer, and None on the others.
+        """
+        if self.runner is not None:
+            return self.runner.outputs(inputs, everywhere)
+        self._check_whole("outputs")
+        with torch.no_grad():
+            return self(inputs)
+
+    def _check_whole(self, call: str) -> None:
+        if self.num_stages > 1:
+            raise ValueError(
+                f"PipelineModule.{call}() runs all {self.num_stages} stages, of which this rank has one, and no "
+                "strategy has set the module up; call it in the steps of a Trainer with PipelineStrategy, or train "
+                "with a PipelineEngine"
+            )
+
 
 class _Run:
     """Some layers of a chunk in a row; the same when it is called again."""
@@ -502,3 +613,9 @@ def _class_names(names: Sequence[str] | None) -> list[str] | None:
     if isinstance(names, str):
         raise TypeError(f"checkpointable_layers takes a list of class names, not {names!r}")
     return None if names is None else list(names)
+
+
+if TYPE_CHECKING:
+    from typing import Any as _Base
+else:
+    _Base = object

@@ -1,6 +1,6 @@
 """The partition of layers into stages, by measured or counted weights.
 
-pure functions from weights to bounds.
+Partitions are pure functions from weights to bounds.
 
 Bounds [0, 3, 7] mean two stages: layers 0 to 2, and 3 to 6.
 
@@ -9,7 +9,7 @@ nothing; the rules, in this order: the least sum of squares of the stages' weigh
 sum of squares of their numbers of layers, then the longer stages first. Weights are compared exactly, floats too, so
 that all ranks, and all machines, find the same.
 
-parameters, counted without memory, and time and bytes, measured on a sample.
+A layer's weight is its parameters, counted without memory, or time and bytes, measured on a sample.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.process_group import from_first_rank, world_rank
-from zero_strategy.pipeline.building import NamedLayer
-from zero_strategy.pipeline.specs import (
+from zero_strategy.pipeline.building import (
     LayerSeeds,
     LayerSpec,
+    NamedLayer,
     TiedLayerSpec,
     layer_class_name,
     modules_of,

@@ -3,13 +3,7 @@
 loop, 2 ranks x 2 chunks: rank 0 has stages 0 and 2, rank 1 has 1 and 3.
 v, the same: rank 0 has stages 0 and 3, rank 1 has 1 and 2; the way goes down the ranks and back up.
 
-what every rank computes, in order.
-
-orders of micro-batches and chunks, and rows that alternate.
-
-backwards in one piece.
-
-backwards in halves, of which the weight halves fill what would be idle.
+The zero-bubble schedules have backwards in halves, of which the weight halves fill time that would be idle.
 
 A line per rank, in order; a cell per action: stage, letter and micro-batch, such as `2F0` for the forward of
 micro-batch 0 in global stage 2. Letters are F (forward), B (backward), I and W (its input and weight halves). Empty

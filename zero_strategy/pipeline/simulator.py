@@ -1,6 +1,6 @@
 """The schedule simulator: how long each action takes and when, as text, picture or trace.
 
-simulated, or measured in a run.
+A timeline is simulated, or measured in a run.
 
 A measured timeline is a file of JSON lines, an event a line:
 

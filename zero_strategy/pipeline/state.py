@@ -1,6 +1,6 @@
 """Weights and optimizer states of a pipeline: layer files as DeepSpeed has them, states of stages joined.
 
-one file for each layer, whatever the stages.
+There is one file for each layer, whatever the stages.
 
     layer_{layer:02d}[-model_{slice:02d}]-model_states.pt     the layer's state dict, under names local to it
 
@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.pipeline.building import TIED, BuiltLayer, NamedLayer
-from zero_strategy.pipeline.specs import TiedLayerSpec
+from zero_strategy.pipeline.building import TIED, BuiltLayer, NamedLayer, TiedLayerSpec
 from zero_strategy.pipeline.topology import ProcessTopology
-from zero_strategy.runtime.regular_files import open_regular
+from zero_strategy.runtime.files import open_regular
 
 
 def layer_path(directory: str | Path, layer: int, topology: ProcessTopology, rank: int) -> str:

@@ -1,13 +1,11 @@
 """Tied weights across stages: one rank owns each, the other holders have replicas.
 
-who, under which names, and how they stay equal.
-
 Tied are the module of a key of `TiedLayerSpec`s, and any parameter that layers on different ranks share, such as a head
 that uses the embedding's weight. On one rank it is one parameter; each further rank has a copy. The rank of the first
 stage that uses it owns it: copies start from the owner's values, and gradients are added up over the holders, in rank
 order.
 
-one rank owns each, the other holders have replicas.
+One rank owns each tied weight; the other holders have replicas that stay equal.
 
     owner         a parameter of its engine: sharded, clipped, updated, saved; takes the replicas' gradients as those of
                   one more micro-batch
@@ -32,8 +30,7 @@ from torch import Tensor, nn
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import own_group
 from zero_strategy.fsdp.dtensor import held_by, like, local_gradient
-from zero_strategy.pipeline.building import TIED, NamedLayer
-from zero_strategy.pipeline.specs import ModelLayer, TiedLayerSpec
+from zero_strategy.pipeline.building import TIED, ModelLayer, NamedLayer, TiedLayerSpec
 from zero_strategy.pipeline.topology import PipelineParallelGrid
 from zero_strategy.runtime.torch_private import parameters_of, version_of
 from zero_strategy.watchdog.watchdog import Watchdog

@@ -1,7 +1,5 @@
 """The topology: ranks on named axes, and this rank's place with its process groups.
 
-coordinates on named axes, and the rank of each.
-
     ProcessTopology(["pipe", "data"], [2, 3])       pipe 0: ranks 0 1 2
                                                     pipe 1: ranks 3 4 5       the last axis runs fastest
 

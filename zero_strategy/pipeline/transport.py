@@ -1,7 +1,5 @@
 """Transport between stages: channels, peers, and the errors that stop all ranks.
 
-what is sent, and what has been posted to receive it.
-
 The receiver has one message posted, of the size that the channel carried last: as soon as the one before is over; with
 NCCL, whose receives occupy the device while they wait, when the schedule comes to it. A longer one is announced in
 a message of that size; a shorter one is sent in it, until it is less than half as long, which is what the next ones are
@@ -19,12 +17,13 @@ import torch
 from torch import Tensor
 
 from zero_strategy.comm.collectives import CommunicationCounters
-from zero_strategy.comm.p2p import Channel, PointToPoint
 from zero_strategy.pipeline.instructions import PipeInstruction, RecvActivation
 from zero_strategy.pipeline.messages import (
     FIRST_BYTES,
+    Channel,
     Header,
     Layout,
+    PointToPoint,
     Stamp,
     Structure,
     TensorKind,

@@ -26,18 +26,22 @@ from zero_strategy.offload.stores import SLOTS
 from zero_strategy.planning.buckets import (
     BLOCK,
     BucketFacts,
+    BufferShape,
+    ModelShape,
     Offload,
+    OptimizerState,
     Staying,
     Units,
     facts_of,
+    optimizer_state,
     peaks_of,
     placement_of,
+    state_of,
     staying,
     stop_of,
 )
 from zero_strategy.planning.ledger import Category, Entry, Ledger, Owner, Tier, allocated
-from zero_strategy.planning.shapes import BufferShape, ModelShape, OptimizerState, optimizer_state, state_of
-from zero_strategy.runtime.host_bytes import PAGE
+from zero_strategy.runtime.files import PAGE
 
 DeviceType = Literal["cpu", "cuda"]
 _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}

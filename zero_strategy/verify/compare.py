@@ -1,6 +1,6 @@
 """The comparison of both sides of a phase, and the report of what was found.
 
-digests first, tensors where those differ.
+Digests are compared first, tensors where those differ.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Verification of pipelines, against one process that runs all layers.
 
-one process that runs all layers over the micro-batches of all copies.
-
 Ranks of a pipeline draw random numbers in the order of their own forwards, and add gradients up in the order of their
 own backwards. So forwards take the order of the schedule, each in the random state and with the buffers of its rank;
 the backward of a micro-batch is one through all layers. A weight that several stages use is one leaf per stage, all of
 one storage, so that what each stage gives is known: it is added up as `pipeline/ties.py` says.
 
-layers divided among ranks against one process that runs them all.
+The reference is one process that runs all layers over the micro-batches of all replicas.
 
     def factory():                                              # the same at every call: every rank calls it
         layers = [LayerSpec(Embedding, ...), ..., LayerSpec(Head, ...)]

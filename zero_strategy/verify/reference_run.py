@@ -1,6 +1,6 @@
 """The reference run: the same training in one process and plain torch, in the order of summation.
 
-by the engine's formula, for its bits, and by torch's, to hold that against.
+It runs by the engine's formula, for its bits, and by torch's, to hold that against.
 
 The engine takes the steps of torch's Adam, AdamW, SGD and Adagrad in fused ops, whose last bit is not torch's. The twin
 does the same to whole parameters, so that all else can be compared by bits; and takes each step once more by the
@@ -30,8 +30,7 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig
 from zero_strategy.fsdp.layout import gradient_dtypes, wants_master
 from zero_strategy.fsdp.model import cast_buffers
 from zero_strategy.optim import GradientNorm, LossScaler
-from zero_strategy.optim.fused import FusedOptimizer
-from zero_strategy.optim.update_rules import Segment, UpdateRule, in_memory_order, rule_for, rule_in_memory
+from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, in_memory_order, rule_for, rule_in_memory
 from zero_strategy.verify.subject import Subject, VerifySettings
 
 ROUNDINGS = 32.0

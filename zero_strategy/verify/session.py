@@ -1,11 +1,11 @@
 """A verification, phase by phase, and the sharded run that it compares.
 
-one rank's training by the engine, and what can be seen of it after each phase.
+A session holds one rank's training by the engine, and what can be seen of it after each phase.
 
 Reading is what any user could do between two calls: gradients before clipping and after the step (in between a factor
 may wait for the step to take it along, and reading would carry it out), states and parameters after the step.
 
-both sides train, and what differs first is found.
+Both sides train, and the first difference is found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The subject of a verification: model, optimizer, batches and loss from a factory, and how it trains.
 
-a model, how its optimizer is made, its batches and its loss, from a factory of the user's.
+A factory of the user's gives a model, how its optimizer is made, its batches and its loss.
 
 def factory():                                              # the same at every call: every rank calls it
     model = MyModel()

@@ -130,8 +130,8 @@ class Layer(nn.Module):
 
 
 def pipeline_of() -> tuple[Any, torch.optim.Optimizer]:
+    from zero_strategy.pipeline.building import LayerSpec, TiedLayerSpec
     from zero_strategy.pipeline.module import PipelineModule
-    from zero_strategy.pipeline.specs import LayerSpec, TiedLayerSpec
 
     torch.manual_seed(6)
     tied = [TiedLayerSpec("embed", nn.Embedding, 7, 4), TiedLayerSpec("embed", nn.Embedding, 7, 4, forward_fn=head)]

@@ -14,7 +14,7 @@ from tests.integrations.accelerate_face.upstream import run_here
 from tests.launcher import Launcher
 from tests.warm import run_warm_script
 from zero_strategy.config import load_config
-from zero_strategy.integrations.accelerate_launch import (
+from zero_strategy.integrations.accelerate import (
     check_processes,
     check_single_owner,
     check_uneven_batches,

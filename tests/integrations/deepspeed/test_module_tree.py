@@ -16,7 +16,7 @@ import zero_strategy.compat.deepspeed as deepspeed
 from tests.launcher import Launcher
 from zero_strategy import fsdp as sharding
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
-from zero_strategy.fsdp.sharded_parameter import ShardedParameter
+from zero_strategy.fsdp.released import ShardedParameter
 
 TREE = {
     "": ("initialize", "init_distributed", "add_config_arguments", "DeepSpeedEngine", "zero", "comm", "utils", "ops"),

@@ -24,7 +24,7 @@ from tests.launcher import Launcher
 from zero_strategy.compat.deepspeed.names import OTHERS, TABLE, Refused
 from zero_strategy.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
-from zero_strategy.fsdp.units import find_units
+from zero_strategy.fsdp.layout import find_units
 
 MIGRATING = (Path(__file__).parents[3] / "docs/guides/migrating.md").read_text()
 

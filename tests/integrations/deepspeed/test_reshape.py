@@ -14,7 +14,7 @@ from zero_strategy.compat.deepspeed.checkpoint.reshape_meg_2d import (
     reshape_meg_2d_parallel,
     unflatten_dp_dimension,
 )
-from zero_strategy.convert.merge_ranks import Degrees, groups_of, obstacles
+from zero_strategy.convert.deepspeed import Degrees, groups_of, obstacles
 
 SMALL = st.integers(1, 3)
 

@@ -17,7 +17,7 @@ import zero_strategy.compat.deepspeed.runtime.utils as deepspeed_utils
 import zero_strategy.compat.megatron as megatron
 from tests.launcher import Launcher
 from zero_strategy.compat.megatron.groups import ParallelGroups, batch_from_ranks
-from zero_strategy.compat.megatron.sharded_tensors import assemble
+from zero_strategy.compat.megatron.tensors import assemble
 from zero_strategy.engine import ZeroEngine
 
 ORDERS = (1.0, 2, math.inf)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_strategy.comm.process_group import discover, world_rank, world_size
-from zero_strategy.diagnostics.memory_use import MemoryUse
+from zero_strategy.diagnostics.recorder import MemoryUse
 from zero_strategy.runtime.torch_private import call_when_cuda_starts
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from zero_strategy.convert import merge_ranks as parallel_grid
-from zero_strategy.convert.merge_ranks import Degrees, parts
+from zero_strategy.convert import deepspeed as parallel_grid
+from zero_strategy.convert.deepspeed import Degrees, parts
 
 
 class meg_2d_parallel_map:

@@ -98,7 +98,7 @@ _LAYER: Names = {
 _LEAVES = _all(
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
-    "zero_strategy.fsdp.units",
+    "zero_strategy.fsdp.layout",
 )
 _LOADER = _all("RepeatingLoader", ".scripts.data")
 _LOCAL = _all(
@@ -111,7 +111,7 @@ _LOG = _all("logger log_dist", ".environment")
 _MOE = _all("MoE", _EXPERTS)
 _MODULE: Names = {
     **_all("PipelineModule", "zero_strategy.pipeline.module"),
-    **_all("LayerSpec TiedLayerSpec", "zero_strategy.pipeline.specs"),
+    **_all("LayerSpec TiedLayerSpec", "zero_strategy.pipeline.building"),
 }
 _ON_DEVICE = _all("OnDevice", ".environment")
 _OFFLOAD = _all("DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum", ".zero")
@@ -241,7 +241,7 @@ TABLE: Mapping[str, Mapping[str, str | Refused]] = MappingProxyType(
                 "zero_strategy.compat.megatron.gradients",
             ),
             **_all("ensure_directory_exists", "zero_strategy.checkpoint.storage"),
-            **_all("get_ma_status see_memory_usage", "zero_strategy.diagnostics.memory_use"),
+            **_all("get_ma_status see_memory_usage", "zero_strategy.diagnostics.recorder"),
             **_all("set_random_seed", "zero_strategy.activation.rng"),
         },
         "runtime.zero": _ZERO,

@@ -19,7 +19,7 @@ import zero_strategy.compat.megatron.diagnostics as diagnostics
 import zero_strategy.compat.megatron.gradients as gradients
 import zero_strategy.compat.megatron.groups as groups
 import zero_strategy.compat.megatron.lifecycle as lifecycle
-import zero_strategy.compat.megatron.sharded_tensors as sharded_tensors
+import zero_strategy.compat.megatron.tensors as sharded_tensors
 from zero_strategy.compat.megatron.diagnostics import (
     AsyncTasks,
     NvtxRanges,
@@ -27,6 +27,7 @@ from zero_strategy.compat.megatron.diagnostics import (
     __straggler__,
     _nvtx_decorator_get_func_path,
     _nvtx_range_get_func_path,
+    check_param_hashes_across_dp_replicas,
     log_single_rank,
 )
 from zero_strategy.compat.megatron.gradients import prepare_input_tensors_for_wgrad_compute
@@ -72,14 +73,14 @@ from zero_strategy.compat.megatron.models import (
     scaled_init_method_normal,
     unwrap_model,
 )
-from zero_strategy.compat.megatron.replica_check import check_param_hashes_across_dp_replicas
-from zero_strategy.compat.megatron.sharded_tensors import ReplicaId, ShardedTensor
 from zero_strategy.compat.megatron.straggler import StragglerData as _StragglerData
 from zero_strategy.compat.megatron.straggler import ValueWithRank as _ValueWithRank
 from zero_strategy.compat.megatron.tensors import (
     GlobalMemoryBuffer,
     GlobalSymmetricMemoryBuffer,
     MakeViewlessTensor,
+    ReplicaId,
+    ShardedTensor,
     WrappedTensor,
     _kernel_make_viewless_tensor,
     assert_viewless_tensor,

@@ -1,7 +1,5 @@
 """Megatron's marks of experimental and deprecated API, and versions of optional packages.
 
-experimental, internal, deprecated.
-
 @experimental_fn("0.2")              ExperimentalNotEnabledError, unless the environment says ENABLE_EXPERIMENTAL=1
 @experimental_cls("0.2")             the same when an object is made
 @deprecated("1.0", "2.0", "train")   DeprecationWarning at each call

@@ -7,8 +7,6 @@
 For methods of one object that get options: `inspect.signature`, editors and frameworks that look at parameters
 (Lightning and transformers do) see them.
 
-getting at them, and at their attributes.
-
 DDP, mixed-precision wrappers and engines of other libraries keep what they wrap as `module`, one in the other.
 
     tensor_model_parallel, _mcore_tp, model_parallel     it is divided among the ranks of a model-parallel group
@@ -18,8 +16,6 @@ DDP, mixed-precision wrappers and engines of other libraries keep what they wrap
     allreduce = False                                    it belongs to an expert, of which other ranks have others
 
 The marks are Megatron's and DeepSpeed's; a parameter without any is on every rank.
-
-its renamed argument, and the state that hybrid (Mamba) models keep.
 
 `init_method_normal`, `scaled_init_method_normal`.
 """

@@ -1,6 +1,4 @@
-"""Megatron's tensor utilities: wrapped and viewless tensors, named scratch and symmetric memory.
-
-`WrappedTensor`.
+"""Megatron's tensor utilities: wrapped and viewless ones, scratch and symmetric memory, those sharded in checkpoints.
 
     wrapped = WrappedTensor(logits)
     del logits                          # the wrapper holds the only reference now
@@ -8,8 +6,6 @@
 
 A caller's argument lives until the call returns, however early the callee is done with it; what is inside the wrapper
 belongs to whoever unwraps it.
-
-`GlobalMemoryBuffer`.
 
     scratch = GlobalMemoryBuffer()
     scratch.get_tensor((most, width), torch.bfloat16, "gathered")      # pre-sized: from now on the pointer is stable
@@ -25,22 +21,41 @@ output's memory and keep its place in the graph (`tensor.data = empty`) needs on
     send(hidden)
     safely_set_viewless_tensor_data(hidden, torch.empty(1))     # the memory is free, hidden.grad_fn is not
 
-torch offers it on GPUs that reach each other (NVLink). Everywhere else there is none, and whoever asks gets None and
-takes ordinary memory.
+Symmetric memory is there on GPUs that reach each other (NVLink). Elsewhere callers get None, and take ordinary memory.
+
+`ShardedTensor` describes a rank's part of a tensor for a checkpoint:
+
+    global_shape             of the whole tensor
+    axis_fragmentations      into how many equal parts each of its axes is cut
+    global_offset            where this part begins
+    replica_id               which copy of the part this is; the one of all zeros is written
+    prepend_axis_num         leading axes that the rank's own tensor does not have (a layer's number, say)
+
+Two functions build one:
+
+    make_tp_sharded_tensor_for_checkpoint    one axis is divided among tensor-parallel ranks
+    make_sharded_tensor_for_checkpoint       every rank has all of it
+
+Data- and context-parallel ranks have copies, of which the first is written. A DTensor is divided along its mesh, too:
+inside of what its tensor-parallel rank has.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy.compat.megatron.groups import ParallelGroups, get_pg_rank, get_pg_size
+from zero_strategy.fsdp.dtensor import get_data_parallel_group_if_dtensor, is_dtensor, to_local_if_dtensor
 from zero_strategy.runtime.torch_private import base_of, symmetric_memory
 
 
@@ -285,3 +300,273 @@ def _unavailable(group: dist.ProcessGroup | None) -> str | None:
     if "nccl" not in dist.get_backend(group):
         return f"the group's backend is {dist.get_backend(group)}"
     return None
+
+
+ReplicaId = int | tuple[int, ...]
+
+
+class AxisOffset(NamedTuple):
+    """One axis of the whole tensor that is divided evenly."""
+
+    axis: int
+    place: int
+    """This rank's, of so many:"""
+    parts: int
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTensor:
+    """See above.
+
+    Attributes:
+        key: The tensor's name in the checkpoint.
+        data: This rank's part, without the prepended axes; None: its description alone.
+        dtype: Of its elements.
+        local_shape: Shape of `data`.
+        global_shape: With the prepended axes.
+        global_offset: Likewise.
+        axis_fragmentations: Likewise.
+        replica_id: An integer, or several.
+        prepend_axis_num: Number of prepended axes.
+        allow_shape_mismatch: The whole tensor may have another shape in the checkpoint (a padded vocabulary).
+    """
+
+    key: str
+    data: Tensor | None
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...]
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """The part of a rank, from its places along the divided axes.
+
+        Args:
+            key: The tensor's name.
+            data: This rank's part.
+            rank_offsets: (axis of the whole tensor, this rank's place, places), once per axis at most.
+            replica_id: Which copy.
+            prepend_axis_num: Leading axes that `data` does not have; each needs an offset.
+            allow_shape_mismatch: See above.
+
+        Raises:
+            ValueError: If an axis is not there, is named twice, or a place lies outside.
+        """
+        local = (1,) * prepend_axis_num + tuple(data.shape)
+        places = {offset.axis: offset for offset in _checked(key, rank_offsets, len(local), prepend_axis_num)}
+        ones = [places.get(axis, AxisOffset(axis, 0, 1)) for axis in range(len(local))]
+        return cls(
+            key,
+            data,
+            data.dtype,
+            tuple(data.shape),
+            tuple(size * place.parts for size, place in zip(local, ones, strict=True)),
+            tuple(size * place.place for size, place in zip(local, ones, strict=True)),
+            tuple(place.parts for place in ones),
+            replica_id,
+            prepend_axis_num,
+            allow_shape_mismatch,
+        )
+
+    @property
+    def is_main_replica(self) -> bool:
+        """True if this copy is the one that is written."""
+        return self.replica_id == 0 if isinstance(self.replica_id, int) else not any(self.replica_id)
+
+    def global_slice(self) -> tuple[slice | int, ...]:
+        """Place of the part: `whole[part.global_slice()]` has the shape of `data`."""
+        places: list[slice | int] = list(self.global_offset[: self.prepend_axis_num])
+        lengths = zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
+        return (*places, *(slice(start, start + length) for start, length in lengths))
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """The part as runs of neighbouring elements of the whole, which is what writers of files take.
+
+        Yields:
+            (first element in the flattened whole, one past the last, first element in the flattened part).
+        """
+        local = (1,) * self.prepend_axis_num + self.local_shape
+        if not prod(local):
+            return
+        whole = len(local)
+        while whole > 0 and local[whole - 1] == self.global_shape[whole - 1]:
+            whole -= 1  # trailing axes that are all there
+        outer, axis = max(whole - 1, 0), max(whole - 1, 0)
+        inner = prod(self.global_shape[axis + 1 :])
+        length = (local[axis] if local else 1) * inner
+        strides = [prod(self.global_shape[dim + 1 :]) for dim in range(len(local))]
+        begin = sum(offset * stride for offset, stride in zip(self.global_offset, strides, strict=True))
+        for number, place in enumerate(itertools.product(*(range(size) for size in local[:outer]))):
+            start = begin + sum(index * stride for index, stride in zip(place, strides))
+            yield start, start + length, number * length
+
+
+def assemble(parts: Iterable[ShardedTensor]) -> Tensor:
+    """The whole tensor from the parts of all ranks; other copies than the main ones are passed over.
+
+    Raises:
+        ValueError: If parts are of different tensors, overlap, or leave elements out.
+    """
+    main = [part for part in parts if part.is_main_replica]
+    if not main:
+        raise ValueError("there is no part with a replica_id of zeros")
+    first = main[0]
+    whole = torch.empty(first.global_shape, dtype=first.dtype)
+    seen = torch.zeros(first.global_shape, dtype=torch.bool)
+    for part in main:
+        if (part.key, part.global_shape, part.dtype) != (first.key, first.global_shape, first.dtype):
+            raise ValueError(
+                f"a part of {part.key!r}, {part.dtype} {list(part.global_shape)}, among those of {first.key!r}, "
+                f"{first.dtype} {list(first.global_shape)}"
+            )
+        if part.data is None:
+            raise ValueError(f"{part.key!r}: a part has no data")
+        place = part.global_slice()
+        if bool(seen[place].any()):
+            raise ValueError(f"{part.key!r}: elements at {list(part.global_offset)} are in two parts")
+        whole[place] = part.data.detach().to(whole.device)
+        seen[place] = True
+    if not bool(seen.all()):
+        raise ValueError(f"{first.key!r}: {int((~seen).sum())} of {seen.numel()} elements are in no part")
+    return whole
+
+
+def _checked(key: str, offsets: Iterable[tuple[int, int, int]], axes: int, prepended: int) -> Iterator[AxisOffset]:
+    named = set[int]()
+    for given in offsets:
+        offset = AxisOffset(*given)
+        if not 0 <= offset.axis < axes or offset.axis in named:
+            what = "twice" if offset.axis in named else f"but it has axes 0 to {axes - 1}"
+            raise ValueError(f"{key!r}: an offset is for axis {offset.axis}, {what}")
+        if not 0 <= offset.place < offset.parts:
+            raise ValueError(f"{key!r}: place {offset.place} of {offset.parts} along axis {offset.axis}")
+        named.add(offset.axis)
+        yield offset
+    if missing := set(range(prepended)) - named:
+        raise ValueError(f"{key!r}: prepended axes {sorted(missing)} have no offsets")
+
+
+Offsets = tuple[tuple[int, int, int], ...]
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: ReplicaId | None = None,
+    prepend_offsets: Offsets = (),
+    *,
+    groups: ParallelGroups | None = None,
+    **kwargs: Any,
+) -> ShardedTensor:
+    """This rank's part of a tensor whose axis `tp_axis` is divided among tensor-parallel ranks.
+
+    Args:
+        tensor: The part, without prepended axes; a DTensor is the part, and divided once more.
+        key: The tensor's name.
+        tp_axis: The axis of `tensor`.
+        replica_id: Which copy it is; default: (0, 0, data-parallel rank), the last 0 for a DTensor.
+        prepend_offsets: (axis, place, places) of new leading axes.
+        groups: The run's groups, taken where these are not given:
+        kwargs: `tp_group` and `dp_cp_group`, and options of `ShardedTensor.from_rank_offsets`.
+
+    Raises:
+        ValueError: See `ShardedTensor.from_rank_offsets`; or a DTensor is divided unevenly.
+    """
+    tp_group, dp_group, options = _groups(groups, kwargs)
+    axis = tp_axis % tensor.dim() if tensor.dim() else tp_axis
+    places = {axis: (get_pg_rank(tp_group), get_pg_size(tp_group))}
+    return _build(tensor, key, places, prepend_offsets, replica_id, (0, 0), dp_group, options)
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    prepend_offsets: Offsets = (),
+    replica_id: ReplicaId | None = None,
+    *,
+    groups: ParallelGroups | None = None,
+    **kwargs: Any,
+) -> ShardedTensor:
+    """A tensor that every tensor- and data-parallel rank has all of.
+
+    Args:
+        tensor: All of it; of a DTensor, what its mesh has together.
+        key: The tensor's name.
+        prepend_offsets: (axis, place, places) of new leading axes.
+        replica_id: Which copy it is; default: (0, tensor-parallel rank, data-parallel rank), the last 0 for a DTensor.
+        groups: The run's groups, taken where these are not given:
+        kwargs: `tp_group` and `dp_cp_group`, and options of `ShardedTensor.from_rank_offsets`.
+
+    Raises:
+        ValueError: See `ShardedTensor.from_rank_offsets`; or a DTensor is divided unevenly.
+    """
+    tp_group, dp_group, options = _groups(groups, kwargs)
+    return _build(tensor, key, {}, prepend_offsets, replica_id, (0, get_pg_rank(tp_group)), dp_group, options)
+
+
+def _build(
+    tensor: Tensor,
+    key: str,
+    places: dict[int, tuple[int, int]],
+    prepend: Offsets,
+    replica_id: ReplicaId | None,
+    replica: tuple[int, int],
+    dp_group: Any,
+    options: dict[str, Any],
+) -> ShardedTensor:
+    copy = get_pg_rank(dp_group)
+    if is_dtensor(tensor):
+        copy = 0 if (axis := _dtensor_axis(tensor, key)) is not None else copy
+        group = get_data_parallel_group_if_dtensor(tensor)
+        if axis is not None:
+            index, parts = places.get(axis, (0, 1))
+            size = get_pg_size(group)
+            places[axis] = (index * size + get_pg_rank(group), parts * size)
+    offsets = [(axis + len(prepend), index, parts) for axis, (index, parts) in places.items()]
+    return ShardedTensor.from_rank_offsets(
+        key,
+        to_local_if_dtensor(tensor),
+        *prepend,
+        *offsets,
+        replica_id=(*replica, copy) if replica_id is None else replica_id,
+        prepend_axis_num=len(prepend),
+        **options,
+    )
+
+
+def _dtensor_axis(tensor: Any, key: str) -> int | None:
+    """The axis along which a DTensor is divided; None if its ranks have copies."""
+    shards = [placement for placement in tensor.placements if placement.is_shard()]
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"{key!r}: a DTensor with placements {list(tensor.placements)} is a sum that is not taken yet")
+    if not shards:
+        return None
+    group = get_data_parallel_group_if_dtensor(tensor)
+    axis = int(shards[0].dim)
+    if tensor.shape[axis] % get_pg_size(group):
+        raise ValueError(
+            f"{key!r}: axis {axis} of a DTensor of shape {list(tensor.shape)} is not divided evenly among "
+            f"{get_pg_size(group)} ranks; gather it (get_full_tensor_if_necessary, full_tensor) first"
+        )
+    return axis
+
+
+def _groups(groups: ParallelGroups | None, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The tensor-parallel group, that of copies, and what is left."""
+    found, options = groups or ParallelGroups(), dict(kwargs)
+    tensor, data = options.pop("tp_group", None), options.pop("dp_cp_group", None)
+    return tensor or found.tensor, data or found.data_context, options

@@ -1,8 +1,8 @@
 """A walk over a DeepSpeed JSON: each key is looked up, checked and reported; and where the JSON is read from.
 
-a mapping, a file that may have comments, base64 as its launcher passes it.
+A source is a mapping, a file that may have comments, or base64 as DeepSpeed's launcher passes it.
 
-every key is looked up, checked, and reported with what becomes of it.
+Every key is looked up, checked, and reported with what becomes of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zero_strategy.config.deepspeed.keys import (
 )
 from zero_strategy.config.section import from_origin, wrong_type
 from zero_strategy.config.sources import Layer, read_file, read_mapping
-from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.files import read_text
 
 # Strings come first in both patterns, so that nothing inside of one is taken for a comment or a comma.
 _STRING = r'"(?:\\.|[^"\\\n])*"'

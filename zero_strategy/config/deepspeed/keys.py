@@ -1,6 +1,6 @@
 """The table of DeepSpeed's JSON keys: type, default, and what becomes of each.
 
-its type, DeepSpeed's default, and what becomes of it here.
+A row has a key's type, DeepSpeed's default, and what becomes of it here.
 """
 
 from __future__ import annotations

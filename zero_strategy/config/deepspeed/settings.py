@@ -1,8 +1,6 @@
 """Settings of a DeepSpeed JSON: batch arithmetic, optimizers and schedules by name, what scripts read.
 
-samples per step = samples per rank and micro-batch x micro-batches per step x ranks.
-
-our settings, and those of its frameworks and scripts.
+samples per step = samples per rank and micro-batch x micro-batches per step x ranks
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Data loaders of scripts, and the one owner of optimizer and scheduler steps.
 
-one part of a dataset for each rank, and a loader that begins again.
+Each rank has one part of a dataset, and a loader that begins again.
 
-the engine of a script steps the optimizer and the scheduler, and nobody else does.
+The engine of a script alone steps the optimizer and the scheduler.
 
-gradients are what `engine.backward(loss)` gives.
+Gradients are those of `engine.backward(loss)`.
 
 That divides the loss by the number of micro-batches per step; here every gradient is divided when it reaches its
 parameter. Scripts have it so under DeepSpeed since 0.18.3.

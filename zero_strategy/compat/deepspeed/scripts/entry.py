@@ -1,6 +1,6 @@
 """`initialize`: engine, optimizer, data loader and scheduler from a module and a config; arguments.
 
-from a module and a config to an engine, an optimizer, a data loader and a scheduler.
+They go from a module and a config to an engine, an optimizer, a data loader and a scheduler.
 """
 
 from __future__ import annotations

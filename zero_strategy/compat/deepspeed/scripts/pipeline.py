@@ -25,7 +25,7 @@ from zero_strategy.comm.process_group import world_rank, world_size
 from zero_strategy.compat.deepspeed.scripts.data import RepeatingLoader
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.convert.portable import PortableReader, PortableState, StoredTensor
-from zero_strategy.fsdp.moved_states import PARAMETERS
+from zero_strategy.fsdp.shard_storage import PARAMETERS
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.executor import BatchFunction, Run
 from zero_strategy.pipeline.module import PipelineModule

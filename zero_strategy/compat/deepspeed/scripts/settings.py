@@ -5,8 +5,6 @@ A script has no framework that owns batch size, accumulation, clipping and preci
     {"stage": 3, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
      "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
-or DeepSpeed's JSON (`config/deepspeed/read.py`).
-
 A config object is a struct that is made from keywords or dictionaries, and grouped by subclassing (DeepSpeed 0.3):
 
     config = TrainingConfig(batch={"train_batch_size": 32, "gradient_accumulation_steps": 2}, fp16=FP16Config(clip=1.0))

@@ -1,6 +1,6 @@
 """Hugging Face blocks replaced by `TransformerLayer` and back, by a table of families.
 
-its options as a `TransformerConfig`, its parameters' places.
+A layer that is replaced gives its options as a `TransformerConfig`, and the places of its parameters.
 
 A replaced block is of a class that inherits from `TransformerLayer` and from that of the block it replaces, so that
 transformers' own code finds it: hidden states are recorded, `gradient_checkpointing_enable()` works, caches are filled.

@@ -1,6 +1,6 @@
 """Linear cross entropy in chunks of tokens: logits are never whole.
 
-tokens go through it a chunk at a time.
+Tokens go through it a chunk at a time.
 
 For a token with state h and target t, z = W h + b, n = log(sum(exp(z))), smoothing e, V the size of the vocabulary:
 
