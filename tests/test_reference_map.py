@@ -22,7 +22,7 @@ CHAPTERS = {
     "Megatron core utilities": 118,
     "Megatron-FSDP utilities": 39,
 }
-FACES = {"Megatron core utilities": core_utils, "Megatron-FSDP utilities": fsdp_utils}
+INTEGRATIONS = {"Megatron core utilities": core_utils, "Megatron-FSDP utilities": fsdp_utils}
 KINDS = {"class", "function", "method", "option", "behaviour", "constant"}
 
 
@@ -184,18 +184,18 @@ def test_each_row_s_test_is_there(chapter: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("chapter", FACES)
+@pytest.mark.parametrize("chapter", INTEGRATIONS)
 def test_the_face_has_each_function_and_class(chapter: str) -> None:
-    face, different = FACES[chapter], []
+    integration, different = INTEGRATIONS[chapter], []
     for row in ROWS[chapter]:
         name = re.match(r"`(\w+)(?:\(|`)", row.there)
         if row.kind in ("function", "class") and name is not None:
             thing, _ = resolve(row.here.partition("(")[0])
-            if getattr(face, name[1]) != thing:  # bound methods are equal, and not the same
+            if getattr(integration, name[1]) != thing:  # bound methods are equal, and not the same
                 different.append(row.there)
     assert different == []
     named = " ".join(row.there for row in ROWS[chapter])
-    assert [name for name in face.__all__ if not re.search(rf"\b{name}\b", named)] == []
+    assert [name for name in integration.__all__ if not re.search(rf"\b{name}\b", named)] == []
 
 
 def test_wrong_rows_are_found() -> None:

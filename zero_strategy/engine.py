@@ -67,18 +67,18 @@ if TYPE_CHECKING:
 
 
 def report_to_watchdog(
-    watchdog: Watchdog | None, module: nn.Module, left_torn: Callable[[Collection[str]], str]
+    watchdog: Watchdog | None, module: nn.Module, left_inconsistent: Callable[[Collection[str]], str]
 ) -> None:
     """Connect a training with the watchdog of its mesh, if there is one.
 
     Args:
         watchdog: The watchdog.
         module: Its forwards are progress; what they raise is noted.
-        left_torn: See `Watchdog.add_unfinished`.
+        left_inconsistent: See `Watchdog.add_unfinished`.
     """
     if watchdog is None:
         return
-    watchdog.add_unfinished(left_torn)
+    watchdog.add_unfinished(left_inconsistent)
     module.register_forward_pre_hook(_Before(watchdog), prepend=True)
     module.register_forward_hook(_After(watchdog), always_call=True)
 
@@ -253,7 +253,7 @@ class ZeroEngine:
         self._step_hooks: list[Any] = []
         self._closing: list[Callable[[], None]] = []
         self._diagnosed = False
-        report_to_watchdog(self.mesh.watchdog, module, self.left_torn)
+        report_to_watchdog(self.mesh.watchdog, module, self.left_inconsistent)
         if weights is not None:
             self._load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
@@ -438,7 +438,7 @@ class ZeroEngine:
             finally:
                 unsharder.leave(root, backward_follows=torch.is_grad_enabled())
 
-    def left_torn(self, phases: Collection[str]) -> str:
+    def left_inconsistent(self, phases: Collection[str]) -> str:
         """Work that an exception left unfinished, in words, where this rank's threads are in `phases`; "": none."""
         if self.model.reducer.in_backward and "backward" not in phases:
             return "has left a backward with an exception"
@@ -779,10 +779,10 @@ class ZeroEngine:
         """In the block a signal to any rank lets all ranks save; see `saving.preemption.save_on_signal`."""
         return save_on_signal(self, directory, **options)
 
-    # ---- whole tensors ----
+    # ---- full tensors ----
 
     def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Tensor]:
-        """The module's whole parameters and persistent buffers, copied to the host, on every rank; all ranks call it.
+        """The module's full parameters and persistent buffers, copied to the host, on every rank; all ranks call it.
 
         Names and order are `state_dict()`'s, tied names included. One unit at a time is whole on the device.
 

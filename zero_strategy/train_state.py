@@ -37,15 +37,15 @@ class WeightCopies(Protocol):
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The part of a model that the ranks of one lane train, and what joins it to the parts of the others.
+    """The part of a model that one data-parallel group trains, and what joins it to the parts of the others.
 
     Attributes:
-        lanes: The ranks that train each part; None: all ranks train the whole model.
+        dp_groups: The ranks that train each part; None: all ranks train the whole model.
         tensor_groups: The ranks that divide the same layers, of every such group; None: what the `DTensor`s say.
         further_groups: Makes the groups of ranks that train the other parts, by names that are equal on all ranks; all
             of them call it, once their settings are known to agree. Gradient norms are sums over these groups, too, and
             flags go to all. The mesh has them from then on, watches and closes them.
-        titles: Ranks in words, for reports of the watchdog.
+        rank_labels: Ranks in words, for reports of the watchdog.
         order: Where a name of a tensor comes in the whole model's state dict, as a key to sort by; None: in the order
             of the module's own.
         copies: Weights that the parts have in common; the engine publishes them whenever it has changed weights.

@@ -19,7 +19,7 @@ from tests.activation.alive import peak_of
 from tests.activation.test_exact import NETS, trains
 from tests.activation.unit_nets import WIDTH, Transformer, seeded
 from tests.engine.nets import loss_of
-from tests.engine.twins import Setting, play
+from tests.engine.trainings import Setting, play
 from tests.launcher import Launcher
 from zero_strategy.activation.budget import Profile, StepProfile, UnitCall, choose
 from zero_strategy.config import load_config

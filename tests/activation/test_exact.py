@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.activation.unit_nets import WIDTH, Adapters, Strange, Transformer, seeded
 from tests.engine.nets import loss_of
-from tests.engine.twins import Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from tests.reference import Order
 from zero_strategy.activation.offload import ActivationStore, model_storages
@@ -27,31 +27,33 @@ SETTINGS = [
 ]
 
 
-def trains(twin: Twin, build: type[nn.Module], shape: tuple[int, ...], accumulate: bool = True) -> None:
+def trains(training: PlainTraining, build: type[nn.Module], shape: tuple[int, ...], accumulate: bool = True) -> None:
     """Two micro-batches, the forward twice before a backward, evaluation in between, gradients and buffers noted."""
-    torch.manual_seed(7 + twin.rank)
+    torch.manual_seed(7 + training.rank)
     model = seeded(build)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=False))
     for step in range(3):
         for micro in range(2 if accumulate else 1):
-            x = twin.data(10 * step + micro, *shape)
+            x = training.data(10 * step + micro, *shape)
             output = model(x)
             if step == 1:
                 output = output + model(x * 0.5)
-            twin.note(output, torch.rand(2))
-            twin.backward(loss_of(output), sync=not accumulate or micro == 1)
-            twin.note(torch.rand(2))  # backward leaves the generator where it was
-        twin.note(*[twin.gradient(p) for p in model.parameters() if p.requires_grad])
-        twin.step()
-        twin.zero_grad()
+            training.note(output, torch.rand(2))
+            training.backward(loss_of(output), sync=not accumulate or micro == 1)
+            training.note(torch.rand(2))  # backward leaves the generator where it was
+        training.note(*[training.gradient(p) for p in model.parameters() if p.requires_grad])
+        training.step()
+        training.zero_grad()
         model.eval()
         with torch.no_grad():
-            twin.note(model(twin.data(50 + step, *shape)))
+            training.note(model(training.data(50 + step, *shape)))
         model.train()
-        twin.note(*model.buffers())
-        if isinstance(model, Strange) and twin.setting.order == "per_step":  # stage 3 gives units lists of their own
-            twin.note(list(model.log))
+        training.note(*model.buffers())
+        if (
+            isinstance(model, Strange) and training.setting.order == "per_step"
+        ):  # stage 3 gives units lists of their own
+            training.note(list(model.log))
 
 
 NETS = [(Transformer, (2, 5, WIDTH)), (Strange, (4, WIDTH)), (Adapters, (2, 5, WIDTH))]
@@ -69,26 +71,26 @@ def test_two_ranks(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher
         assert not wrong
 
 
-def compiled(twin: Twin, when: str, move: bool = False) -> None:
+def compiled(training: PlainTraining, when: str, move: bool = False) -> None:
     """Units are compiled, before or after they are sharded; no dropout, whose numbers a compiler draws differently."""
     torch._dynamo.reset()
     model = seeded(Transformer, 2, WIDTH, 0.0)
-    own = isinstance(twin, ShardedTwin)
+    own = isinstance(training, ShardedTraining)
     for moment in ("before", "after"):
         if own and moment == when:
             for block in model.blocks:
                 block.compile(backend="aot_eager")
         if moment == "before":
-            twin.shard(model)
-    if isinstance(twin, ShardedTwin) and move:
-        twin.own.activations.store = ActivationStore(torch.device("cpu"), model_storages(twin.own.model))
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
+            training.shard(model)
+    if isinstance(training, ShardedTraining) and move:
+        training.own.activations.store = ActivationStore(torch.device("cpu"), model_storages(training.own.model))
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
     for step in range(3):
-        output = model(twin.data(step, 30, 5, WIDTH))
-        twin.note(output)
-        twin.backward(loss_of(output))
-        twin.step()
-        twin.zero_grad()
+        output = model(training.data(step, 30, 5, WIDTH))
+        training.note(output)
+        training.backward(loss_of(output))
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.activation.test_exact import NETS, trains
 from tests.activation.unit_nets import WIDTH, Transformer, seeded
 from tests.engine.nets import loss_of
-from tests.engine.twins import Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.activation.offload import ActivationStore, HostBlocks, model_storages
 from zero_strategy.config import load_config
@@ -29,19 +29,19 @@ def force(engine: ZeroEngine) -> ActivationStore:
     return engine.activations.store
 
 
-class Forcing(ShardedTwin):
+class Forcing(ShardedTraining):
     def shard(self, module: nn.Module) -> nn.Module:
         super().shard(module)
         force(self.own)
         return module
 
 
-def forced(twin: Twin, build: type[nn.Module], shape: tuple[int, ...]) -> None:
-    if isinstance(twin, ShardedTwin):
-        twin.__class__ = Forcing
-    trains(twin, build, shape)
-    if isinstance(twin, Forcing):
-        store = twin.own.activations.store
+def forced(training: PlainTraining, build: type[nn.Module], shape: tuple[int, ...]) -> None:
+    if isinstance(training, ShardedTraining):
+        training.__class__ = Forcing
+    trains(training, build, shape)
+    if isinstance(training, Forcing):
+        store = training.own.activations.store
         assert store is not None and sum(store.fetched.values()) > 0
         assert len(store.moved) == 0  # nothing is kept once backward is over
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.activation.nets import OPTIONS, WIDTH, Block, blocks, direct, tracker, value
-from tests.engine.twins import DEFAULTS, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.activation.functional import (
     PROCESS,
@@ -138,41 +138,41 @@ class Net(nn.Module):
         return out
 
 
-def script(twin: Twin) -> None:
-    """Trained by the plain twin without checkpoints, and by the sharded one under each of the options in turn."""
+def script(training: PlainTraining) -> None:
+    """Trained by the plain training without checkpoints, and by the sharded one under each of the options in turn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05, foreach=False))
-    torch.manual_seed(40 + twin.rank)
+    training.shard(model)
+    training.attach(torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05, foreach=False))
+    torch.manual_seed(40 + training.rank)
     for step, settings in enumerate(OPTIONS.values()):
-        run = Checkpointer(settings, ModelParallel()).checkpoint if isinstance(twin, ShardedTwin) else direct
-        tokens = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + twin.rank))
+        run = Checkpointer(settings, ModelParallel()).checkpoint if isinstance(training, ShardedTraining) else direct
+        tokens = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + training.rank))
         loss = model(run, tokens).square().sum()
-        twin.note(loss)
-        twin.backward(loss)
-        twin.step()
-        twin.zero_grad()
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
 
 
-def same_data_partitioned(twin: Twin) -> None:
+def same_data_partitioned(training: PlainTraining) -> None:
     """Ranks that see the same data keep halves of inputs while ZeRO divides the weights."""
     layers = blocks(4)
     model = nn.Sequential(*layers)
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     runner = Checkpointer(PARTITIONED["all"], ModelParallel.of(Pair()))
-    run = runner.checkpoint if isinstance(twin, ShardedTwin) else direct
+    run = runner.checkpoint if isinstance(training, ShardedTraining) else direct
     torch.manual_seed(1)
     for step in range(2):
         h = value(4, WIDTH, seed=step)
         for layer in layers:
             h = run(layer, h)
-        twin.note(h)
-        twin.backward(h.square().sum())
-        twin.step()
-        twin.zero_grad()
+        training.note(h)
+        training.backward(h.square().sum())
+        training.step()
+        training.zero_grad()
 
 
 def elements_gathered(checkpointed: bool) -> int:

@@ -68,7 +68,7 @@ def whole(value: Any) -> Any:
 
 
 def save_sharded(kind: str, directory: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Trains and saves as users of FSDP2 do; returns the whole weights and optimizer state."""
+    """Trains and saves as users of FSDP2 do; returns the full weights and optimizer state."""
     torch.set_num_threads(1)
     model: Any = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
     with torch.no_grad():
@@ -98,7 +98,7 @@ def save_sharded(kind: str, directory: str) -> tuple[dict[str, Any], dict[str, d
 
 
 def gathered(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """A whole tensor of a DTensor, or of FSDP1's flat pieces on the ranks."""
+    """A full tensor of a DTensor, or of FSDP1's flat pieces on the ranks."""
     if isinstance(value, DTensor):
         return whole(value).detach().clone()
     pieces: list[Any] = [None] * dist.get_world_size()

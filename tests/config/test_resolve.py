@@ -78,25 +78,25 @@ def test_assignment_replaces_the_origin():
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, load_config, lambda c: pickle.loads(pickle.dumps(c))])
 def test_origins_survive_copies(clone):
     config = load_config({"stage": 2, "mesh": {"replicate": 2}}, units={"classes": ["A"]})
-    twin = clone(config)
-    assert twin is not config and twin == config
-    assert list(twin.settings()) == list(config.settings())
+    second = clone(config)
+    assert second is not config and second == config
+    assert list(second.settings()) == list(config.settings())
 
 
 def test_a_copy_has_its_own_origins():
     config = load_config(stage=2)
-    twin = copy.copy(config)
-    twin.record("stage", 1, "derived: test")
-    assert config.origin_of("stage") == "user: keyword" and twin.origin_of("stage") == "derived: test"
+    second = copy.copy(config)
+    second.record("stage", 1, "derived: test")
+    assert config.origin_of("stage") == "user: keyword" and second.origin_of("stage") == "derived: test"
 
 
 def test_dataclasses_replace():
     config = load_config({"mesh": {"replicate": 2}, "prefetch": 3})
-    twin = dataclasses.replace(config, stage=1)
-    assert (twin.stage, twin.prefetch, twin.mesh) == (1, 3, config.mesh)
-    assert twin.origin_of("stage") == twin.origin_of("prefetch") == "user: Python"
+    second = dataclasses.replace(config, stage=1)
+    assert (second.stage, second.prefetch, second.mesh) == (1, 3, config.mesh)
+    assert second.origin_of("stage") == second.origin_of("prefetch") == "user: Python"
     # Sections bring their origins along.
-    assert twin.origin_of("mesh.replicate") == "user: mapping"
+    assert second.origin_of("mesh.replicate") == "user: mapping"
     with pytest.raises(ValueError, match=r"stage is 8"):
         dataclasses.replace(config, stage=8)
 
@@ -276,8 +276,8 @@ def test_resolved_config_is_frozen_and_pickles():
     resolved = resolve(load_config(stage=2), 4, {"samples_per_step": batch_fact(4, 2, 1)})
     with pytest.raises(dataclasses.FrozenInstanceError):
         resolved.world_size = 8
-    twin = pickle.loads(pickle.dumps(resolved))
-    assert twin == resolved and twin.explain() == resolved.explain()
+    second = pickle.loads(pickle.dumps(resolved))
+    assert second == resolved and second.explain() == resolved.explain()
 
 
 def test_explain_marks_numbers_of_another_activation_mode():

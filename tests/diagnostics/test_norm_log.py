@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.diagnostics.test_faces import Kept
-from tests.integrations.accelerate_face.training import fresh_state, make
+from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.trainers import PLAIN, Module, loader, trainer, zero
 from tests.launcher import Launcher
 from zero_strategy.config import load_config

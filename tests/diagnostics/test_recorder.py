@@ -216,8 +216,8 @@ def test_closures_optimizers_and_errors(tmp_path: Path) -> None:
     for _ in range(2):
         optimizers[0].step(closure)
         optimizers[1].step()
-    twin = copy.deepcopy(model)
-    twin(torch.ones(2, 4))
+    copied = copy.deepcopy(model)
+    copied(torch.ones(2, 4))
     recorder = engine.observed.observer
     assert isinstance(recorder, StepRecorder) and recorder.last is not None
     assert recorder.last.step == 2 and recorder.last.parts["optimizer"] > 0 and recorder.last.parts["compute"] > 0

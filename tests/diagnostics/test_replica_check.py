@@ -1,4 +1,4 @@
-"""Replicas are compared where there are any: whole parameters, and at stage 3 slices over the replicate axis."""
+"""Replicas are compared where there are any: full parameters, and at stage 3 slices over the replicate axis."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import DEFAULTS, Script, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, Script, ShardedTraining, play
 from tests.launcher import Launcher
 
 
@@ -18,71 +18,71 @@ def fail(*_: Any, **__: Any) -> None:
     raise KeyError("a hook of the user")
 
 
-def start(twin: Twin) -> Net:
+def start(training: PlainTraining) -> Net:
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     return model
 
 
-def train_one(twin: Twin, step: int) -> None:
-    loss = loss_of(twin.module(twin.data(step, 2, 6)))
-    twin.note(loss)
-    twin.backward(loss)
-    twin.step()
-    twin.zero_grad()
+def train_one(training: PlainTraining, step: int) -> None:
+    loss = loss_of(training.module(training.data(step, 2, 6)))
+    training.note(loss)
+    training.backward(loss)
+    training.step()
+    training.zero_grad()
 
 
-def a_state_dict_that_raises(twin: Twin) -> None:
+def a_state_dict_that_raises(training: PlainTraining) -> None:
     """A hook of a unit raises while the unit is held whole for `state_dict`."""
-    model = start(twin)
+    model = start(training)
     for step, part in enumerate([model.blocks[0], model.head, model]):
-        train_one(twin, 2 * step)
+        train_one(training, 2 * step)
         handle = part.register_state_dict_pre_hook(fail)
         with contextlib.suppress(KeyError):
             model.state_dict()
         handle.remove()
         if step:
-            twin.reset()
-        train_one(twin, 2 * step + 1)
-        twin.note(*model.state_dict().values())
+            training.reset()
+        train_one(training, 2 * step + 1)
+        training.note(*model.state_dict().values())
 
 
-def a_step_that_raises(twin: Twin) -> None:
+def a_step_that_raises(training: PlainTraining) -> None:
     """Gradients of a step that a hook prevented are cleared, or used, like any others."""
-    model = start(twin)
+    model = start(training)
     for step in range(4):
-        train_one(twin, 3 * step)
-        twin.backward(loss_of(model(twin.data(3 * step + 1, 2, 6))))
-        for optimizer in twin.optimizers:
+        train_one(training, 3 * step)
+        training.backward(loss_of(model(training.data(3 * step + 1, 2, 6))))
+        for optimizer in training.optimizers:
             handle = optimizer.register_step_pre_hook(fail)
             with contextlib.suppress(KeyError):
-                twin.step()
+                training.step()
             handle.remove()
-        twin.reset()
+        training.reset()
         if step % 2:
-            twin.zero_grad()
-        train_one(twin, 3 * step + 2)
+            training.zero_grad()
+        train_one(training, 3 * step + 2)
 
 
 def backward_after_a_step_that_raised(stage: int) -> str:
     """The error of going on without telling the engine; after `reset` training goes on."""
-    twin = ShardedTwin(DEFAULTS[stage])
-    model = start(twin)
-    handle = twin.optimizers[0].register_step_pre_hook(fail)
-    twin.backward(loss_of(model(twin.data(0, 2, 6))))
+    training = ShardedTraining(DEFAULTS[stage])
+    model = start(training)
+    handle = training.optimizers[0].register_step_pre_hook(fail)
+    training.backward(loss_of(model(training.data(0, 2, 6))))
     with contextlib.suppress(KeyError):
-        twin.step()
+        training.step()
     handle.remove()
-    twin.zero_grad()
+    training.zero_grad()
     message = ""
     try:
-        twin.backward(loss_of(model(twin.data(1, 2, 6))))
+        training.backward(loss_of(model(training.data(1, 2, 6))))
     except RuntimeError as error:
         message = str(error)
-    twin.own.reset()
-    twin.zero_grad()
-    train_one(twin, 2)
+    training.own.reset()
+    training.zero_grad()
+    train_one(training, 2)
     return message
 
 
@@ -116,23 +116,23 @@ class Torn(torch.autograd.Function):
 
 def torn_micro_batch(stage: int) -> dict[str, Any]:
     """Two whole micro-batches, then one that is torn: none of their gradients is left in part."""
-    twin = ShardedTwin(DEFAULTS[stage])
-    model = start(twin)
+    training = ShardedTraining(DEFAULTS[stage])
+    model = start(training)
     for step in range(2):
-        loss_of(model(twin.data(step, 2, 6))).backward()
-    before = [twin.gradient(p) is not None for p in model.parameters()]
+        loss_of(model(training.data(step, 2, 6))).backward()
+    before = [training.gradient(p) is not None for p in model.parameters()]
     with contextlib.suppress(KeyError):
-        x = model.blocks[0](model.stem(twin.data(2, 2, 6)))
+        x = model.blocks[0](model.stem(training.data(2, 2, 6)))
         loss_of(model.head(model.blocks[2](model.blocks[1](Torn.apply(x))))).backward()
-    twin.reset()
-    after = [twin.gradient(p) is None and p.grad is None for p in model.parameters()]
-    loss_of(model(twin.data(3, 2, 6))).backward()
-    plain, by_hand = net(), Twin(twin.setting)
+    training.reset()
+    after = [training.gradient(p) is None and p.grad is None for p in model.parameters()]
+    loss_of(model(training.data(3, 2, 6))).backward()
+    plain, by_hand = net(), PlainTraining(training.setting)
     by_hand.shard(plain)
-    by_hand.backward(loss_of(plain(twin.data(3, 2, 6))))
+    by_hand.backward(loss_of(plain(training.data(3, 2, 6))))
     wrong = []
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        gradient, expected = twin.gradient(p), by_hand.gradient(q)
+        gradient, expected = training.gradient(p), by_hand.gradient(q)
         if gradient is None or expected is None or not torch.equal(gradient, expected):
             wrong.append(name)
     return {"before": all(before), "after": all(after), "wrong": wrong}
@@ -146,12 +146,12 @@ def test_reset_drops_the_micro_batches_of_a_torn_step_whole(ranks: Launcher, sta
 
 def incomplete_optimizer(stage: int) -> list[bool]:
     """The first step is refused, as parameters are missing; the groups still hold the module's parameters."""
-    twin = ShardedTwin(DEFAULTS[stage])
+    training = ShardedTraining(DEFAULTS[stage])
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
-    twin.attach(optimizer)
-    loss_of(model(twin.data(0, 2, 6))).backward()
+    training.attach(optimizer)
+    loss_of(model(training.data(0, 2, 6))).backward()
     refused = False
     try:
         optimizer.step()

@@ -141,9 +141,11 @@ def test_a_run_leaves_numbers_a_picture_and_a_table(tmp_path: Path, capsys: pyte
     assert "[step 1/1] zero3 / fsdp2, communication, fp32, 2 ranks" in printed.err
 
 
-@pytest.mark.parametrize(("face", "against"), [("accelerate", "ddp"), ("lightning", "ddp"), ("lightning", "engine")])
-def test_frameworks_train_the_same_with_either_side(ranks: Launcher, face: str, against: str) -> None:
+@pytest.mark.parametrize(
+    ("integration", "against"), [("accelerate", "ddp"), ("lightning", "ddp"), ("lightning", "engine")]
+)
+def test_frameworks_train_the_same_with_either_side(ranks: Launcher, integration: str, against: str) -> None:
     plan = Plan(TINY, rounds=1, block_steps=2, warmup=1, threads=1)
-    for times in ranks(2)(frameworks.measure, face, 2, against, plan):
+    for times in ranks(2)(frameworks.measure, integration, 2, against, plan):
         assert times.loss_difference < 1e-6
         assert [len(block) for block in times.rounds[0]] == [2] * 4

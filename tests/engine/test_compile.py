@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 
 SETTINGS = [Setting(0, "per_step"), Setting(2, "per_micro_batch"), Setting(3, "per_micro_batch")]
@@ -17,11 +17,11 @@ WARM = 200
 """Seconds: compiling is slow on a busy machine."""
 
 
-def compiled(twin: Twin, what: str, when: str, backend: str = "aot_eager") -> None:
-    """Only the engine's twin is compiled."""
+def compiled(training: PlainTraining, what: str, when: str, backend: str = "aot_eager") -> None:
+    """Only the engine's training is compiled."""
     torch._dynamo.reset()
     model = net(depth=2)
-    own = isinstance(twin, ShardedTwin)
+    own = isinstance(training, ShardedTraining)
 
     def compile_it() -> None:
         if own and what == "units":
@@ -32,20 +32,20 @@ def compiled(twin: Twin, what: str, when: str, backend: str = "aot_eager") -> No
 
     if when == "before":
         compile_it()
-    twin.shard(model)
+    training.shard(model)
     if when == "after":
         compile_it()
     call: nn.Module = torch.compile(model, backend=backend) if own and what == "wrapped" else model
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(3):
-        loss = loss_of(call(twin.data(step, 2, 6)))
-        twin.note(loss)
-        twin.backward(loss)
-        twin.clip(1.0)
-        twin.step()
-        twin.zero_grad()
+        loss = loss_of(call(training.data(step, 2, 6)))
+        training.note(loss)
+        training.backward(loss)
+        training.clip(1.0)
+        training.step()
+        training.zero_grad()
         with torch.no_grad():
-            twin.note(call(twin.data(20 + step, 2, 6)))
+            training.note(call(training.data(20 + step, 2, 6)))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def count_new(stage: int, accumulation: int, steps: int) -> Counts:
 
 
 def expected_state(stage: int, parameters: int, world: int, accumulation: int) -> dict[str, float]:
-    """Bytes per rank; each stage shards one more kind of state. Stage 1 keeps whole gradients where some must wait."""
+    """Bytes per rank; each stage shards one more kind of state. Stage 1 keeps full gradients where some must wait."""
     whole_gradients = stage == 0 or (stage == 1 and accumulation > 1)
     return {
         "optimizer": 8 * parameters / (world if stage >= 1 else 1),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.engine.nets import Block, loss_of, net, seeded
-from tests.engine.twins import SETTINGS, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import SETTINGS, PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.checkpoint import CheckpointReader
 
@@ -48,20 +48,20 @@ class Branches(nn.Module):
 # --------------------------------------------------------------------------------------------- below stage 3
 
 
-def branches_by_rank(twin: Twin) -> None:
+def branches_by_rank(training: PlainTraining) -> None:
     model = seeded(Branches)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
     orders = [[0, 1], [2], [], [3, 2, 1, 0], [1, 1], [0, 2, 3], [3]]
     for step in range(3):
         for micro in range(2):
-            order = orders[(3 * step + micro + 2 * twin.rank) % len(orders)]
-            loss = loss_of(model(twin.data(2 * step + micro, 2, 6), order))
-            twin.note(loss)
-            twin.backward(loss, sync=micro == 1)
-        twin.note(*twin.gradients(), twin.clip(2.0))
-        twin.step()
-        twin.zero_grad()
+            order = orders[(3 * step + micro + 2 * training.rank) % len(orders)]
+            loss = loss_of(model(training.data(2 * step + micro, 2, 6), order))
+            training.note(loss)
+            training.backward(loss, sync=micro == 1)
+        training.note(*training.gradients(), training.clip(2.0))
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize("world, replicate", [(2, 1), (4, 2)])
@@ -77,25 +77,25 @@ def test_branches_that_depend_on_the_rank_train_right(ranks: Launcher, world: in
 def different_orders(by_rank: list[list[int]], steps_before: int, config: dict[str, Any]) -> str:
     """Result of a step in which ranks run other units, after some in which they did not: the error, or "right"
     or "wrong" of the gradients."""
-    twin = ShardedTwin(Setting(3, "per_micro_batch", config))
+    training = ShardedTraining(Setting(3, "per_micro_batch", config))
     model, plain = seeded(Branches), seeded(Branches)
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    twin.attach(optimizer)
+    training.attach(optimizer)
     for _ in range(steps_before):
-        loss_of(model(twin.data(0, 2, 6), [0, 1, 2, 3])).backward()
+        loss_of(model(training.data(0, 2, 6), [0, 1, 2, 3])).backward()
         optimizer.step()
         optimizer.zero_grad()
     try:
-        loss_of(model(twin.data(0, 2, 6), by_rank[twin.rank])).backward()
+        loss_of(model(training.data(0, 2, 6), by_rank[training.rank])).backward()
         optimizer.step()
     except RuntimeError as error:
         return str(error)
-    by_hand = Twin(twin.setting)
+    by_hand = PlainTraining(training.setting)
     by_hand.shard(plain)
-    by_hand.backward(loss_of(plain(twin.data(0, 2, 6), by_rank[twin.rank])))
+    by_hand.backward(loss_of(plain(training.data(0, 2, 6), by_rank[training.rank])))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        actual, expected = twin.gradient(p), by_hand.gradient(q)
+        actual, expected = training.gradient(p), by_hand.gradient(q)
         if actual is None or expected is None:
             if actual is not expected:
                 return "wrong"
@@ -132,20 +132,20 @@ def test_an_order_of_one_rank_alone_is_never_silently_wrong(ranks: Launcher, pre
 
 def failing_reads(folder: str, stage: int) -> dict[str, Any]:
     """Rank 1 alone cannot read: a weight, then a moment. The second attempt finds everything."""
-    twin = ShardedTwin(Setting(stage, "per_micro_batch"))
+    training = ShardedTraining(Setting(stage, "per_micro_batch"))
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    twin.attach(optimizer)
+    training.attach(optimizer)
 
     def train_one(step: int) -> None:
-        loss_of(model(twin.data(step, 2, 6))).backward()
+        loss_of(model(training.data(step, 2, 6))).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     train_one(0)
-    twin.own.save(folder)
-    saved = twin.outcome()
+    training.own.save(folder)
+    saved = training.outcome()
     train_one(1)
     read, found = CheckpointReader._read_checked, {}
     for kind in ("model", "exp_avg"):
@@ -153,18 +153,18 @@ def failing_reads(folder: str, stage: int) -> dict[str, Any]:
         def broken(
             self: CheckpointReader, fd: int, transfer: Any, layout: Any, name: str, *args: Any, kind_: str = kind
         ) -> None:
-            if twin.rank == 1 and kind_ in layout.path:
+            if training.rank == 1 and kind_ in layout.path:
                 raise OSError(f"the disk is gone at {name}")
             read(self, fd, transfer, layout, name, *args)
 
         CheckpointReader._read_checked = broken  # type: ignore[method-assign]
         try:
-            found[kind] = message_of(lambda: twin.own.load(folder))
+            found[kind] = message_of(lambda: training.own.load(folder))
         finally:
             CheckpointReader._read_checked = read  # type: ignore[method-assign]
         dist.barrier()  # nobody is left in a collective
-    twin.own.load(folder)
-    loaded = twin.outcome()
+    training.own.load(folder)
+    loaded = training.outcome()
     found["not loaded"] = str([name for name, value in saved.items() if not torch.equal(value, loaded[name])])
     train_one(2)
     return found

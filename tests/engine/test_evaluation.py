@@ -11,29 +11,29 @@ from torch import Tensor, nn
 
 from tests.engine.live import live_bytes, only_new
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import DEFAULTS, KEPT, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 
 STAGE_3 = Setting(3, "per_micro_batch")
 
 
-def evaluation_between_steps(twin: Twin) -> None:
+def evaluation_between_steps(training: PlainTraining) -> None:
     """Forwards without gradients do not disturb the training that follows."""
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(4):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 model.eval()
-                twin.note(model(twin.data(20 + step, 3, 6)).clone())
+                training.note(model(training.data(20 + step, 3, 6)).clone())
                 model.train()
-        loss = loss_of(model(twin.data(step, 2, 6)))
+        loss = loss_of(model(training.data(step, 2, 6)))
         with torch.inference_mode():  # between forward and backward
-            twin.note(model(twin.data(30 + step, 3, 6)).clone())
-        twin.backward(loss)
-        twin.step()
-        twin.zero_grad()
+            training.note(model(training.data(30 + step, 3, 6)).clone())
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
 
 
 def test_training_after_no_grad_and_inference_mode(ranks: Launcher) -> None:
@@ -47,18 +47,18 @@ def test_inference_mode_before_anything_else(ranks: Launcher) -> None:
         assert not wrong
 
 
-def inference_first(twin: Twin) -> None:
+def inference_first(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
+    training.shard(model)
     with torch.inference_mode():
-        twin.note(model(twin.data(0, 2, 6)).clone())
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False))
+        training.note(model(training.data(0, 2, 6)).clone())
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False))
     for step in range(2):
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
+        training.backward(loss_of(model(training.data(step, 2, 6))))
         with torch.inference_mode():
-            twin.note(model(twin.data(step, 2, 6)).clone())
-        twin.step()
-        twin.zero_grad()
+            training.note(model(training.data(step, 2, 6)).clone())
+        training.step()
+        training.zero_grad()
 
 
 # -------------------------------------------------------------------------------------- only evaluated, uneven
@@ -87,25 +87,25 @@ class Several(Net):
 
 def uneven_evaluation(kind: int, batches: list[int], modes: bool) -> list[tuple[int, bool]]:
     """Rank r evaluates `batches[r]` batches, twice over; returns which outputs were right."""
-    twin = ShardedTwin(STAGE_3)
+    training = ShardedTraining(STAGE_3)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, plain = Several(), Several()
     plain.load_state_dict(model.state_dict())
-    twin.shard(model)
-    engine, found = twin.own, []
+    training.shard(model)
+    engine, found = training.own, []
     for epoch in range(2):
         mode: AbstractContextManager[Any] = torch.inference_mode() if modes and epoch else torch.no_grad()
         with mode:
-            for number in range(batches[twin.rank]):
+            for number in range(batches[training.rank]):
                 model.order = plain.order = number
-                x = twin.data(10 * epoch + number, 2, 6)
+                x = training.data(10 * epoch + number, 2, 6)
                 with engine.shared_step():
                     output = model.kind(kind, x)
                 found.append((number, torch.equal(output, plain.kind(kind, x))))
             engine.drain()
     # Everybody is in step again.
-    found.append((-1, torch.equal(model(twin.data(0, 2, 6)), plain(twin.data(0, 2, 6)))))
+    found.append((-1, torch.equal(model(training.data(0, 2, 6)), plain(training.data(0, 2, 6)))))
     return found
 
 
@@ -151,24 +151,26 @@ def bytes_over_time(stage: int) -> dict[str, Any]:
 
 
 def new_bytes_over_time(stage: int) -> dict[str, Any]:
-    twin = ShardedTwin(Setting(stage, "per_step" if stage < 2 else "per_micro_batch"))
+    training = ShardedTraining(Setting(stage, "per_step" if stage < 2 else "per_micro_batch"))
     model = Wide()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False))
     steps, evaluations, gathered = [], [], []
     for step in range(5):
         for micro in range(2):
-            twin.backward(model(twin.data(step, 2, 32)).square().mean(), sync=micro == 1)
-        twin.clip(1.0)
-        twin.step()
-        twin.zero_grad()
+            training.backward(model(training.data(step, 2, 32)).square().mean(), sync=micro == 1)
+        training.clip(1.0)
+        training.step()
+        training.zero_grad()
         steps.append(live_bytes())
         with torch.no_grad():
-            model(twin.data(step, 2, 32))
+            model(training.data(step, 2, 32))
         evaluations.append(live_bytes())
-        whole = [unit for unit in twin.own.model.units if any(b.flat.untyped_storage().nbytes() for b in unit.buckets)]
+        whole = [
+            unit for unit in training.own.model.units if any(b.flat.untyped_storage().nbytes() for b in unit.buckets)
+        ]
         gathered.append([unit.name for unit in whole])
-    trace = 0 if twin.own.model.unsharder is None else len(twin.own.model.unsharder.trace)
+    trace = 0 if training.own.model.unsharder is None else len(training.own.model.unsharder.trace)
     return {"steps": steps, "evaluations": evaluations, "gathered": gathered, "trace": trace}
 
 
@@ -184,15 +186,15 @@ def test_live_bytes_are_flat(ranks: Launcher, stage: int) -> None:
 
 def traces_of_direct_calls() -> tuple[int, int]:
     """Lengths of what is remembered about the order of units, when nobody calls the root."""
-    twin = ShardedTwin(STAGE_3)
+    training = ShardedTraining(STAGE_3)
     model = net()
-    twin.shard(model)
-    unsharder = twin.own.model.unsharder
+    training.shard(model)
+    unsharder = training.own.model.unsharder
     assert unsharder is not None
     lengths = []
     for _ in range(2):
         for _ in range(20):
-            loss_of(model.blocks[0](twin.data(0, 2, 6))).backward()
+            loss_of(model.blocks[0](training.data(0, 2, 6))).backward()
             model.zero_grad()
         lengths.append(len(unsharder.trace))
     return lengths[0], lengths[1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.nets import Block, Net, loss_of, net, seeded
-from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, Twin, play
+from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, Script, Setting, play
 from tests.launcher import Launcher
 
 STAGE_3 = [
@@ -25,16 +25,16 @@ STAGE_3 = [
 SOME = [Setting(0, "per_step"), Setting(2, "per_micro_batch"), *STAGE_3]
 
 
-def train(twin: Twin, model: nn.Module, call: Callable[[int, Tensor], Tensor], steps: int = 3) -> None:
+def train(training: PlainTraining, model: nn.Module, call: Callable[[int, Tensor], Tensor], steps: int = 3) -> None:
     """`call(step, x)` gives the output of a step."""
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(steps):
-        output = call(step, twin.data(step, 2, 6))
-        twin.note(output)
-        twin.backward(loss_of(output))
-        twin.step()
-        twin.zero_grad()
+        output = call(step, training.data(step, 2, 6))
+        training.note(output)
+        training.backward(loss_of(output))
+        training.step()
+        training.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------- order and number
@@ -56,21 +56,21 @@ class Ordered(nn.Module):
 ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3), (3, 2, 1, 0), (0, 0, 1, 1), (2, 0, 2, 0), (1,), (0, 1, 2, 3), (3, 3, 3)]
 
 
-def any_order_and_number(twin: Twin) -> None:
+def any_order_and_number(training: PlainTraining) -> None:
     model = seeded(Ordered)
-    train(twin, model, lambda step, x: model(x, ORDERS[step]), steps=len(ORDERS))
+    train(training, model, lambda step, x: model(x, ORDERS[step]), steps=len(ORDERS))
 
 
-def order_changes_between_training_and_evaluation(twin: Twin) -> None:
+def order_changes_between_training_and_evaluation(training: PlainTraining) -> None:
     model = seeded(Ordered)
 
     def call(step: int, x: Tensor) -> Tensor:
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                twin.note(model(x, ORDERS[-1 - step]).clone())
+                training.note(model(x, ORDERS[-1 - step]).clone())
         return model(x, ORDERS[step])
 
-    train(twin, model, call, steps=len(ORDERS))
+    train(training, model, call, steps=len(ORDERS))
 
 
 class Nested(nn.Module):
@@ -100,9 +100,9 @@ class Nested(nn.Module):
         return self.head(x)
 
 
-def nested_units(twin: Twin) -> None:
+def nested_units(training: PlainTraining) -> None:
     model = seeded(Nested)
-    train(twin, model, lambda step, x: model(x))
+    train(training, model, lambda step, x: model(x))
 
 
 class Recursive(nn.Module):
@@ -117,12 +117,12 @@ class Recursive(nn.Module):
         return x if depth == 0 else self(x, depth - 1) + x
 
 
-def a_unit_that_calls_itself(twin: Twin) -> None:
+def a_unit_that_calls_itself(training: PlainTraining) -> None:
     model = nn.Sequential(seeded(Recursive), seeded(Recursive, seed=1))
-    train(twin, model, lambda step, x: model[1](model[0](x, step), 2))
+    train(training, model, lambda step, x: model[1](model[0](x, step), 2))
 
 
-def parts_called_directly(twin: Twin) -> None:
+def parts_called_directly(training: PlainTraining) -> None:
     """Nobody calls the root's forward."""
     model = net()
 
@@ -132,21 +132,21 @@ def parts_called_directly(twin: Twin) -> None:
             x = block(x)
         return model.head(x)
 
-    train(twin, model, call, steps=4)
+    train(training, model, call, steps=4)
 
 
-def parts_called_in_a_scope(twin: Twin) -> None:
+def parts_called_in_a_scope(training: PlainTraining) -> None:
     """A training step that uses the root's own parameters itself."""
     model = net()
 
     def call(step: int, x: Tensor) -> Tensor:
-        with twin.scope():
+        with training.scope():
             x = model.stem(x)
             for block in model.blocks:
                 x = block(x)
             return model.head(x) * model.scale
 
-    train(twin, model, call)
+    train(training, model, call)
 
 
 EXACT: list[tuple[Script, list[Setting]]] = [
@@ -240,29 +240,29 @@ class Shapes(nn.Module):
 KINDS = ("tensor", "tuple", "list", "dict", "named", "dataclass", "opaque", "view", "same")
 
 
-def outputs_of_every_kind(twin: Twin) -> None:
+def outputs_of_every_kind(training: PlainTraining) -> None:
     model = seeded(Shapes)
-    train(twin, model, lambda step, x: value_of(model(x, kind=KINDS[step])), steps=len(KINDS))
+    train(training, model, lambda step, x: value_of(model(x, kind=KINDS[step])), steps=len(KINDS))
 
 
-def inputs_inside_containers(twin: Twin) -> None:
+def inputs_inside_containers(training: PlainTraining) -> None:
     """The only input that needs a gradient is inside a keyword argument."""
     model = seeded(Shapes)
 
     def call(step: int, x: Tensor) -> Tensor:
-        shift = twin.data(50 + step, 2, 6).requires_grad_(step > 0)
+        shift = training.data(50 + step, 2, 6).requires_grad_(step > 0)
         output = model(x, kind="dict", extra={"shift": [shift, None]})
         return output["value"] + output["other"]["deep"]
 
-    train(twin, model, call)
+    train(training, model, call)
 
 
-def only_one_output_is_used(twin: Twin) -> None:
+def only_one_output_is_used(training: PlainTraining) -> None:
     model = seeded(Shapes)
-    train(twin, model, lambda step, x: model(x, kind="tuple")[1 - step % 2])
+    train(training, model, lambda step, x: model(x, kind="tuple")[1 - step % 2])
 
 
-def output_changed_in_place(twin: Twin) -> None:
+def output_changed_in_place(training: PlainTraining) -> None:
     model = seeded(Ordered)
 
     def call(step: int, x: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def output_changed_in_place(twin: Twin) -> None:
             x += 0.1
         return x
 
-    train(twin, model, call)
+    train(training, model, call)
 
 
 class Router(nn.Module):
@@ -290,16 +290,16 @@ class Router(nn.Module):
         return y if self.late else torch.tanh(self.layer(y))
 
 
-def a_loss_left_in_an_attribute(twin: Twin) -> None:
+def a_loss_left_in_an_attribute(training: PlainTraining) -> None:
     model = nn.Sequential(seeded(Router, False), seeded(Router, True, seed=1), seeded(Router, True, seed=2))
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(3):
-        loss = loss_of(model(twin.data(step, 2, 6))) + sum(part.penalty for part in model)
-        twin.note(loss)
-        twin.backward(loss)
-        twin.step()
-        twin.zero_grad()
+        loss = loss_of(model(training.data(step, 2, 6))) + sum(part.penalty for part in model)
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
 
 
 CONTAINERS: list[Script] = [
@@ -357,9 +357,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def checkpointed(twin: Twin, where: str, reentrant: bool) -> None:
+def checkpointed(training: PlainTraining, where: str, reentrant: bool) -> None:
     model = seeded(Checkpointed, where, reentrant)
-    train(twin, model, lambda step, x: model(x.requires_grad_()))
+    train(training, model, lambda step, x: model(x.requires_grad_()))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -394,24 +394,24 @@ class Fragile(Net):
         raise MemoryError("in backward")
 
 
-def exceptions_and_reset(twin: Twin) -> None:
+def exceptions_and_reset(training: PlainTraining) -> None:
     model = seeded(Fragile)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step, fail in enumerate(["", "forward", "", "backward", "backward", "forward", ""]):
         model.fail = fail
         try:
-            loss = loss_of(model(twin.data(step, 2, 6)))
-            (loss if fail else loss * 1.0).backward() if fail else twin.backward(loss)
+            loss = loss_of(model(training.data(step, 2, 6)))
+            (loss if fail else loss * 1.0).backward() if fail else training.backward(loss)
         except MemoryError:
-            twin.reset()
+            training.reset()
             model.zero_grad()
-            twin.reset()
+            training.reset()
             continue
         assert not fail
-        twin.note(loss)
-        twin.step()
-        twin.zero_grad()
+        training.note(loss)
+        training.step()
+        training.zero_grad()
 
 
 def test_training_goes_on_after_an_exception_and_reset(ranks: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""Steps taken by the fused ops: the same bits as a fused optimizer over whole parameters, at every stage."""
+"""Steps taken by the fused ops: the same bits as a fused optimizer over full parameters, at every stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import SETTINGS, ShardedTwin, Twin, play
+from tests.engine.trainings import SETTINGS, PlainTraining, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy import ops
 from zero_strategy.config import load_config
@@ -47,30 +47,30 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
 
 
-def make(twin: Twin, name: str, model: nn.Module, *, by_class: bool) -> Optimizer:
-    """`by_class`: the sharded twin is given torch's class, which the engine runs in the fused ops."""
-    kinds = THEIRS if by_class and isinstance(twin, ShardedTwin) else OURS
+def make(training: PlainTraining, name: str, model: nn.Module, *, by_class: bool) -> Optimizer:
+    """`by_class`: the sharded training is given torch's class, which the engine runs in the fused ops."""
+    kinds = THEIRS if by_class and isinstance(training, ShardedTraining) else OURS
     return kinds[name](groups_of(model))
 
 
-def train(twin: Twin, name: str, by_class: bool, clip: bool = True) -> None:
+def train(training: PlainTraining, name: str, by_class: bool, clip: bool = True) -> None:
     model = net()
     model.spare = nn.Parameter(torch.ones(3))
-    twin.shard(model)
-    optimizer = make(twin, name, model, by_class=by_class)
-    twin.attach(optimizer)
+    training.shard(model)
+    optimizer = make(training, name, model, by_class=by_class)
+    training.attach(optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in range(4):
         for micro in range(2):
-            loss = loss_of(model(twin.data(2 * step + micro, 2, 6)))
+            loss = loss_of(model(training.data(2 * step + micro, 2, 6)))
             loss = loss + model.spare.sum() if step == 2 else loss
-            twin.note(loss)
-            twin.backward(loss, sync=micro == 1)
+            training.note(loss)
+            training.backward(loss, sync=micro == 1)
         if clip:
-            twin.clip_exactly(0.5)
-        twin.step()
+            training.clip_exactly(0.5)
+        training.step()
         scheduler.step()
-        twin.zero_grad(set_to_none=step % 2 == 0)
+        training.zero_grad(set_to_none=step % 2 == 0)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -90,55 +90,55 @@ def test_more_ranks(ranks: Launcher) -> None:
         assert not wrong
 
 
-def lamb(twin: Twin) -> None:
+def lamb(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
-    twin.attach(FusedLamb(groups_of(model), lr=0.05))
+    training.shard(model)
+    training.attach(FusedLamb(groups_of(model), lr=0.05))
     for step in range(4):
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
-        twin.step()
-        twin.zero_grad()
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_lamb_has_the_trust_ratios_of_whole_parameters(ranks: Launcher, world: int) -> None:
-    # The float64 sums of pieces and of whole parameters differ in their last bit.
+    # The float64 sums of pieces and of full parameters differ in their last bit.
     for wrong in ranks(world)(play, lamb, FUSED, tolerance=1e-6):
         assert not wrong
 
 
-def odd_uses_of_scaled_gradients(twin: Twin) -> None:
+def odd_uses_of_scaled_gradients(training: PlainTraining) -> None:
     """Clip, then do something else than one step."""
     model = net()
-    twin.shard(model)
-    twin.attach(FusedAdamW(model.parameters(), lr=0.05))
+    training.shard(model)
+    training.attach(FusedAdamW(model.parameters(), lr=0.05))
     first = next(model.parameters())
 
     def backward(step: int) -> None:
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
+        training.backward(loss_of(model(training.data(step, 2, 6))))
 
     backward(0)
-    twin.clip_exactly(0.5)
+    training.clip_exactly(0.5)
     backward(1)  # on top of clipped gradients
-    twin.clip_exactly(0.7)
-    twin.note(twin.gradient(first))
-    twin.step()
-    twin.note(twin.gradient(first))  # still there, still clipped
-    twin.step()
-    twin.zero_grad()
+    training.clip_exactly(0.7)
+    training.note(training.gradient(first))
+    training.step()
+    training.note(training.gradient(first))  # still there, still clipped
+    training.step()
+    training.zero_grad()
     backward(2)
-    twin.clip_exactly(0.5)
-    twin.zero_grad()  # clipped for nothing
+    training.clip_exactly(0.5)
+    training.zero_grad()  # clipped for nothing
     backward(3)
-    twin.clip_exactly(0.5)
-    twin.clip_exactly(0.25)
-    twin.clip_value(0.01)
-    twin.step()
-    twin.zero_grad(set_to_none=False)
+    training.clip_exactly(0.5)
+    training.clip_exactly(0.25)
+    training.clip_value(0.01)
+    training.step()
+    training.zero_grad(set_to_none=False)
     backward(4)
-    twin.clip_exactly(0.5)
-    twin.assign(first, torch.ones_like(first))  # replaces the clipped gradient
-    twin.step()
+    training.clip_exactly(0.5)
+    training.assign(first, torch.ones_like(first))  # replaces the clipped gradient
+    training.step()
 
 
 def test_gradients_that_wait_for_their_factor(ranks: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""Whole parameters on demand: state dicts, copies, `GatheredParameters`, `Init`, and guards on what is released."""
+"""Full parameters on demand: state dicts, copies, `GatheredParameters`, `Init`, and guards on what is released."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.engine.live import live_bytes, only_new
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import Setting, ShardedTwin
+from tests.engine.trainings import Setting, ShardedTraining
 from tests.launcher import Launcher, RankError
 from zero_strategy import fsdp as sharding
 from zero_strategy.config import load_config
@@ -31,24 +31,24 @@ def setting_of(stage: int, **config: Any) -> Setting:
     return Setting(stage, "per_step" if stage < 2 else "per_micro_batch", config)
 
 
-def sharded_net(stage: int = 3, **config: Any) -> tuple[ShardedTwin, Net]:
-    twin, model = ShardedTwin(setting_of(stage, **config)), net()
-    twin.shard(model)
-    return twin, model
+def sharded_net(stage: int = 3, **config: Any) -> tuple[ShardedTraining, Net]:
+    training, model = ShardedTraining(setting_of(stage, **config)), net()
+    training.shard(model)
+    return training, model
 
 
-def trained(stage: int) -> tuple[ShardedTwin, Net]:
-    twin, model = sharded_net(stage)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
-    train_one(twin, model)
-    return twin, model
+def trained(stage: int) -> tuple[ShardedTraining, Net]:
+    training, model = sharded_net(stage)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
+    train_one(training, model)
+    return training, model
 
 
-def train_one(twin: ShardedTwin, model: nn.Module, step: int = 0) -> Tensor:
-    loss = loss_of(model(twin.data(step, 2, 6)))
+def train_one(training: ShardedTraining, model: nn.Module, step: int = 0) -> Tensor:
+    loss = loss_of(model(training.data(step, 2, 6)))
     loss.backward()
-    twin.step()
-    twin.zero_grad()
+    training.step()
+    training.zero_grad()
     return loss.detach()
 
 
@@ -64,7 +64,7 @@ def message_of(call: Callable[[], object]) -> str:
 
 
 def at_rest() -> dict[str, Any]:
-    twin, model = trained(3)
+    training, model = trained(3)
     shapes = {name: tuple(p.shape) for name, p in net().named_parameters()}
     found: dict[str, Any] = {
         "shapes": {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes,
@@ -73,16 +73,16 @@ def at_rest() -> dict[str, Any]:
     }
     with torch.no_grad():
         model.blocks[1].up.weight.fill_(0.0)
-    found["written"] = message_of(lambda: model(twin.data(0, 2, 6)))
-    twin.reset()
-    found["again"] = bool(torch.isfinite(model(twin.data(0, 2, 6))).all())
-    twin.reset()
-    twin.own.clip_grad_norm_(1.0)
+    found["written"] = message_of(lambda: model(training.data(0, 2, 6)))
+    training.reset()
+    found["again"] = bool(torch.isfinite(model(training.data(0, 2, 6))).all())
+    training.reset()
+    training.own.clip_grad_norm_(1.0)
     model.zero_grad()
     with torch.no_grad():
-        found["evaluated"] = bool(torch.isfinite(model(twin.data(0, 2, 6))).all())
+        found["evaluated"] = bool(torch.isfinite(model(training.data(0, 2, 6))).all())
         nn.init.constant_(model.scale, 1.0)
-        found["scalar"] = message_of(lambda: model(twin.data(0, 2, 6)))
+        found["scalar"] = message_of(lambda: model(training.data(0, 2, 6)))
     return found
 
 
@@ -98,7 +98,7 @@ def test_released_parameters_keep_their_shape_and_read_as_nan(ranks: Launcher) -
 
 
 def state_dicts(stage: int) -> dict[str, Any]:
-    twin, model = trained(stage)
+    training, model = trained(stage)
     state = model.state_dict()
     block = model.blocks[1].state_dict()
     head = {name: value.clone() for name, value in model.head.state_dict().items()}
@@ -108,22 +108,22 @@ def state_dicts(stage: int) -> dict[str, Any]:
         "finite": all(bool(value.isfinite().all()) for value in state.values()),
         "part": all(torch.equal(value, state[f"blocks.1.{name}"]) for name, value in block.items()),
         "head": all(torch.equal(value, state[f"head.{name}"]) for name, value in head.items()),
-        "same model": torch.equal(plain(twin.data(1, 2, 6)), model(twin.data(1, 2, 6))),
+        "same model": torch.equal(plain(training.data(1, 2, 6)), model(training.data(1, 2, 6))),
     }
     kept = {name: value.clone() for name, value in state.items()}
-    train_one(twin, model, 5)
+    train_one(training, model, 5)
     model.load_state_dict(kept)
-    found["loaded"] = torch.equal(plain(twin.data(1, 2, 6)), model(twin.data(1, 2, 6)))
+    found["loaded"] = torch.equal(plain(training.data(1, 2, 6)), model(training.data(1, 2, 6)))
     other = net(seed=4)
     model.blocks[2].load_state_dict(other.blocks[2].state_dict())
     plain.blocks[2].load_state_dict(other.blocks[2].state_dict())
-    found["part loaded"] = torch.equal(plain(twin.data(1, 2, 6)), model(twin.data(1, 2, 6)))
+    found["part loaded"] = torch.equal(plain(training.data(1, 2, 6)), model(training.data(1, 2, 6)))
     found["assign"] = message_of(lambda: model.load_state_dict(kept, assign=True))
     bad = {name: value for name, value in kept.items() if name != "head.bias"}
     found["missing"] = message_of(lambda: model.load_state_dict(bad))
     found["mismatch"] = message_of(lambda: model.load_state_dict({**kept, "head.bias": torch.zeros(5)}))
-    found["goes on"] = bool(torch.isfinite(train_one(twin, model, 6)))
-    found["pinned"] = [unit.pinned for unit in twin.own.model.units]
+    found["goes on"] = bool(torch.isfinite(train_one(training, model, 6)))
+    found["pinned"] = [unit.pinned for unit in training.own.model.units]
     return found
 
 
@@ -138,7 +138,7 @@ def test_state_dicts_are_whole_on_all_ranks(ranks: Launcher, stage: int) -> None
 
 
 def copies(stage: int) -> dict[str, Any]:
-    twin, model = trained(stage)
+    training, model = trained(stage)
 
     def save_and_load() -> nn.Module:
         buffer = io.BytesIO()
@@ -157,21 +157,21 @@ def copies(stage: int) -> dict[str, Any]:
     found: dict[str, Any] = {f"{way} released": message_of(make) for way, make in ways.items()}
     with sharding.GatheredParameters(model.parameters()):
         made = {way: make() for way, make in ways.items()}
-    x = twin.data(1, 2, 6)
+    x = training.data(1, 2, 6)
     part = made.pop("part")
     found["part"] = all(bool(p.isfinite().all()) for p in part.parameters())
     outputs = model(x)
     for way, duplicate in made.items():
         found[way] = torch.equal(duplicate(x), outputs)
         optimizer = torch.optim.SGD(duplicate.parameters(), lr=0.1)
-        if twin.rank == 0:  # a copy trains alone, and may be cast
+        if training.rank == 0:  # a copy trains alone, and may be cast
             loss_of(duplicate(x)).backward()
             optimizer.step()
             duplicate.double()
             duplicate(x.double())
             duplicate.state_dict()
     found["original"] = torch.equal(model(x), outputs) and model.head.weight.dtype == torch.float32
-    found["goes on"] = bool(torch.isfinite(train_one(twin, model, 6)))
+    found["goes on"] = bool(torch.isfinite(train_one(training, model, 6)))
     return found
 
 
@@ -224,10 +224,10 @@ def gathered(stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
     model = net()
     config = load_config(stage=stage, units={"min_numel": 0}, barrier_seconds=5.0)
     engine = ZeroEngine(model, config, compute_dtype=dtype)
-    twin = ShardedTwin(STAGE_3)
+    training = ShardedTraining(STAGE_3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine.attach(optimizer)
-    x = twin.data(0, 2, 6).to(dtype or torch.float32)
+    x = training.data(0, 2, 6).to(dtype or torch.float32)
     loss_of(model(x)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -236,8 +236,8 @@ def gathered(stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
     with sharding.GatheredParameters(model.blocks[1].parameters()):
         found["finite"] = all(bool(p.isfinite().all()) for p in model.blocks[1].parameters())
     with sharding.GatheredParameters(iter([model.head.weight, model.scale]), modifier_rank=1), torch.no_grad():
-        model.head.weight[1] = 3.0 + twin.rank
-        model.scale.fill_(7.0 + twin.rank)
+        model.head.weight[1] = 3.0 + training.rank
+        model.scale.fill_(7.0 + training.rank)
     with sharding.GatheredParameters(model.blocks[0].up.bias, modifier_rank=0), torch.no_grad():
         model.blocks[0].up.bias.zero_()
     with sharding.GatheredParameters(nn.Parameter(torch.zeros(2)), modifier_rank=0):
@@ -256,7 +256,7 @@ def gathered(stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
     expected["head.weight"][1] = 4.0
     expected["scale"].fill_(8.0)
     expected["blocks.0.up.bias"].zero_()
-    if stage < 3:  # whole parameters are changed in place, whatever happens then
+    if stage < 3:  # full parameters are changed in place, whatever happens then
         expected.pop("head.weight")
     found["wrong"] = [name for name, value in expected.items() if not torch.equal(value, after[name])]
     state = model.state_dict()
@@ -280,18 +280,18 @@ def test_gathered_parameters_are_changed_by_one_rank(ranks: Launcher, stage: int
 
 def as_arrays() -> list[bool]:
     """Numpy views of gathered parameters: what they hold then and after a step, and what training makes of it."""
-    twin, model = trained(3)
-    x = twin.data(1, 2, 6)
+    training, model = trained(3)
+    x = training.data(1, 2, 6)
     with sharding.GatheredParameters(model.parameters()):
         arrays = {name: p.detach().cpu().numpy() for name, p in model.named_parameters()}
         expected = {name: p.detach().clone() for name, p in model.named_parameters()}
         outputs = model(x)
     found = [torch.equal(model(x), outputs)]
-    train_one(twin, model, 1)
+    train_one(training, model, 1)
     found += [torch.equal(torch.from_numpy(arrays[name]), expected[name]) for name in arrays]
     other, plain = trained(3)
     train_one(other, plain, 1)
-    now, right = twin.own.full_state_dict(), other.own.full_state_dict()
+    now, right = training.own.full_state_dict(), other.own.full_state_dict()
     found += [torch.equal(now[name], right[name]) for name in now]
     found.append(all(bool(p.isnan().all()) for p in model.parameters()))
     return found
@@ -303,15 +303,15 @@ def test_numpy_views_of_gathered_parameters_keep_their_values(ranks: Launcher) -
 
 
 def on_rank_0_only(call: str, late: bool) -> tuple[str, float]:
-    twin, model = sharded_net(barrier_seconds=1.0)
+    training, model = sharded_net(barrier_seconds=1.0)
     calls: dict[str, Callable[[], object]] = {
         "state_dict": model.state_dict,
         "load_state_dict": lambda: model.load_state_dict(net().state_dict()),
         "gathered": lambda: sharding.GatheredParameters(model.scale).__enter__(),
-        "save": lambda: twin.own.save("/nonexistent"),
+        "save": lambda: training.own.save("/nonexistent"),
     }
     start = time.monotonic()
-    if twin.rank == 0:
+    if training.rank == 0:
         return message_of(calls[call]), time.monotonic() - start
     time.sleep(2.5 if late else 0.0)
     return (message_of(calls[call]) if late else "not called"), time.monotonic() - start
@@ -432,22 +432,22 @@ def test_meta_parameters_without_reset_parameters_name_the_module(ranks: Launche
 
 
 def whole_state(stage: int) -> dict[str, Any]:
-    twin, model = sharded_net(stage)
+    training, model = sharded_net(stage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     found: dict[str, Any] = {}
     p = model.blocks[1].up.weight
     found["no optimizer"] = message_of(lambda: full_state.safe_get_full_optimizer_state(p, "exp_avg"))
-    twin.attach(optimizer)
+    training.attach(optimizer)
     found["none yet"] = full_state.safe_get_full_optimizer_state(p, "exp_avg") is None
     found["no gradient"] = full_state.safe_get_full_grad(p) is None
-    loss_of(model(twin.data(0, 2, 6))).backward()
+    loss_of(model(training.data(0, 2, 6))).backward()
     gradient = full_state.safe_get_full_grad(p)
     assert gradient is not None
     full_state.safe_set_full_grad(model.scale, torch.tensor(0.25))
     full_state.safe_set_full_grad(p, gradient * 2)
     again = full_state.safe_get_full_grad(p)
     found["gradient"] = again is not None and torch.equal(again, gradient * 2)
-    twin.step()
+    training.step()
     moment = full_state.safe_get_full_optimizer_state(p, "exp_avg")
     scalar = full_state.safe_get_full_optimizer_state(model.scale, "exp_avg")
     step = full_state.safe_get_full_optimizer_state(p, "step")
@@ -484,5 +484,5 @@ def test_an_error_of_one_rank_reaches_the_test(ranks: Launcher) -> None:
 
 
 def raise_on_rank_1() -> None:
-    if ShardedTwin(STAGE_3).rank:
+    if ShardedTraining(STAGE_3).rank:
         raise RuntimeError("rank 1")

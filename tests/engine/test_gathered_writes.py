@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import KEPT, Setting, ShardedTwin
+from tests.engine.trainings import KEPT, Setting, ShardedTraining
 from tests.launcher import Launcher
 from zero_strategy import fsdp as sharding
 from zero_strategy.config import load_config
@@ -43,24 +43,24 @@ WRITES = [in_place, through_data, through_numpy, of_one_element]
 
 def written(write: Callable[[nn.Parameter], None], by: list[int]) -> list[Any]:
     """Errors of two scopes of which the first is written to, and whether all values are as before."""
-    twin, model = ShardedTwin(STAGE_3), net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
-    before = twin.own.full_state_dict()
+    training, model = ShardedTraining(STAGE_3), net()
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
+    before = training.own.full_state_dict()
     found: list[Any] = []
     for named in ("blocks.1.up.weight", "head.bias"):
         try:
             with sharding.GatheredParameters(model.get_parameter(named)):
-                if twin.rank in by:
+                if training.rank in by:
                     write(model.get_parameter(named))
         except RuntimeError as error:
             found.append(str(error))
     with sharding.GatheredParameters(model.parameters()):
         total = sum(p.pow(2).sum() for p in model.parameters())
         assert isinstance(total, Tensor) and total.isfinite()
-    after = twin.own.full_state_dict()
-    loss_of(model(twin.data(0, 2, 6))).backward()
-    twin.step()
+    after = training.own.full_state_dict()
+    loss_of(model(training.data(0, 2, 6))).backward()
+    training.step()
     return [*found, all(torch.equal(before[name], after[name]) for name in before)]
 
 
@@ -77,22 +77,22 @@ def test_writes_without_modifier_rank_are_an_error_on_all_ranks(
 
 def written_beside_a_step() -> list[str]:
     """A step inside of the scope replaces what was written before it; scopes inside of one that keeps writes."""
-    twin, model = ShardedTwin(STAGE_3), net()
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.5))
+    training, model = ShardedTraining(STAGE_3), net()
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.5))
     found = []
     for writes in (False, True):
         try:
             with sharding.GatheredParameters(model.parameters()):
                 if writes:
                     model.blocks[2].down.bias.data.zero_()
-                loss_of(model(twin.data(0, 2, 6))).backward()
-                twin.step()
+                loss_of(model(training.data(0, 2, 6))).backward()
+                training.step()
                 model.load_state_dict(net(seed=3).state_dict())
             found.append("no error")
         except RuntimeError as error:
             found.append(str(error))
-    twin.zero_grad()
+    training.zero_grad()
     scale = model.scale
     with sharding.GatheredParameters(scale, modifier_rank=1):
         scale.data.fill_(3.0)
@@ -113,10 +113,10 @@ def test_steps_loads_and_scopes_with_a_modifier_are_no_writes(ranks: Launcher) -
 
 
 def written_in_a_forward() -> list[str]:
-    twin, model = ShardedTwin(STAGE_3), net()
-    twin.shard(model)
+    training, model = ShardedTraining(STAGE_3), net()
+    training.shard(model)
     found = []
-    with twin.own.forward_scope():
+    with training.own.forward_scope():
         try:
             with sharding.GatheredParameters(model.parameters()), torch.no_grad():
                 model.head.weight.zero_()
@@ -125,7 +125,7 @@ def written_in_a_forward() -> list[str]:
             found.append(str(error))
         try:
             with sharding.GatheredParameters(model.parameters()):
-                if twin.rank == 1:
+                if training.rank == 1:
                     model.head.weight.detach().zero_()
             found.append("no error")
         except RuntimeError as error:

@@ -9,234 +9,236 @@ import torch
 from torch import nn
 
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import Script, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 
 ROWS = 2
 
 
-def start(twin: Twin, lr: float = 0.05) -> tuple[Net, torch.optim.Optimizer]:
+def start(training: PlainTraining, lr: float = 0.05) -> tuple[Net, torch.optim.Optimizer]:
     """A sharded net with one optimizer attached."""
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
-    twin.attach(optimizer)
+    training.attach(optimizer)
     return model, optimizer
 
 
-def one_backward(twin: Twin, model: nn.Module, step: int, *, sync: bool = True) -> None:
-    loss = loss_of(model(twin.data(step, ROWS, 6)))
-    twin.note(loss)
-    twin.backward(loss, sync=sync)
+def one_backward(training: PlainTraining, model: nn.Module, step: int, *, sync: bool = True) -> None:
+    loss = loss_of(model(training.data(step, ROWS, 6)))
+    training.note(loss)
+    training.backward(loss, sync=sync)
 
 
 # --------------------------------------------------------------------------------------- backwards in any mix
 
 
-def one_backward_per_step(twin: Twin) -> None:
-    model, _ = start(twin)
+def one_backward_per_step(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(4):
-        one_backward(twin, model, step)
-        twin.step()
-        twin.zero_grad()
+        one_backward(training, model, step)
+        training.step()
+        training.zero_grad()
 
 
-def several_backwards_without_no_sync(twin: Twin) -> None:
-    model, _ = start(twin)
+def several_backwards_without_no_sync(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
         for micro in range(3):
-            one_backward(twin, model, 10 * step + micro)
-        twin.step()
-        twin.zero_grad()
+            one_backward(training, model, 10 * step + micro)
+        training.step()
+        training.zero_grad()
 
 
-def no_sync_then_sync(twin: Twin) -> None:
-    model, _ = start(twin)
+def no_sync_then_sync(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
         for micro in range(3):
-            one_backward(twin, model, 10 * step + micro, sync=micro == 2)
-        twin.step()
-        twin.zero_grad()
+            one_backward(training, model, 10 * step + micro, sync=micro == 2)
+        training.step()
+        training.zero_grad()
 
 
-def sync_then_no_sync(twin: Twin) -> None:
-    model, _ = start(twin)
+def sync_then_no_sync(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
         for micro in range(3):
-            one_backward(twin, model, 10 * step + micro, sync=micro == 0)
-        twin.step()
-        twin.zero_grad()
+            one_backward(training, model, 10 * step + micro, sync=micro == 0)
+        training.step()
+        training.zero_grad()
 
 
-def all_under_no_sync(twin: Twin) -> None:
-    model, _ = start(twin)
+def all_under_no_sync(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
         for micro in range(2):
-            one_backward(twin, model, 10 * step + micro, sync=False)
-        twin.step()
-        twin.zero_grad()
+            one_backward(training, model, 10 * step + micro, sync=False)
+        training.step()
+        training.zero_grad()
 
 
-def changing_mix(twin: Twin) -> None:
-    model, _ = start(twin)
+def changing_mix(training: PlainTraining) -> None:
+    model, _ = start(training)
     mixes = [(True,), (False, True, False), (True, True), (False,), (False, True, True, False), (True,)]
     for step, mix in enumerate(mixes):
         for micro, sync in enumerate(mix):
-            one_backward(twin, model, 10 * step + micro, sync=sync)
-        twin.step()
-        twin.zero_grad()
+            one_backward(training, model, 10 * step + micro, sync=sync)
+        training.step()
+        training.zero_grad()
 
 
-def steps_without_zero_grad(twin: Twin) -> None:
+def steps_without_zero_grad(training: PlainTraining) -> None:
     """Gradients pile up from step to step, as in plain torch."""
-    model, _ = start(twin)
+    model, _ = start(training)
     for step in range(4):
-        one_backward(twin, model, 2 * step, sync=step % 2 == 0)
-        one_backward(twin, model, 2 * step + 1)
-        twin.step()
+        one_backward(training, model, 2 * step, sync=step % 2 == 0)
+        one_backward(training, model, 2 * step + 1)
+        training.step()
         if step == 2:
-            twin.zero_grad()
+            training.zero_grad()
 
 
-def zero_grad_between_no_sync_and_sync(twin: Twin) -> None:
-    model, _ = start(twin)
+def zero_grad_between_no_sync_and_sync(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        one_backward(twin, model, 3 * step, sync=False)
-        twin.zero_grad()
-        one_backward(twin, model, 3 * step + 1, sync=False)
-        one_backward(twin, model, 3 * step + 2)
-        twin.step()
-        twin.zero_grad()
+        one_backward(training, model, 3 * step, sync=False)
+        training.zero_grad()
+        one_backward(training, model, 3 * step + 1, sync=False)
+        one_backward(training, model, 3 * step + 2)
+        training.step()
+        training.zero_grad()
 
 
-def module_zero_grad(twin: Twin) -> None:
-    model, _ = start(twin)
+def module_zero_grad(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        one_backward(twin, model, step)
-        twin.step()
+        one_backward(training, model, step)
+        training.step()
         model.zero_grad()
 
 
-def backward_twice_through_one_forward(twin: Twin) -> None:
-    model, _ = start(twin)
+def backward_twice_through_one_forward(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        loss = loss_of(model(twin.data(step, ROWS, 6)))
-        twin.backward(loss, retain_graph=True, sync=step != 1)
-        twin.backward(loss * 0.5)
-        twin.step()
-        twin.zero_grad()
+        loss = loss_of(model(training.data(step, ROWS, 6)))
+        training.backward(loss, retain_graph=True, sync=step != 1)
+        training.backward(loss * 0.5)
+        training.step()
+        training.zero_grad()
 
 
-def two_losses_from_one_forward(twin: Twin) -> None:
-    model, _ = start(twin)
+def two_losses_from_one_forward(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        output = model(twin.data(step, ROWS, 6))
-        twin.backward(loss_of(output[:, :1]), retain_graph=True)
-        twin.backward(output[:, 1:].square().sum())
-        twin.step()
-        twin.zero_grad()
+        output = model(training.data(step, ROWS, 6))
+        training.backward(loss_of(output[:, :1]), retain_graph=True)
+        training.backward(output[:, 1:].square().sum())
+        training.step()
+        training.zero_grad()
 
 
-def two_forwards_then_two_backwards(twin: Twin) -> None:
-    model, _ = start(twin)
+def two_forwards_then_two_backwards(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        first, second = model(twin.data(2 * step, ROWS, 6)), model(twin.data(2 * step + 1, ROWS, 6))
-        twin.backward(loss_of(first), sync=step == 0)
-        twin.backward(loss_of(second))
-        twin.step()
-        twin.zero_grad()
+        first, second = model(training.data(2 * step, ROWS, 6)), model(training.data(2 * step + 1, ROWS, 6))
+        training.backward(loss_of(first), sync=step == 0)
+        training.backward(loss_of(second))
+        training.step()
+        training.zero_grad()
 
 
-def two_forwards_one_backward(twin: Twin) -> None:
-    model, _ = start(twin)
+def two_forwards_one_backward(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        first, second = model(twin.data(2 * step, ROWS, 6)), model(twin.data(2 * step + 1, ROWS, 6))
-        twin.backward(loss_of(first) + loss_of(first * second))
-        twin.step()
-        twin.zero_grad()
+        first, second = model(training.data(2 * step, ROWS, 6)), model(training.data(2 * step + 1, ROWS, 6))
+        training.backward(loss_of(first) + loss_of(first * second))
+        training.step()
+        training.zero_grad()
 
 
-def forward_without_backward_in_between(twin: Twin) -> None:
-    model, _ = start(twin)
+def forward_without_backward_in_between(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        output = model(twin.data(step, ROWS, 6))
-        twin.note(model(twin.data(50 + step, ROWS, 6)))
-        twin.backward(loss_of(output))
-        twin.note(model(twin.data(60 + step, ROWS, 6)))
-        twin.step()
-        twin.zero_grad()
+        output = model(training.data(step, ROWS, 6))
+        training.note(model(training.data(50 + step, ROWS, 6)))
+        training.backward(loss_of(output))
+        training.note(model(training.data(60 + step, ROWS, 6)))
+        training.step()
+        training.zero_grad()
 
 
-def gradients_by_autograd_grad(twin: Twin) -> None:
+def gradients_by_autograd_grad(training: PlainTraining) -> None:
     """`autograd.grad` with respect to parameters neither uses nor spoils what `backward` has summed."""
-    model, _ = start(twin)
+    model, _ = start(training)
     for step in range(3):
-        one_backward(twin, model, 3 * step)
-        found = torch.autograd.grad(loss_of(model(twin.data(3 * step + 1, ROWS, 6))), [model.scale, model.head.weight])
-        twin.note(*found)
-        one_backward(twin, model, 3 * step + 2)
-        twin.note(*torch.autograd.grad(loss_of(model(twin.data(90, ROWS, 6))), [model.blocks[0].up.weight]))
-        twin.step()
-        twin.zero_grad()
+        one_backward(training, model, 3 * step)
+        found = torch.autograd.grad(
+            loss_of(model(training.data(3 * step + 1, ROWS, 6))), [model.scale, model.head.weight]
+        )
+        training.note(*found)
+        one_backward(training, model, 3 * step + 2)
+        training.note(*torch.autograd.grad(loss_of(model(training.data(90, ROWS, 6))), [model.blocks[0].up.weight]))
+        training.step()
+        training.zero_grad()
 
 
-def gradient_of_the_input(twin: Twin) -> None:
+def gradient_of_the_input(training: PlainTraining) -> None:
     """A gradient penalty: second derivatives with respect to parameters."""
-    model, _ = start(twin)
+    model, _ = start(training)
     for step in range(3):
-        x = twin.data(step, ROWS, 6).requires_grad_()
+        x = training.data(step, ROWS, 6).requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        twin.note(slope)
-        twin.backward(loss_of(output) + slope.square().sum())
-        twin.step()
-        twin.zero_grad()
+        training.note(slope)
+        training.backward(loss_of(output) + slope.square().sum())
+        training.step()
+        training.zero_grad()
 
 
-def backward_to_some_inputs_only(twin: Twin) -> None:
-    model, _ = start(twin)
+def backward_to_some_inputs_only(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        loss = loss_of(model(twin.data(step, ROWS, 6)))
-        twin.backward(loss, inputs=[model.head.weight, model.blocks[1].up.weight])
-        twin.step()
-        twin.zero_grad()
+        loss = loss_of(model(training.data(step, ROWS, 6)))
+        training.backward(loss, inputs=[model.head.weight, model.blocks[1].up.weight])
+        training.step()
+        training.zero_grad()
 
 
-def first_no_sync_late(twin: Twin, with_what: str) -> None:
+def first_no_sync_late(training: PlainTraining, with_what: str) -> None:
     """Reduced gradients wait, and then for the first time some of this rank have to wait, too."""
-    model, _ = start(twin)
-    own = twin.own.no_sync if isinstance(twin, ShardedTwin) else nullcontext
+    model, _ = start(training)
+    own = training.own.no_sync if isinstance(training, ShardedTraining) else nullcontext
     for step in range(3):
-        one_backward(twin, model, step)
+        one_backward(training, model, step)
         if step == 1:
-            loss = loss_of(model(twin.data(20, ROWS, 6)))
+            loss = loss_of(model(training.data(20, ROWS, 6)))
             if with_what == "nothing":
                 with own():
-                    twin.note(*torch.autograd.grad(loss, [model.head.weight]))
+                    training.note(*torch.autograd.grad(loss, [model.head.weight]))
             elif with_what == "some":
-                twin.backward(loss, inputs=[model.head.weight], sync=False)
+                training.backward(loss, inputs=[model.head.weight], sync=False)
             else:
-                twin.backward(loss, sync=False)
-                one_backward(twin, model, 21, sync=with_what == "all")
-        twin.note(*twin.gradients())
-        twin.step()
-        twin.zero_grad()
+                training.backward(loss, sync=False)
+                one_backward(training, model, 21, sync=with_what == "all")
+        training.note(*training.gradients())
+        training.step()
+        training.zero_grad()
 
 
-def first_no_sync_with_nothing(twin: Twin) -> None:
-    first_no_sync_late(twin, "nothing")
+def first_no_sync_with_nothing(training: PlainTraining) -> None:
+    first_no_sync_late(training, "nothing")
 
 
-def first_no_sync_with_some(twin: Twin) -> None:
-    first_no_sync_late(twin, "some")
+def first_no_sync_with_some(training: PlainTraining) -> None:
+    first_no_sync_late(training, "some")
 
 
-def first_no_sync_with_all(twin: Twin) -> None:
-    first_no_sync_late(twin, "all")
+def first_no_sync_with_all(training: PlainTraining) -> None:
+    first_no_sync_late(training, "all")
 
 
-def first_no_sync_with_two(twin: Twin) -> None:
-    first_no_sync_late(twin, "two")
+def first_no_sync_with_two(training: PlainTraining) -> None:
+    first_no_sync_late(training, "two")
 
 
 EXACT: list[Script] = [
@@ -280,82 +282,82 @@ def test_other_world_sizes(ranks: Launcher, world: int) -> None:
 # ---------------------------------------------------------------------------- what a script does to `p.grad`
 
 
-def zero_grad_in_place(twin: Twin) -> None:
+def zero_grad_in_place(training: PlainTraining) -> None:
     """A gradient of zeros is not None: momentum and decay go on."""
-    model, _ = start(twin)
+    model, _ = start(training)
     model.head.bias.requires_grad_(True)
     for step in range(4):
-        one_backward(twin, model, 2 * step, sync=step != 1)
-        one_backward(twin, model, 2 * step + 1)
-        twin.note([p.grad is None for p in model.parameters()])
-        twin.step()
-        twin.zero_grad(set_to_none=False)
-        twin.note([p.grad is None for p in model.parameters()])
+        one_backward(training, model, 2 * step, sync=step != 1)
+        one_backward(training, model, 2 * step + 1)
+        training.note([p.grad is None for p in model.parameters()])
+        training.step()
+        training.zero_grad(set_to_none=False)
+        training.note([p.grad is None for p in model.parameters()])
         if step == 1:
-            twin.step()
+            training.step()
 
 
-def zero_grad_in_place_then_unused(twin: Twin) -> None:
-    model, _ = start(twin)
-    one_backward(twin, model, 0)
-    twin.step()
-    twin.zero_grad(set_to_none=False)
+def zero_grad_in_place_then_unused(training: PlainTraining) -> None:
+    model, _ = start(training)
+    one_backward(training, model, 0)
+    training.step()
+    training.zero_grad(set_to_none=False)
     for step in range(1, 3):
-        twin.backward(loss_of(model.head(twin.data(step, ROWS, 6))))
-        twin.step()
-        twin.zero_grad(set_to_none=False)
+        training.backward(loss_of(model.head(training.data(step, ROWS, 6))))
+        training.step()
+        training.zero_grad(set_to_none=False)
 
 
-def zero_grad_in_place_before_the_sync(twin: Twin) -> None:
+def zero_grad_in_place_before_the_sync(training: PlainTraining) -> None:
     """A sum that is averaged already, and one that is not yet, are cleared alike; other parameters have only one."""
-    model, _ = start(twin)
+    model, _ = start(training)
     for step in range(3):
-        one_backward(twin, model, 4 * step)
-        twin.backward(loss_of(model.head(twin.data(4 * step + 1, ROWS, 6))), sync=False)
+        one_backward(training, model, 4 * step)
+        training.backward(loss_of(model.head(training.data(4 * step + 1, ROWS, 6))), sync=False)
         if step:
-            twin.zero_grad(set_to_none=False)
-        one_backward(twin, model, 4 * step + 2, sync=step != 1)
-        twin.step()
-        twin.zero_grad()
+            training.zero_grad(set_to_none=False)
+        one_backward(training, model, 4 * step + 2, sync=step != 1)
+        training.step()
+        training.zero_grad()
 
 
-def one_gradient_removed(twin: Twin) -> None:
-    model, _ = start(twin)
+def one_gradient_removed(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(4):
-        one_backward(twin, model, 2 * step, sync=step < 2)
+        one_backward(training, model, 2 * step, sync=step < 2)
         if step % 2:
-            twin.assign(model.blocks[1].up.weight, None)
-            twin.assign(model.scale, None)
-        one_backward(twin, model, 2 * step + 1)
+            training.assign(model.blocks[1].up.weight, None)
+            training.assign(model.scale, None)
+        one_backward(training, model, 2 * step + 1)
         if step == 2:
-            twin.assign(model.head.bias, None)
-        twin.step()
-        twin.zero_grad()
+            training.assign(model.head.bias, None)
+        training.step()
+        training.zero_grad()
 
 
-def one_gradient_assigned(twin: Twin) -> None:
+def one_gradient_assigned(training: PlainTraining) -> None:
     """Assigned gradients are the same on all ranks, as for DDP."""
-    model, _ = start(twin)
+    model, _ = start(training)
     for step in range(4):
-        one_backward(twin, model, 2 * step, sync=step < 2)
+        one_backward(training, model, 2 * step, sync=step < 2)
         if step % 2:
-            twin.assign(model.blocks[1].up.weight, torch.full_like(model.blocks[1].up.weight, 0.25))
-            twin.assign(model.scale, torch.tensor(0.5))
-        one_backward(twin, model, 2 * step + 1, sync=step != 3)
+            training.assign(model.blocks[1].up.weight, torch.full_like(model.blocks[1].up.weight, 0.25))
+            training.assign(model.scale, torch.tensor(0.5))
+        one_backward(training, model, 2 * step + 1, sync=step != 3)
         if step == 2:
-            twin.assign(model.head.bias, torch.arange(3.0))
-        twin.step()
-        twin.zero_grad()
+            training.assign(model.head.bias, torch.arange(3.0))
+        training.step()
+        training.zero_grad()
 
 
-def gradients_assigned_without_backward(twin: Twin) -> None:
-    model, _ = start(twin)
+def gradients_assigned_without_backward(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
         for number, p in enumerate(model.parameters()):
             if number % 3 != step:
                 p.grad = torch.full(p.shape, 0.1 * number)
-        twin.step()
-        twin.zero_grad()
+        training.step()
+        training.zero_grad()
 
 
 HANDLED: list[Script] = [
@@ -374,17 +376,17 @@ def test_gradients_removed_zeroed_or_assigned(ranks: Launcher, script: Script) -
         assert not wrong
 
 
-def edits_in_place(twin: Twin) -> None:
-    model, _ = start(twin)
+def edits_in_place(training: PlainTraining) -> None:
+    model, _ = start(training)
     for step in range(3):
-        one_backward(twin, model, 2 * step)
-        one_backward(twin, model, 2 * step + 1)
-        twin.settle()
+        one_backward(training, model, 2 * step)
+        one_backward(training, model, 2 * step + 1)
+        training.settle()
         for p in model.parameters():
             assert p.grad is not None
             p.grad.mul_(0.5).add_(0.01)
-        twin.step()
-        twin.zero_grad()
+        training.step()
+        training.zero_grad()
 
 
 def test_gradients_edited_in_place_at_stage_0(ranks: Launcher) -> None:
@@ -394,10 +396,10 @@ def test_gradients_edited_in_place_at_stage_0(ranks: Launcher) -> None:
 
 def edit_of_a_partial_sum() -> str:
     """At stage 0 too, while a part of the gradient is not averaged yet."""
-    twin = ShardedTwin(Setting(0, "per_step"))
-    model, optimizer = start(twin)
-    one_backward(twin, model, 0)
-    one_backward(twin, model, 1, sync=False)
+    training = ShardedTraining(Setting(0, "per_step"))
+    model, optimizer = start(training)
+    one_backward(training, model, 0)
+    one_backward(training, model, 1, sync=False)
     gradient = model.scale.grad
     assert gradient is not None
     try:
@@ -415,9 +417,9 @@ def test_a_partial_sum_cannot_be_edited(ranks: Launcher) -> None:
 
 def edit_is_refused(stage: int, name: str, edit: str) -> str:
     """The message of the error that an in-place edit of `name`'s gradient leads to, or 'silent'."""
-    twin = ShardedTwin(Setting(stage, "per_step" if stage == 1 else "per_micro_batch"))
-    model, optimizer = start(twin)
-    one_backward(twin, model, 0)
+    training = ShardedTraining(Setting(stage, "per_step" if stage == 1 else "per_micro_batch"))
+    model, optimizer = start(training)
+    one_backward(training, model, 0)
     gradient = model.get_parameter(name).grad
     assert gradient is not None
     try:

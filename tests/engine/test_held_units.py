@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.optim.full_state import safe_set_full_fp32_param
@@ -21,116 +21,116 @@ from zero_strategy.optim.full_state import safe_set_full_fp32_param
 LONGER = [Setting(3, "per_micro_batch", {"reshard_after_forward": False}), KEPT]
 
 
-def start(twin: Twin, lr: float = 0.1) -> Net:
+def start(training: PlainTraining, lr: float = 0.1) -> Net:
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=lr, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=lr, foreach=False))
     return model
 
 
-def hold(twin: Twin, *parts: nn.Module, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-    """`GatheredParameters` for the sharded twin; plain parameters are whole anyway."""
-    if not isinstance(twin, ShardedTwin):
+def hold(training: PlainTraining, *parts: nn.Module, modifier_rank: int | None = None) -> AbstractContextManager[None]:
+    """`GatheredParameters` for the sharded training; plain parameters are whole anyway."""
+    if not isinstance(training, ShardedTraining):
         return nullcontext()
     return GatheredParameters([p for part in parts for p in part.parameters()], modifier_rank)
 
 
-def train_one(twin: Twin, model: nn.Module, step: int) -> None:
-    loss = loss_of(model(twin.data(step, 2, 6)))
-    twin.note(loss)
-    twin.backward(loss)
-    twin.step()
-    twin.zero_grad()
+def train_one(training: PlainTraining, model: nn.Module, step: int) -> None:
+    loss = loss_of(model(training.data(step, 2, 6)))
+    training.note(loss)
+    training.backward(loss)
+    training.step()
+    training.zero_grad()
 
 
-def steps_in_a_scope(twin: Twin) -> None:
+def steps_in_a_scope(training: PlainTraining) -> None:
     """Manual optimization: the root is held by the scope while the optimizer steps."""
-    model = start(twin)
+    model = start(training)
     for step in range(3):
-        with twin.scope():
+        with training.scope():
             for micro in range(2):
-                train_one(twin, model, 2 * step + micro)
-                twin.note(model.scale, model.head.weight)
-            twin.note(model.scale * model.head(twin.data(step, 2, 6)))
+                train_one(training, model, 2 * step + micro)
+                training.note(model.scale, model.head.weight)
+            training.note(model.scale * model.head(training.data(step, 2, 6)))
 
 
-def steps_inside_gathered_parameters(twin: Twin) -> None:
-    model = start(twin)
+def steps_inside_gathered_parameters(training: PlainTraining) -> None:
+    model = start(training)
     for round_, parts in enumerate([[model], [model.blocks[1]], [model.head, model.blocks[0], model.blocks[2]]]):
-        with hold(twin, *parts):
+        with hold(training, *parts):
             for step in range(2):
-                train_one(twin, model, 2 * round_ + step)
-                twin.note(*[p for part in parts for p in part.parameters()])
+                train_one(training, model, 2 * round_ + step)
+                training.note(*[p for part in parts for p in part.parameters()])
 
 
-def modifier_rank_after_a_step(twin: Twin) -> None:
+def modifier_rank_after_a_step(training: PlainTraining) -> None:
     """Changes of the step are kept, and changes of the rank on top of it."""
-    model = start(twin)
+    model = start(training)
     for step in range(3):
-        with hold(twin, model.blocks[step], model.head, modifier_rank=step % 2):
-            train_one(twin, model, step)
+        with hold(training, model.blocks[step], model.head, modifier_rank=step % 2):
+            train_one(training, model, step)
             with torch.no_grad():
-                if not isinstance(twin, ShardedTwin) or twin.rank == step % 2:
+                if not isinstance(training, ShardedTraining) or training.rank == step % 2:
                     model.head.bias.add_(0.5 * step)
-    train_one(twin, model, 3)
+    train_one(training, model, 3)
 
 
-def part_of_the_parameters_steps(twin: Twin) -> None:
+def part_of_the_parameters_steps(training: PlainTraining) -> None:
     """One of two optimizers steps while everything is held."""
     model = net()
-    twin.shard(model)
+    training.shard(model)
     body = torch.optim.SGD(model.blocks.parameters(), lr=0.3)
     rest = torch.optim.AdamW([*model.stem.parameters(), *model.head.parameters(), model.scale], lr=0.1, foreach=False)
-    twin.attach(body, rest)
+    training.attach(body, rest)
     for step in range(4):
-        with twin.scope(), hold(twin, model):
-            loss = loss_of(model(twin.data(step, 2, 6)))
-            twin.backward(loss)
-            twin.step(body if step % 2 else rest)
-            twin.note(*model.parameters())
-            twin.note(model(twin.data(10 + step, 2, 6)))
-            twin.zero_grad()
+        with training.scope(), hold(training, model):
+            loss = loss_of(model(training.data(step, 2, 6)))
+            training.backward(loss)
+            training.step(body if step % 2 else rest)
+            training.note(*model.parameters())
+            training.note(model(training.data(10 + step, 2, 6)))
+            training.zero_grad()
 
 
-def values_set_while_held(twin: Twin) -> None:
+def values_set_while_held(training: PlainTraining) -> None:
     """Other updates than an optimizer's: a state dict, and a value for the master."""
-    model = start(twin)
+    model = start(training)
     others = net(seed=4).state_dict()
     for step in range(2):
-        with hold(twin, model):
-            train_one(twin, model, step)
+        with hold(training, model):
+            train_one(training, model, step)
             model.load_state_dict({name: value * (step + 1) for name, value in others.items()})
-            twin.note(*model.parameters(), model(twin.data(20, 2, 6)))
+            training.note(*model.parameters(), model(training.data(20, 2, 6)))
             new = torch.full_like(model.head.weight, 0.25)
-            if isinstance(twin, ShardedTwin):
+            if isinstance(training, ShardedTraining):
                 safe_set_full_fp32_param(model.head.weight, new)
             else:
                 model.head.weight.data.copy_(new)
-            twin.note(*model.parameters(), model(twin.data(21, 2, 6)))
-            train_one(twin, model, 5 + step)
+            training.note(*model.parameters(), model(training.data(21, 2, 6)))
+            train_one(training, model, 5 + step)
 
 
-def interrupted_forwards(twin: Twin, error: type[BaseException], reset: bool) -> None:
+def interrupted_forwards(training: PlainTraining, error: type[BaseException], reset: bool) -> None:
     """An exception leaves a forward; nobody needs to tell the engine for values to be right."""
-    model = start(twin)
+    model = start(training)
 
     def fail(*_: Any) -> None:
         raise error
 
     for step, place in enumerate([model.blocks[1].up, model.head, model.blocks[0], model.stem]):
-        train_one(twin, model, 3 * step)
+        train_one(training, model, 3 * step)
         handle = place.register_forward_pre_hook(fail)
-        with contextlib.suppress(error), twin.scope() if step == 1 else nullcontext():
-            model(twin.data(3 * step + 1, 2, 6))
+        with contextlib.suppress(error), training.scope() if step == 1 else nullcontext():
+            model(training.data(3 * step + 1, 2, 6))
         with contextlib.suppress(error), torch.no_grad():
-            model(twin.data(3 * step + 1, 2, 6))
+            model(training.data(3 * step + 1, 2, 6))
         handle.remove()
         if reset:
-            twin.reset()
+            training.reset()
         for later in range(2):
-            train_one(twin, model, 3 * step + 1 + later)
+            train_one(training, model, 3 * step + 1 + later)
         with torch.no_grad():
-            twin.note(model(twin.data(50, 2, 6)))
+            training.note(model(training.data(50, 2, 6)))
 
 
 SCRIPTS: list[Script] = [
@@ -157,8 +157,8 @@ def test_values_stay_fresh_after_an_interrupted_forward(ranks: Launcher, error: 
 
 def released_again(call: str) -> dict[str, list[bool]]:
     """Units that are whole: after an interrupted call, and after `reset`."""
-    twin = ShardedTwin(Setting(3, "per_micro_batch"))
-    model = start(twin)
+    training = ShardedTraining(Setting(3, "per_micro_batch"))
+    model = start(training)
 
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -167,10 +167,10 @@ def released_again(call: str) -> dict[str, list[bool]]:
     register = part.register_forward_pre_hook if call == "forward" else part.register_state_dict_pre_hook
     handle = register(fail)
     with contextlib.suppress(KeyboardInterrupt):
-        model(twin.data(0, 2, 6)) if call == "forward" else model.state_dict()
+        model(training.data(0, 2, 6)) if call == "forward" else model.state_dict()
     handle.remove()
-    found = {"interrupted": [unit.gathered for unit in twin.own.model.units]}
-    twin.reset()
+    found = {"interrupted": [unit.gathered for unit in training.own.model.units]}
+    training.reset()
     found["reset"] = [bool(p.isfinite().any()) for p in model.parameters()]
     return found
 
@@ -182,13 +182,13 @@ def test_reset_releases_what_an_interrupt_left_whole(ranks: Launcher) -> None:
             assert not any(found["reset"]), call
 
 
-def second_backwards(make: Callable[[Twin], Net], stage: int | None) -> str:
+def second_backwards(make: Callable[[PlainTraining], Net], stage: int | None) -> str:
     """The error of a backward through values that a step has replaced, or 'silent'."""
-    twin = Twin(DEFAULTS[0]) if stage is None else ShardedTwin(DEFAULTS[stage])
-    model = make(twin)
-    loss: Tensor = loss_of(model(twin.data(0, 2, 6)))
+    training = PlainTraining(DEFAULTS[0]) if stage is None else ShardedTraining(DEFAULTS[stage])
+    model = make(training)
+    loss: Tensor = loss_of(model(training.data(0, 2, 6)))
     loss.backward(retain_graph=True)
-    for optimizer in twin.optimizers:
+    for optimizer in training.optimizers:
         optimizer.step()
     try:
         loss.backward()

@@ -1,6 +1,6 @@
 """`reshard_after_backward: false`: parameters stay whole from their first forward until an optimizer steps on them.
 
-One gather for all micro-batches, and between them whole parameters that may be read and written as those of stage 2.
+One gather for all micro-batches, and between them full parameters that may be read and written as those of stage 2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import DEFAULTS, KEPT, Script, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -33,48 +33,48 @@ OFFLOADED = Setting(
 WHOLE = [setting for setting in DEFAULTS if setting.stage < 3]
 
 
-def micro_batch(twin: Twin, model: nn.Module, seed: int, *, sync: bool = True) -> None:
-    loss = loss_of(model(twin.data(seed, 2, 6)))
-    twin.note(loss)
-    twin.backward(loss, sync=sync)
+def micro_batch(training: PlainTraining, model: nn.Module, seed: int, *, sync: bool = True) -> None:
+    loss = loss_of(model(training.data(seed, 2, 6)))
+    training.note(loss)
+    training.backward(loss, sync=sync)
 
 
-def written_between(twin: Twin, dtype: torch.dtype, through_data: bool) -> None:
+def written_between(training: PlainTraining, dtype: torch.dtype, through_data: bool) -> None:
     """In-place writes at any point of a step, to all of a parameter and to a part, also to one without a gradient."""
     model: Any = net().to(dtype)
     model.stem.weight.requires_grad_(False)
     model.mask = nn.Parameter(torch.arange(7), requires_grad=False)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1, foreach=False))
     for step in range(3):
-        loss = loss_of(model(twin.data(3 * step, 2, 6).to(dtype)))
-        twin.backward(loss, sync=False)
+        loss = loss_of(model(training.data(3 * step, 2, 6).to(dtype)))
+        training.backward(loss, sync=False)
         with torch.no_grad():
             model.blocks[step].up.weight.mul_(0.5)
             model.stem.weight[1:3] += 0.25
             model.mask.add_(step)
-        twin.note(loss, model.blocks[step].up.weight, model.stem.weight)
-        loss = loss_of(model(twin.data(3 * step + 1, 2, 6).to(dtype)))
-        twin.backward(loss)
+        training.note(loss, model.blocks[step].up.weight, model.stem.weight)
+        loss = loss_of(model(training.data(3 * step + 1, 2, 6).to(dtype)))
+        training.backward(loss)
         with torch.no_grad():
             model.head.bias.copy_(torch.arange(3.0))
             if through_data:
                 model.blocks[1].norm.weight.data.clamp_(-0.75, 0.75)
-            twin.note(model(twin.data(3 * step + 2, 2, 6).to(dtype)))
+            training.note(model(training.data(3 * step + 2, 2, 6).to(dtype)))
             model.scale.add_(0.125)
-        twin.note(loss)
-        twin.step()
-        twin.zero_grad()
+        training.note(loss)
+        training.step()
+        training.zero_grad()
 
 
-def values_replaced_between(twin: Twin) -> None:
+def values_replaced_between(training: PlainTraining) -> None:
     """Whole values, a master, a state dict, a modifier rank: each in the middle of a step, beside a write in place."""
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
-    sharded = isinstance(twin, ShardedTwin)
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
+    sharded = isinstance(training, ShardedTraining)
     for step in range(4):
-        micro_batch(twin, model, 2 * step, sync=False)
+        micro_batch(training, model, 2 * step, sync=False)
         with torch.no_grad():
             model.stem.bias.add_(0.5)
         if step == 0:
@@ -83,80 +83,82 @@ def values_replaced_between(twin: Twin) -> None:
         elif step == 1:
             model.load_state_dict({name: value / 2 for name, value in net(seed=4).state_dict().items()})
         elif step == 2:
-            held: Any = GatheredParameters([model.head.bias], twin.world - 1) if sharded else contextlib.nullcontext()
+            held: Any = (
+                GatheredParameters([model.head.bias], training.world - 1) if sharded else contextlib.nullcontext()
+            )
             with held, torch.no_grad():
-                if not sharded or twin.rank == twin.world - 1:
+                if not sharded or training.rank == training.world - 1:
                     model.head.bias.add_(2)
-        micro_batch(twin, model, 2 * step + 1)
-        twin.step()
-        twin.zero_grad()
+        micro_batch(training, model, 2 * step + 1)
+        training.step()
+        training.zero_grad()
         with torch.no_grad():
-            twin.note(model(twin.data(40, 2, 6)))
+            training.note(model(training.data(40, 2, 6)))
 
 
-def written_in_a_scope(twin: Twin) -> None:
+def written_in_a_scope(training: PlainTraining) -> None:
     """Manual optimization: the root is in use while the optimizer steps, and written to before and after that."""
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
     for step in range(2):
-        with twin.scope():
+        with training.scope():
             for micro in range(3):
-                micro_batch(twin, model, 3 * step + micro)
+                micro_batch(training, model, 3 * step + micro)
                 with torch.no_grad():
                     model.stem.weight.mul_(0.5)
                     model.scale.data.add_(0.25)
-                twin.step()
-                twin.zero_grad()
+                training.step()
+                training.zero_grad()
                 with torch.no_grad():
                     model.head.bias.add_(0.125)
-                    twin.note(model.stem.weight, model.scale, model.head.bias)
+                    training.note(model.stem.weight, model.scale, model.head.bias)
 
 
-def two_optimizers(twin: Twin) -> None:
+def two_optimizers(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
+    training.shard(model)
     body = torch.optim.SGD(model.blocks.parameters(), lr=0.3)
     rest = torch.optim.AdamW([*model.stem.parameters(), *model.head.parameters(), model.scale], lr=0.1, foreach=False)
-    twin.attach(body, rest)
+    training.attach(body, rest)
     for step in range(4):
-        micro_batch(twin, model, 2 * step, sync=False)
-        micro_batch(twin, model, 2 * step + 1)
-        twin.step(body)
+        micro_batch(training, model, 2 * step, sync=False)
+        micro_batch(training, model, 2 * step + 1)
+        training.step(body)
         if step % 2:
-            micro_batch(twin, model, 30 + step)
-        twin.step(rest)
-        twin.zero_grad()
+            micro_batch(training, model, 30 + step)
+        training.step(rest)
+        training.zero_grad()
 
 
-def penalties(twin: Twin) -> None:
+def penalties(training: PlainTraining) -> None:
     """Losses that use weights outside of any forward, before it and after it, as where they are never released."""
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.05))
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.05))
     for step in range(3):
         for micro in range(2):
             before = model.blocks[0].up.weight.square().sum() if micro else 0.0
-            loss = loss_of(model(twin.data(2 * step + micro, 2, 6)))
+            loss = loss_of(model(training.data(2 * step + micro, 2, 6)))
             after = model.blocks[step].down.weight.abs().sum() + model.scale.square()
-            twin.note(loss)
-            twin.backward(loss + 0.1 * before + 0.1 * after, sync=micro == 1)
-        twin.step()
-        twin.zero_grad()
+            training.note(loss)
+            training.backward(loss + 0.1 * before + 0.1 * after, sync=micro == 1)
+        training.step()
+        training.zero_grad()
 
 
-def second_derivatives(twin: Twin) -> None:
+def second_derivatives(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.05))
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.05))
     for step in range(2):
         for micro in range(2):
-            x = twin.data(2 * step + micro, 2, 6).requires_grad_()
+            x = training.data(2 * step + micro, 2, 6).requires_grad_()
             (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
-            twin.backward(slope.square().sum(), sync=micro == 1)
-        twin.step()
-        twin.zero_grad()
-        twin.note(model(twin.data(9, 2, 6)).detach())
+            training.backward(slope.square().sum(), sync=micro == 1)
+        training.step()
+        training.zero_grad()
+        training.note(model(training.data(9, 2, 6)).detach())
 
 
 SCRIPTS: list[Any] = [
@@ -185,9 +187,9 @@ def other_than_stage_2(script: Script, settings: list[Setting]) -> dict[str, Any
         outcomes = []
         tiers = {"offload": {"optimizer": "cpu"}} if "offload" in setting.config else {}
         for each in (Setting(2, setting.order, tiers), setting):
-            twin = ShardedTwin(each)
-            script(twin)
-            outcomes.append(twin.outcome())
+            training = ShardedTraining(each)
+            script(training)
+            outcomes.append(training.outcome())
         assert outcomes[0].keys() == outcomes[1].keys()
         found = [
             key
@@ -208,17 +210,17 @@ def test_kept_units_with_master_weights_and_in_tiers(ranks: Launcher) -> None:
             assert not wrong, dtype
 
 
-def rows_turned(twin: Twin) -> None:
+def rows_turned(training: PlainTraining) -> None:
     """Written after backward, in a way that leaves sums of the bytes as they were."""
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.1))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.1))
     for step in range(5):
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
+        training.backward(loss_of(model(training.data(step, 2, 6))))
         with torch.no_grad():
             model.blocks[1].up.weight.copy_(model.blocks[1].up.weight.flip(0))
-        twin.step()
-        twin.zero_grad()
+        training.step()
+        training.zero_grad()
 
 
 def test_rows_turned_after_backward_are_stepped_from(ranks: Launcher) -> None:
@@ -229,31 +231,31 @@ def test_rows_turned_after_backward_are_stepped_from(ranks: Launcher) -> None:
 
 def when_whole() -> dict[str, list[bool]]:
     """Units that are whole at points of a step, and after it."""
-    twin = ShardedTwin(KEPT)
+    training = ShardedTraining(KEPT)
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     found = {}
 
     def look(when: str) -> None:
-        found[when] = [unit.gathered for unit in twin.own.model.units]
+        found[when] = [unit.gathered for unit in training.own.model.units]
 
     for step in range(2):
         with torch.no_grad():
-            model(twin.data(7, 2, 6))
+            model(training.data(7, 2, 6))
         look(f"{step} evaluated")
-        micro_batch(twin, model, step, sync=False)
+        micro_batch(training, model, step, sync=False)
         look(f"{step} first")
         with torch.no_grad():
-            model(twin.data(8, 2, 6))
-        micro_batch(twin, model, step + 5)
+            model(training.data(8, 2, 6))
+        micro_batch(training, model, step + 5)
         look(f"{step} second")
         if step:
-            twin.reset()
+            training.reset()
             look("1 reset, second")
             with torch.no_grad():
-                model(twin.data(9, 2, 6))
-        twin.step()
+                model(training.data(9, 2, 6))
+        training.step()
         look(f"{step} stepped")
     return found
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.nets import Block, loss_of, seeded
-from tests.engine.twins import DEFAULTS, SETTINGS, Setting, Twin, play
+from tests.engine.trainings import DEFAULTS, SETTINGS, PlainTraining, Setting, play
 from tests.launcher import Launcher
 
 
@@ -34,32 +34,32 @@ class Repeated(nn.Module):
         return out
 
 
-def blocks_used_again(twin: Twin, times: int, micro: int) -> None:
+def blocks_used_again(training: PlainTraining, times: int, micro: int) -> None:
     model = seeded(Repeated, times)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
     for step in range(3):
         for number in range(micro):
-            loss = loss_of(model(twin.data(micro * step + number, 2, 6)))
-            twin.note(loss)
-            twin.backward(loss, sync=number == micro - 1)
-        twin.note(*twin.gradients())
-        twin.clip(1.0)
-        twin.step()
-        twin.zero_grad()
+            loss = loss_of(model(training.data(micro * step + number, 2, 6)))
+            training.note(loss)
+            training.backward(loss, sync=number == micro - 1)
+        training.note(*training.gradients())
+        training.clip(1.0)
+        training.step()
+        training.zero_grad()
 
 
-def used_again_on_one_rank(twin: Twin) -> None:
+def used_again_on_one_rank(training: PlainTraining) -> None:
     """Only one rank's block is used again: the other ranks reduce the late gradient with it (stages 0 to 2)."""
     model = seeded(Repeated)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False))
     for step in range(4):
-        loss = loss_of(model(twin.data(step, 2, 6), step % 2 if twin.rank == step // 2 else -1))
-        twin.backward(loss)
-        twin.note(*twin.gradients())
-        twin.step()
-        twin.zero_grad()
+        loss = loss_of(model(training.data(step, 2, 6), step % 2 if training.rank == step // 2 else -1))
+        training.backward(loss)
+        training.note(*training.gradients())
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize("micro", [1, 2])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import DEFAULTS, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.comm.store import BarrierError
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
@@ -21,12 +21,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05, foreach=False)
 
 
-def train_one(twin: Twin, step: int) -> None:
-    loss = loss_of(twin.module(twin.data(step, 2, 6)))
-    twin.note(loss)
-    twin.backward(loss)
-    twin.step()
-    twin.zero_grad()
+def train_one(training: PlainTraining, step: int) -> None:
+    loss = loss_of(training.module(training.data(step, 2, 6)))
+    training.note(loss)
+    training.backward(loss)
+    training.step()
+    training.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------------- collection
@@ -34,29 +34,29 @@ def train_one(twin: Twin, step: int) -> None:
 
 def watched_engine(stage: int, end: str) -> dict[str, weakref.ref[Any]]:
     """References to the parts of an engine that ends after a step, in the midst of one, or after `detach`."""
-    twin = ShardedTwin(DEFAULTS[stage])
+    training = ShardedTraining(DEFAULTS[stage])
     model = net()
-    twin.shard(model)
-    twin.attach(adamw(model.parameters()))
-    train_one(twin, 0)
+    training.shard(model)
+    training.attach(adamw(model.parameters()))
+    train_one(training, 0)
     with torch.no_grad():
-        model(twin.data(0, 2, 6))
+        model(training.data(0, 2, 6))
     with GatheredParameters(model.parameters(), modifier_rank=0):
         pass
     if end == "backward":
-        loss_of(model(twin.data(1, 2, 6))).backward()
+        loss_of(model(training.data(1, 2, 6))).backward()
     elif end == "forward":
-        model(twin.data(1, 2, 6))
+        model(training.data(1, 2, 6))
     elif end == "detached":
-        twin.own.detach()
-    parts = twin.own.model
+        training.own.detach()
+    parts = training.own.model
     watched: dict[str, Any] = {
         "module": model,
         "parameter": model.scale,
         "parameter of a unit": model.blocks[0].up.weight,
-        "engine": twin.own,
+        "engine": training.own,
         "model": parts,
-        "optimizer": twin.optimizers[0],
+        "optimizer": training.optimizers[0],
         "reducer": parts.reducer,
         "gradients": parts.gradients[-1],
     }
@@ -81,18 +81,18 @@ def test_a_dropped_engine_is_collected(ranks: Launcher, stage: int) -> None:
 
 def detached_survivors(stage: int) -> list[bool]:
     """Detached optimizers and their states are alive while the engine goes on."""
-    twin = ShardedTwin(DEFAULTS[stage])
+    training = ShardedTraining(DEFAULTS[stage])
     model = net()
-    twin.shard(model)
+    training.shard(model)
     alive = []
     for step in range(2):
         optimizer = adamw(model.parameters())
-        twin.attach(optimizer)
-        train_one(twin, step)
-        moment = next(iter(twin.own.optimizers[0].state.values()))["exp_avg"]
-        refs = [weakref.ref(optimizer), weakref.ref(twin.own.optimizers[0]), weakref.ref(moment)]
-        twin.own.detach()
-        twin.optimizers.clear()
+        training.attach(optimizer)
+        train_one(training, step)
+        moment = next(iter(training.own.optimizers[0].state.values()))["exp_avg"]
+        refs = [weakref.ref(optimizer), weakref.ref(training.own.optimizers[0]), weakref.ref(moment)]
+        training.own.detach()
+        training.optimizers.clear()
         del optimizer, moment
         gc.collect()
         alive += [ref() is not None for ref in refs]
@@ -108,38 +108,38 @@ def test_a_detached_optimizer_is_collected(ranks: Launcher, stage: int) -> None:
 # ------------------------------------------------------------------------------------------ detach and attach
 
 
-def detach(twin: Twin) -> None:
-    if isinstance(twin, ShardedTwin):
-        twin.own.detach()
-    twin.optimizers.clear()
+def detach(training: PlainTraining) -> None:
+    if isinstance(training, ShardedTraining):
+        training.own.detach()
+    training.optimizers.clear()
 
 
-def other_optimizers_in_turn(twin: Twin) -> None:
+def other_optimizers_in_turn(training: PlainTraining) -> None:
     """Another class, other groups, the same object again: states are dropped, parameters go on."""
     model = net()
-    twin.shard(model)
+    training.shard(model)
     first = adamw(model.parameters())
-    twin.attach(first)
-    train_one(twin, 0)
-    train_one(twin, 1)
-    detach(twin)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    train_one(twin, 2)
-    twin.backward(loss_of(model(twin.data(3, 2, 6))))  # a gradient stays for the next optimizers
-    detach(twin)
-    twin.attach(adamw(model.blocks.parameters()), adamw([*model.stem.parameters(), *model.head.parameters()]))
+    training.attach(first)
+    train_one(training, 0)
+    train_one(training, 1)
+    detach(training)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    train_one(training, 2)
+    training.backward(loss_of(model(training.data(3, 2, 6))))  # a gradient stays for the next optimizers
+    detach(training)
+    training.attach(adamw(model.blocks.parameters()), adamw([*model.stem.parameters(), *model.head.parameters()]))
     model.scale.requires_grad_(False)
-    twin.note(*twin.gradients())
-    twin.step()
-    twin.zero_grad()
-    train_one(twin, 4)
-    detach(twin)
+    training.note(*training.gradients())
+    training.step()
+    training.zero_grad()
+    train_one(training, 4)
+    detach(training)
     model.scale.requires_grad_(True)
     first.state.clear()  # what `detach` drops
-    twin.attach(first)
+    training.attach(first)
     model.scale.grad = None
-    train_one(twin, 5)
-    train_one(twin, 6)
+    train_one(training, 5)
+    train_one(training, 6)
 
 
 def test_optimizers_are_detached_and_attached(ranks: Launcher) -> None:
@@ -149,15 +149,15 @@ def test_optimizers_are_detached_and_attached(ranks: Launcher) -> None:
 
 def traces_of_detached(stage: int) -> dict[str, Any]:
     """State that `detach` leaves on an optimizer: groups are the module's parameters, without hooks of the engine."""
-    twin = ShardedTwin(DEFAULTS[stage])
+    training = ShardedTraining(DEFAULTS[stage])
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = adamw(model.parameters())
     before = hooks_of(optimizer)
-    twin.attach(optimizer)
-    train_one(twin, 0)
+    training.attach(optimizer)
+    train_one(training, 0)
     during = hooks_of(optimizer)
-    twin.own.detach()
+    training.own.detach()
     mine = all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
     return {
         "before": before,
@@ -192,15 +192,15 @@ def test_detach_leaves_a_plain_optimizer(ranks: Launcher) -> None:
 
 def meetings() -> list[str]:
     """Meetings that one rank misses, of either rank and twice in a row; those after them take place."""
-    twin = ShardedTwin(DEFAULTS[3])
+    training = ShardedTraining(DEFAULTS[3])
     model = net()
-    twin.shard(model)
-    twin.own.mesh.barrier.timeout = 0.5
+    training.shard(model)
+    training.own.mesh.barrier.timeout = 0.5
     expected = {name: value.clone() for name, value in net().state_dict().items()}
     found: list[str] = []
     for absent in ([1], [0], [1, 1]):
         for other in absent:
-            if twin.rank != other:
+            if training.rank != other:
                 try:
                     model.state_dict()
                     found.append("not noticed")
@@ -208,13 +208,15 @@ def meetings() -> list[str]:
                     if f"rank(s) [{other}] did not come" not in str(error):
                         found.append(str(error))
             dist.barrier()
-        twin.reset()
+        training.reset()
         state = model.state_dict()
         found += [name for name, value in expected.items() if not torch.equal(value, state[name])]
         with GatheredParameters(model.head.weight):
             if not torch.equal(model.head.weight, expected["head.weight"]):
                 found.append("gathered")
-        found += [name for name, value in twin.own.full_state_dict().items() if not torch.equal(value, expected[name])]
+        found += [
+            name for name, value in training.own.full_state_dict().items() if not torch.equal(value, expected[name])
+        ]
     return found
 
 

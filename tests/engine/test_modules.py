@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.engine.nets import Block, loss_of, net, seeded
-from tests.engine.twins import DEFAULTS, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -79,21 +79,21 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], 
 }
 
 
-def stack(twin: Twin, kind: str) -> None:
+def stack(training: PlainTraining, kind: str) -> None:
     make, call = MODULES[kind]
     model = seeded(Stack, make, call)
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False))
     for step in range(3):
-        loss = loss_of(model(twin.data(step, 3, 6)))
-        twin.note(loss)
-        twin.backward(loss)
-        twin.note(twin.clip(0.5))
-        twin.step()
-        twin.zero_grad()
+        loss = loss_of(model(training.data(step, 3, 6)))
+        training.note(loss)
+        training.backward(loss)
+        training.note(training.clip(0.5))
+        training.step()
+        training.zero_grad()
     model.eval()
     with torch.no_grad():
-        twin.note(model(twin.data(9, 3, 6)))
+        training.note(model(training.data(9, 3, 6)))
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -119,21 +119,21 @@ class Eager(nn.Module):
         return x
 
 
-def in_place_on_the_input(twin: Twin) -> None:
+def in_place_on_the_input(training: PlainTraining) -> None:
     model = nn.Sequential(nn.Linear(6, 6), *(seeded(Eager, seed=number) for number in range(2)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model[0] = nn.Linear(6, 6)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(3):
-        x = model[0](twin.data(step, 2, 6))
-        scale = model[0](twin.data(20 + step, 2, 6)) * 0.1
+        x = model[0](training.data(step, 2, 6))
+        scale = model[0](training.data(20 + step, 2, 6)) * 0.1
         loss = loss_of(model[2](model[1](x, scale)) + scale)
-        twin.note(loss)
-        twin.backward(loss)
-        twin.step()
-        twin.zero_grad()
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
 
 
 def test_modules_that_know_each_other() -> None:
@@ -156,15 +156,15 @@ def test_a_unit_may_change_its_input_in_place(ranks: Launcher) -> None:
 # --------------------------------------------------------------------------------------- weights changed by hand
 
 
-def weights_changed_in_place(twin: Twin) -> None:
+def weights_changed_in_place(training: PlainTraining) -> None:
     """Weight clipping, re-initialisation, an average copied in: all ranks alike, parameters whole (stages 0 to 2)."""
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(4):
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
-        twin.step()
-        twin.zero_grad()
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.step()
+        training.zero_grad()
         with torch.no_grad():
             if step == 0:
                 for p in model.parameters():
@@ -174,7 +174,7 @@ def weights_changed_in_place(twin: Twin) -> None:
                 model.scale.data.fill_(0.7)
             elif step == 2:
                 nn.init.constant_(model.blocks[1].up.bias, 0.25)
-        twin.note(model(twin.data(30, 2, 6)))
+        training.note(model(training.data(30, 2, 6)))
 
 
 def test_weights_changed_in_place(ranks: Launcher) -> None:
@@ -208,23 +208,23 @@ def test_low_precision_weights_changed_in_place_are_not_lost(ranks: Launcher, st
 # --------------------------------------------------------------------------------- unfrozen where nobody looks
 
 
-def unfrozen_and_called_directly(twin: Twin) -> None:
+def unfrozen_and_called_directly(training: PlainTraining) -> None:
     """Unfrozen between steps, and the root's forward is never called."""
     model = net()
     model.blocks[0].requires_grad_(False)
-    twin.shard(model)
-    twin.attach(torch.optim.Adagrad(model.blocks.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.Adagrad(model.blocks.parameters(), lr=0.05, foreach=False))
     model.stem.requires_grad_(False)
     model.head.requires_grad_(False)
     model.scale.requires_grad_(False)
     for step in range(4):
         model.blocks[0].requires_grad_(step % 2 == 1)
-        x = twin.data(step, 2, 6)
+        x = training.data(step, 2, 6)
         for block in model.blocks:
             x = block(x)
-        twin.backward(loss_of(x))
-        twin.step()
-        twin.zero_grad()
+        training.backward(loss_of(x))
+        training.step()
+        training.zero_grad()
 
 
 def test_unfrozen_and_called_directly(ranks: Launcher) -> None:
@@ -234,7 +234,7 @@ def test_unfrozen_and_called_directly(ranks: Launcher) -> None:
 
 def unfrozen_in_low_precision(stage: int) -> list[str]:
     """State that an optimizer makes at once (Adagrad) outlives the making of a master weight."""
-    twin = ShardedTwin(Setting(stage, "per_micro_batch"))
+    training = ShardedTraining(Setting(stage, "per_micro_batch"))
     model = net()
     model.blocks[0].requires_grad_(False)
     engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}), compute_dtype=torch.bfloat16)
@@ -242,7 +242,7 @@ def unfrozen_in_low_precision(stage: int) -> list[str]:
     engine.attach(optimizer)
     for step in range(3):
         model.blocks[0].requires_grad_(step > 0)
-        loss_of(model(twin.data(step, 2, 6).bfloat16()).float()).backward()
+        loss_of(model(training.data(step, 2, 6).bfloat16()).float()).backward()
         optimizer.step()
         optimizer.zero_grad()
     state = engine.full_optimizer_state(optimizer)
@@ -275,14 +275,14 @@ class Buffered(nn.Module):
         return self.layer(x) * self.spread[0] * self.flag + self.turned.sum()
 
 
-def awkward_buffers(twin: Twin) -> None:
+def awkward_buffers(training: PlainTraining) -> None:
     model = seeded(Buffered)
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.01, foreach=False))
     for step in range(2):
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
-        twin.step()
-        twin.zero_grad()
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.step()
+        training.zero_grad()
 
 
 def test_awkward_buffers(ranks: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""The state of every optimizer through checkpoints and whole dicts, next to a plain twin that keeps its own."""
+"""The state of every optimizer through checkpoints and whole dicts, next to a plain training that keeps its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.twins import DEFAULTS, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -34,40 +34,40 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def train_one(twin: Twin, step: int) -> None:
-    loss = loss_of(twin.module(twin.data(step, 2, 6)))
-    twin.note(loss)
-    twin.backward(loss)
-    twin.step()
-    twin.zero_grad()
+def train_one(training: PlainTraining, step: int) -> None:
+    loss = loss_of(training.module(training.data(step, 2, 6)))
+    training.note(loss)
+    training.backward(loss)
+    training.step()
+    training.zero_grad()
 
 
-def saved_and_loaded(twin: Twin, name: str, frozen: bool, folder: str) -> None:
-    """The sharded twin spoils what it has after each save and each copy, and loads it back."""
+def saved_and_loaded(training: PlainTraining, name: str, frozen: bool, folder: str) -> None:
+    """The sharded training spoils what it has after each save and each copy, and loads it back."""
     model = net(depth=2)
     for p in [model.stem.weight, *model.blocks[1].parameters()] if frozen else []:
         p.requires_grad_(False)
-    twin.shard(model)
+    training.shard(model)
     optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
     for group in optimizer.param_groups:
         group["foreach"] = False
-    twin.attach(optimizer)
-    train_one(twin, 0)
+    training.attach(optimizer)
+    train_one(training, 0)
     for round_ in range(2):
-        train_one(twin, 1 + round_)
-        if isinstance(twin, ShardedTwin):
+        train_one(training, 1 + round_)
+        if isinstance(training, ShardedTraining):
             spoil = partial(_spoil, model, optimizer, 50 + round_)
-            path = f"{folder} {twin.setting.stage} {twin.setting.order} {round_}"
+            path = f"{folder} {training.setting.stage} {training.setting.order} {round_}"
             if round_:
-                weights, state = twin.own.full_state_dict(), twin.own.optimizer_state_dict(optimizer)
+                weights, state = training.own.full_state_dict(), training.own.optimizer_state_dict(optimizer)
                 spoil()
                 model.load_state_dict(weights)
-                twin.own.load_optimizer_state_dict(optimizer, state)
+                training.own.load_optimizer_state_dict(optimizer, state)
             else:
-                twin.own.save(path)
+                training.own.save(path)
                 spoil()
-                twin.own.load(path)
-    train_one(twin, 4)
+                training.own.load(path)
+    train_one(training, 4)
 
 
 def _spoil(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -124,18 +124,18 @@ def adam_first() -> str:
 
 def without_state(folder: str, stage: int) -> list[int]:
     """Number of parameters with state: after training, and after loading what was saved before it."""
-    twin = ShardedTwin(Setting(stage, "per_micro_batch"))
+    training = ShardedTraining(Setting(stage, "per_micro_batch"))
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    twin.attach(optimizer)
-    twin.own.save(folder)
-    expected = twin.own.full_state_dict()
-    train_one(twin, 0)
-    trained = len(twin.own.full_optimizer_state(optimizer))
-    twin.own.load(folder)
-    loaded = len(twin.own.full_optimizer_state(optimizer))
-    changed = [n for n, value in twin.own.full_state_dict().items() if not torch.equal(value, expected[n])]
+    training.attach(optimizer)
+    training.own.save(folder)
+    expected = training.own.full_state_dict()
+    train_one(training, 0)
+    trained = len(training.own.full_optimizer_state(optimizer))
+    training.own.load(folder)
+    loaded = len(training.own.full_optimizer_state(optimizer))
+    changed = [n for n, value in training.own.full_state_dict().items() if not torch.equal(value, expected[n])]
     return [trained, loaded, len(changed)]
 
 
@@ -194,12 +194,12 @@ def test_a_checkpoint_without_state_clears_it(ranks: Launcher, tmp_path: Path) -
 
 
 def other_family(folder: str) -> str:
-    twin = ShardedTwin(Setting(1, "per_micro_batch"))
+    training = ShardedTraining(Setting(1, "per_micro_batch"))
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
-    train_one(twin, 0)
-    twin.own.save(folder)
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
+    train_one(training, 0)
+    training.own.save(folder)
     other = net()
     engine = ZeroEngine(other, load_config(stage=1))
     engine.attach(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
@@ -228,13 +228,13 @@ class Counting(Net):
 
 
 def extra_state(folder: str, stage: int) -> list[Any]:
-    twin = ShardedTwin(Setting(stage, "per_micro_batch"))
+    training = ShardedTraining(Setting(stage, "per_micro_batch"))
     model = Counting()
-    twin.shard(model)
+    training.shard(model)
     model.calls = 7
-    twin.own.save(folder)
+    training.own.save(folder)
     model.calls = 1
-    twin.own.load(folder)
+    training.own.load(folder)
     loaded = model.calls
     model.calls = 9
     state = model.state_dict()

@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import DEFAULTS, Script, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
 
-def one_step(twin: Twin, model: nn.Module, step: int) -> None:
-    loss = loss_of(model(twin.data(step, 2, 6)))
-    twin.note(loss)
-    twin.backward(loss)
+def one_step(training: PlainTraining, model: nn.Module, step: int) -> None:
+    loss = loss_of(model(training.data(step, 2, 6)))
+    training.note(loss)
+    training.backward(loss)
 
 
-def train(twin: Twin, make: Make, steps: int = 3, unused: bool = True) -> None:
+def train(training: PlainTraining, make: Make, steps: int = 3, unused: bool = True) -> None:
     model = net()
     model.spare = nn.Parameter(torch.ones(3))
-    twin.shard(model)
-    twin.attach(make(model.parameters()))
+    training.shard(model)
+    training.attach(make(model.parameters()))
     for step in range(steps):
-        one_step(twin, model, step)
-        twin.step()
-        twin.zero_grad()
+        one_step(training, model, step)
+        training.step()
+        training.zero_grad()
 
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -55,9 +55,9 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 FUSED = ("SGD momentum", "Adam", "Adam amsgrad", "AdamW", "AdamW lr tensor", "Adagrad")
 
 
-def every_optimizer(twin: Twin, name: str, foreach: bool) -> None:
+def every_optimizer(training: PlainTraining, name: str, foreach: bool) -> None:
     cls, options = OPTIMIZERS[name]
-    train(twin, partial(cls, foreach=foreach, **options))
+    train(training, partial(cls, foreach=foreach, **options))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -68,9 +68,9 @@ def test_every_elementwise_optimizer_of_torch(ranks: Launcher, name: str) -> Non
             assert not wrong, (name, foreach)
 
 
-def every_fused_optimizer(twin: Twin, name: str) -> None:
+def every_fused_optimizer(training: PlainTraining, name: str) -> None:
     cls, options = OPTIMIZERS[name]
-    train(twin, partial(cls, fused=True, **options))
+    train(training, partial(cls, fused=True, **options))
 
 
 def test_fused_optimizers(ranks: Launcher) -> None:
@@ -82,18 +82,18 @@ def test_fused_optimizers(ranks: Launcher) -> None:
 # ------------------------------------------------------------------------------------- when and with what state
 
 
-def made_before_the_engine(twin: Twin) -> None:
+def made_before_the_engine(training: PlainTraining) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    twin.shard(model)
-    twin.attach(optimizer)
+    training.shard(model)
+    training.attach(optimizer)
     for step in range(3):
-        one_step(twin, model, step)
-        twin.step()
-        twin.zero_grad()
+        one_step(training, model, step)
+        training.step()
+        training.zero_grad()
 
 
-def with_existing_state(twin: Twin) -> None:
+def with_existing_state(training: PlainTraining) -> None:
     """Trained alone on the same data first; then sharded with its state."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False, amsgrad=True)
@@ -101,22 +101,22 @@ def with_existing_state(twin: Twin) -> None:
         loss_of(model(torch.linspace(-1, 1, 12 * (step + 1)).view(-1, 6))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    twin.shard(model)
-    twin.attach(optimizer)
+    training.shard(model)
+    training.attach(optimizer)
     for step in range(3):
-        one_step(twin, model, step)
-        twin.step()
-        twin.zero_grad()
+        one_step(training, model, step)
+        training.step()
+        training.zero_grad()
 
 
-def groups_and_later_groups(twin: Twin) -> None:
+def groups_and_later_groups(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
+    training.shard(model)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors[:4], "lr": 0.1}]
     optimizer = torch.optim.AdamW(groups, lr=0.05, foreach=False)
-    twin.attach(optimizer)
+    training.attach(optimizer)
     for p in [*vectors[4:], model.scale]:
         p.requires_grad_(False)
     for step in range(4):
@@ -124,43 +124,43 @@ def groups_and_later_groups(twin: Twin) -> None:
             for p in [*vectors[4:], model.scale]:
                 p.requires_grad_(True)
             optimizer.add_param_group({"params": [*vectors[4:], model.scale], "lr": 0.2})
-        one_step(twin, model, step)
-        twin.step()
-        twin.zero_grad()
-        twin.note([[p.shape for p in group["params"]] for group in optimizer.param_groups])
+        one_step(training, model, step)
+        training.step()
+        training.zero_grad()
+        training.note([[p.shape for p in group["params"]] for group in optimizer.param_groups])
 
 
-def schedulers(twin: Twin) -> None:
+def schedulers(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    twin.attach(optimizer)
+    training.attach(optimizer)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
     cycle = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=True)
     for step in range(5):
-        one_step(twin, model, step)
-        twin.step()
-        twin.zero_grad()
+        one_step(training, model, step)
+        training.step()
+        training.zero_grad()
         warm.step()
         cycle.step()
-        twin.note(optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"])
+        training.note(optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"])
 
 
-def closures(twin: Twin) -> None:
+def closures(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    twin.attach(optimizer)
+    training.attach(optimizer)
     for step in range(4):
 
         def closure(step: int = step) -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(model(twin.data(step, 2, 6)))
-            twin.backward(loss)
-            twin.clip(1.0)
+            loss = loss_of(model(training.data(step, 2, 6)))
+            training.backward(loss)
+            training.clip(1.0)
             return loss
 
-        twin.note(optimizer.step(closure) if step % 2 else optimizer.step(closure=closure))
+        training.note(optimizer.step(closure) if step % 2 else optimizer.step(closure=closure))
 
 
 STARTS: list[Script] = [made_before_the_engine, with_existing_state, groups_and_later_groups, schedulers, closures]
@@ -186,13 +186,13 @@ class Adversaries(nn.Module):
         return self.critic(self.generator(x))
 
 
-def adversaries(twin: Twin, toggle: bool, through_root: bool) -> None:
+def adversaries(training: PlainTraining, toggle: bool, through_root: bool) -> None:
     """The generator's backward also reaches the critic: its gradients are dropped by `zero_grad`."""
     model = Adversaries()
-    twin.shard(model)
+    training.shard(model)
     players = torch.optim.AdamW(model.generator.parameters(), lr=0.05, foreach=False)
     judges = torch.optim.SGD(model.critic.parameters(), lr=0.05, momentum=0.9, foreach=False)
-    twin.attach(players, judges)
+    training.attach(players, judges)
 
     def only(part: nn.Module | None) -> None:
         if toggle:
@@ -200,26 +200,26 @@ def adversaries(twin: Twin, toggle: bool, through_root: bool) -> None:
                 p.requires_grad_(part is None or any(p is q for q in part.parameters()))
 
     for step in range(4):
-        x, truth = twin.data(2 * step, 2, 6), twin.data(2 * step + 1, 2, 6)
+        x, truth = training.data(2 * step, 2, 6), training.data(2 * step + 1, 2, 6)
         only(model.generator)
         score = model(x) if through_root else model.critic(model.generator(x))
         loss = loss_of(score)
-        twin.note(loss)
-        twin.backward(loss)
-        twin.note(twin.clip(0.5, optimizer=players))
-        twin.step(players)
-        twin.zero_grad(players)
+        training.note(loss)
+        training.backward(loss)
+        training.note(training.clip(0.5, optimizer=players))
+        training.step(players)
+        training.zero_grad(players)
         only(model.critic)
-        twin.zero_grad(judges)
+        training.zero_grad(judges)
         with torch.no_grad():
             made = model.generator(x)
         loss = loss_of(model.critic(made)) - loss_of(model.critic(truth))
-        twin.note(loss)
-        twin.backward(loss, sync=step != 1)
-        twin.clip_value(0.3, optimizer=judges)
-        twin.note([gradient is None for gradient in twin.gradients()])
-        twin.step(judges)
-        twin.zero_grad(judges)
+        training.note(loss)
+        training.backward(loss, sync=step != 1)
+        training.clip_value(0.3, optimizer=judges)
+        training.note([gradient is None for gradient in training.gradients()])
+        training.step(judges)
+        training.zero_grad(judges)
         only(None)
 
 
@@ -231,21 +231,21 @@ def test_two_optimizers_in_turn(ranks: Launcher, toggle: bool) -> None:
             assert not wrong, through_root
 
 
-def one_steps_more_often(twin: Twin) -> None:
+def one_steps_more_often(training: PlainTraining) -> None:
     """Gradients of the other optimizer stay until its own step."""
     model = net()
-    twin.shard(model)
+    training.shard(model)
     often = torch.optim.SGD(model.blocks.parameters(), lr=0.05, foreach=False)
     rest = [p for name, p in model.named_parameters() if not name.startswith("blocks")]
     seldom = torch.optim.AdamW(rest, lr=0.05, foreach=False)
-    twin.attach(often, seldom)
+    training.attach(often, seldom)
     for step in range(4):
-        one_step(twin, model, step)
-        twin.step(often)
-        twin.zero_grad(often)
+        one_step(training, model, step)
+        training.step(often)
+        training.zero_grad(often)
         if step % 2:
-            twin.step(seldom)
-            twin.zero_grad(seldom)
+            training.step(seldom)
+            training.zero_grad(seldom)
 
 
 def test_gradients_stay_for_the_optimizer_that_steps_later(ranks: Launcher) -> None:
@@ -256,19 +256,19 @@ def test_gradients_stay_for_the_optimizer_that_steps_later(ranks: Launcher) -> N
 # ---------------------------------------------------------------------------------------------------- clipping
 
 
-def clipping(twin: Twin, norm_type: float | str) -> None:
+def clipping(training: PlainTraining, norm_type: float | str) -> None:
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.05, foreach=False))
     for step in range(3):
-        one_step(twin, model, step)
-        twin.note(twin.clip([100.0, 0.5, 0.01][step], norm_type))
-        twin.step()
-        twin.zero_grad()
-        one_step(twin, model, 10 + step)
-        twin.clip_value(0.05 * step)
-        twin.step()
-        twin.zero_grad()
+        one_step(training, model, step)
+        training.note(training.clip([100.0, 0.5, 0.01][step], norm_type))
+        training.step()
+        training.zero_grad()
+        one_step(training, model, 10 + step)
+        training.clip_value(0.05 * step)
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf"), "inf"])
@@ -282,24 +282,24 @@ def nonfinite_norms(stage: int) -> dict[str, Any]:
     """Rank 1 alone has a bad value."""
     found: dict[str, Any] = {}
     for bad in (float("nan"), float("inf")):
-        twin = ShardedTwin(Setting(stage, "per_step" if stage < 2 else "per_micro_batch"))
+        training = ShardedTraining(Setting(stage, "per_step" if stage < 2 else "per_micro_batch"))
         model = net()
-        twin.shard(model)
-        twin.attach(torch.optim.SGD(model.parameters(), lr=0.05))
-        loss = loss_of(model(twin.data(0, 2, 6))) * (bad if twin.rank else 1.0)
+        training.shard(model)
+        training.attach(torch.optim.SGD(model.parameters(), lr=0.05))
+        loss = loss_of(model(training.data(0, 2, 6))) * (bad if training.rank else 1.0)
         loss.backward()
         for norm_type in (1.0, 2.0, float("inf")):
             try:
-                twin.own.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+                training.own.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
                 found[f"{bad} {norm_type}"] = "no error"
             except RuntimeError as error:
                 found[f"{bad} {norm_type}"] = str(error)
-            norm = twin.own.grad_norm(norm_type)
+            norm = training.own.grad_norm(norm_type)
             found[f"{bad} {norm_type} finite"] = norm.finite
     for name, call in {
-        "max_norm": lambda: twin.own.clip_grad_norm_(-1.0),
-        "clip_value": lambda: twin.own.clip_grad_value_(-1.0),
-        "norm_type": lambda: twin.own.clip_grad_norm_(1.0, 0.0),
+        "max_norm": lambda: training.own.clip_grad_norm_(-1.0),
+        "clip_value": lambda: training.own.clip_grad_value_(-1.0),
+        "norm_type": lambda: training.own.clip_grad_norm_(1.0, 0.0),
     }.items():
         try:
             call()
@@ -327,18 +327,18 @@ def test_a_norm_that_is_not_finite_is_a_flag_on_all_ranks(ranks: Launcher, stage
 def state_round_trip(stage: int, other: int) -> dict[str, Any]:
     """`optimizer_state_dict` of one engine goes into another and into a plain optimizer."""
     outcomes = []
-    twin = ShardedTwin(Setting(stage, "per_step" if stage < 2 else "per_micro_batch"))
+    training = ShardedTraining(Setting(stage, "per_step" if stage < 2 else "per_micro_batch"))
     model = net()
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    twin.attach(optimizer)
+    training.attach(optimizer)
     for step in range(2):
-        one_step(twin, model, step)
-        twin.step()
-        twin.zero_grad()
-    weights, state = twin.own.full_state_dict(), twin.own.optimizer_state_dict(optimizer)
-    for target in (twin, ShardedTwin(Setting(other, "per_micro_batch"))):
-        if target is not twin:
+        one_step(training, model, step)
+        training.step()
+        training.zero_grad()
+    weights, state = training.own.full_state_dict(), training.own.optimizer_state_dict(optimizer)
+    for target in (training, ShardedTraining(Setting(other, "per_micro_batch"))):
+        if target is not training:
             copied = net(seed=5)
             copied.load_state_dict(weights)
             target.shard(copied)
@@ -349,7 +349,7 @@ def state_round_trip(stage: int, other: int) -> dict[str, Any]:
             target.step()
             target.zero_grad()
         outcomes.append({k: v for k, v in target.outcome().items() if not k.startswith("note")})
-        twin.module.load_state_dict(weights)
+        training.module.load_state_dict(weights)
     plain = net(seed=5)
     plain.load_state_dict(weights)
     torch.optim.AdamW(plain.parameters(), lr=0.7).load_state_dict(state)

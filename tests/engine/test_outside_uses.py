@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import DEFAULTS, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 
@@ -20,21 +20,21 @@ def penalty(model: nn.Module) -> Tensor:
     return total
 
 
-def train_with_penalty(twin: Twin) -> None:
+def train_with_penalty(training: PlainTraining) -> None:
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(3):
-        with twin.scope():
-            loss = loss_of(model(twin.data(step, 2, 6)))
+        with training.scope():
+            loss = loss_of(model(training.data(step, 2, 6)))
             with GatheredParameters(model.parameters()):
                 loss = loss + 0.01 * penalty(model)
-        twin.note(loss)
-        twin.backward(loss)
-        twin.step()
-        twin.zero_grad()
-    if isinstance(twin, ShardedTwin) and twin.own.stage == 3:
-        assert not any(bucket.gathered for unit in twin.own.model.units for bucket in unit.buckets)
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
+    if isinstance(training, ShardedTraining) and training.own.stage == 3:
+        assert not any(bucket.gathered for unit in training.own.model.units for bucket in unit.buckets)
 
 
 def test_a_penalty_on_gathered_parameters_is_exact_at_every_stage(ranks: Launcher) -> None:
@@ -44,16 +44,16 @@ def test_a_penalty_on_gathered_parameters_is_exact_at_every_stage(ranks: Launche
 
 def complaints() -> list[str]:
     """Results of `check_loss` for a good loss, and for three that read released parameters."""
-    twin = ShardedTwin(STAGE_3)
+    training = ShardedTraining(STAGE_3)
     model = net()
-    twin.shard(model)
-    x = twin.data(0, 2, 6)
+    training.shard(model)
+    x = training.data(0, 2, 6)
     good = loss_of(model(x))
     found = []
     tied = nn.functional.linear(x, model.blocks[1].up.weight).sum() + loss_of(model(x))
     for loss in (good, good + penalty(model), good + model.blocks[0].up.weight.sum(), tied):
         try:
-            twin.own.check_loss(loss)
+            training.own.check_loss(loss)
         except RuntimeError as error:
             found.append(str(error))
         else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import Block, loss_of, net, seeded
-from tests.engine.twins import DEFAULTS, Script, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 
 EXACT_LOW_PRECISION = {
@@ -62,18 +62,18 @@ class Holder(nn.Module):
         return self.nothing * 2
 
 
-def every_kind(twin: Twin) -> None:
+def every_kind(training: PlainTraining) -> None:
     model = seeded(Zoo)
     before = {name: (id(p), p.shape, p.dtype, p.ndim, p.requires_grad) for name, p in model.named_parameters()}
-    twin.shard(model)
+    training.shard(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, foreach=False)
-    twin.attach(optimizer)
+    training.attach(optimizer)
     for step in range(3):
-        loss = loss_of(model(twin.data(step, 2, 6)))
-        twin.note(loss)
-        twin.backward(loss)
-        twin.step()
-        twin.zero_grad()
+        loss = loss_of(model(training.data(step, 2, 6)))
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
         after = {name: (id(p), p.shape, p.dtype, p.ndim, p.requires_grad) for name, p in model.named_parameters()}
         assert after == before
 
@@ -114,27 +114,27 @@ class Choosy(nn.Module):
         return x
 
 
-def train_choosy(twin: Twin, use: list[list[bool]]) -> None:
+def train_choosy(training: PlainTraining, use: list[list[bool]]) -> None:
     """`use[step][rank]` says who uses the extra parameters."""
     model = seeded(Choosy)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False, weight_decay=0.1))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False, weight_decay=0.1))
     for step, chosen in enumerate(use):
         for micro in range(2):
-            loss = loss_of(model(twin.data(2 * step + micro, 2, 6), chosen[twin.rank] and micro == step % 2))
-            twin.note(loss)
-            twin.backward(loss, sync=micro == 1)
-        twin.note(*twin.gradients())
-        twin.step()
-        twin.zero_grad()
+            loss = loss_of(model(training.data(2 * step + micro, 2, 6), chosen[training.rank] and micro == step % 2))
+            training.note(loss)
+            training.backward(loss, sync=micro == 1)
+        training.note(*training.gradients())
+        training.step()
+        training.zero_grad()
 
 
-def touched_on_one_rank(twin: Twin) -> None:
-    train_choosy(twin, [[True, False], [False, True], [True, True], [False, True]])
+def touched_on_one_rank(training: PlainTraining) -> None:
+    train_choosy(training, [[True, False], [False, True], [True, True], [False, True]])
 
 
-def touched_on_no_rank(twin: Twin) -> None:
-    train_choosy(twin, [[False, False], [True, True], [False, False], [True, False]])
+def touched_on_no_rank(training: PlainTraining) -> None:
+    train_choosy(training, [[False, False], [True, True], [False, False], [True, False]])
 
 
 class Branches(nn.Module):
@@ -151,16 +151,16 @@ class Branches(nn.Module):
         return self.out(x)
 
 
-def other_units_on_other_ranks(twin: Twin) -> None:
+def other_units_on_other_ranks(training: PlainTraining) -> None:
     model = seeded(Branches)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     orders = [([0, 1], [2]), ([3], [3, 0, 1, 2]), ([], [1]), ([1, 0], [0, 1]), ([2, 2], []), ([0, 1, 2], [3, 2, 1, 0])]
     for step, by_rank in enumerate(orders):
-        twin.backward(loss_of(model(twin.data(step, 2, 6), by_rank[twin.rank])))
-        twin.clip(2.0)
-        twin.step()
-        twin.zero_grad()
+        training.backward(loss_of(model(training.data(step, 2, 6), by_rank[training.rank])))
+        training.clip(2.0)
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize("script", [touched_on_one_rank, touched_on_no_rank], ids=lambda script: script.__name__)
@@ -178,38 +178,38 @@ def test_ranks_may_take_different_branches_below_stage_3(ranks: Launcher) -> Non
 # -------------------------------------------------------------------------------------- frozen and unfrozen
 
 
-def freezing_between_steps(twin: Twin) -> None:
+def freezing_between_steps(training: PlainTraining) -> None:
     """Frozen from the start, unfrozen, frozen again: in the root, in a unit, and a whole unit."""
     model = net()
     chosen = [*model.blocks[1].parameters(), model.blocks[0].up.weight, model.scale, model.head.bias]
     for p in chosen:
         p.requires_grad_(False)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(6):
         for p in chosen:
             p.requires_grad_(step in (2, 3, 5))
         for micro in range(2):
-            loss = loss_of(model(twin.data(2 * step + micro, 2, 6)))
-            twin.note(loss)
-            twin.backward(loss, sync=micro == 1)
-        twin.note([p.grad is None for p in model.parameters()])
-        twin.step()
-        twin.zero_grad()
+            loss = loss_of(model(training.data(2 * step + micro, 2, 6)))
+            training.note(loss)
+            training.backward(loss, sync=micro == 1)
+        training.note([p.grad is None for p in model.parameters()])
+        training.step()
+        training.zero_grad()
 
 
-def only_the_head_is_trained(twin: Twin) -> None:
+def only_the_head_is_trained(training: PlainTraining) -> None:
     """Units whose inputs and parameters need no gradient."""
     model = net()
     for p in [*model.stem.parameters(), *model.blocks.parameters()]:
         p.requires_grad_(False)
-    twin.shard(model)
-    twin.attach(torch.optim.SGD(model.head.parameters(), lr=0.05, foreach=False))
-    twin.optimizers[0].add_param_group({"params": [model.scale]})
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.head.parameters(), lr=0.05, foreach=False))
+    training.optimizers[0].add_param_group({"params": [model.scale]})
     for step in range(3):
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
-        twin.step()
-        twin.zero_grad()
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.step()
+        training.zero_grad()
 
 
 class Adapter(nn.Module):
@@ -225,19 +225,19 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def adapters_on_a_frozen_base(twin: Twin) -> None:
+def adapters_on_a_frozen_base(training: PlainTraining) -> None:
     model = net().requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         for block in model.blocks:
             block.up = Adapter(block.up)
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, foreach=False))
     for step in range(3):
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
-        twin.clip(0.5)
-        twin.step()
-        twin.zero_grad()
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.clip(0.5)
+        training.step()
+        training.zero_grad()
 
 
 FROZEN: list[Script] = [freezing_between_steps, only_the_head_is_trained, adapters_on_a_frozen_base]
@@ -281,17 +281,17 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def tied_parameters(twin: Twin) -> None:
+def tied_parameters(training: PlainTraining) -> None:
     model = seeded(Tied)
-    twin.shard(model)
+    training.shard(model)
     assert model.head.weight is model.embedding.weight
     assert model.pairs[0].one.up.weight is model.pairs[0].two.up.weight
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(3):
-        twin.note(loss_of(model(twin.data(step, 2, 6))))
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
-        twin.step()
-        twin.zero_grad()
+        training.note(loss_of(model(training.data(step, 2, 6))))
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.step()
+        training.zero_grad()
 
 
 def test_ties_within_and_across_units(ranks: Launcher) -> None:
@@ -301,9 +301,9 @@ def test_ties_within_and_across_units(ranks: Launcher) -> None:
 
 
 def layout_of_ties() -> dict[str, list[str]]:
-    twin = ShardedTwin(Setting(3, "per_micro_batch", {"units": {"classes": ["Block", "Pair"]}}))
-    twin.shard(seeded(Tied))
-    return {unit.name: [name for bucket in unit.buckets for name in bucket.names] for unit in twin.own.model.units}
+    training = ShardedTraining(Setting(3, "per_micro_batch", {"units": {"classes": ["Block", "Pair"]}}))
+    training.shard(seeded(Tied))
+    return {unit.name: [name for bucket in unit.buckets for name in bucket.names] for unit in training.own.model.units}
 
 
 def test_a_tie_belongs_to_the_common_ancestor(ranks: Launcher) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import Block, loss_of, seeded
-from tests.engine.twins import KEPT, SETTINGS, Setting, Twin, play
+from tests.engine.trainings import KEPT, SETTINGS, PlainTraining, Setting, play
 from tests.launcher import Launcher
 
 STEPS = 5
@@ -42,17 +42,17 @@ class Expert(Block):
         return x * self.gain if extra else x
 
 
-def random_script(twin: Twin, seed: int, branches: bool) -> None:
+def random_script(training: PlainTraining, seed: int, branches: bool) -> None:
     """All ranks draw the same script; with `branches`, each its own way through the model."""
-    common, own = random.Random(seed), random.Random(1000 * seed + (twin.rank if branches else 0))
+    common, own = random.Random(seed), random.Random(1000 * seed + (training.rank if branches else 0))
     model = seeded(Experts)
     frozen = [p for p in model.parameters() if common.random() < 0.15]
     for p in frozen:
         p.requires_grad_(False)
-    twin.shard(model)
+    training.shard(model)
     first = torch.optim.SGD(model.experts.parameters(), lr=0.02, momentum=0.9, foreach=False)
     second = torch.optim.SGD([model.extra, *model.out.parameters()], lr=0.02, momentum=0.5, foreach=False)
-    twin.attach(first, second)
+    training.attach(first, second)
     batch = 0
     for _ in range(STEPS):
         for p in frozen:
@@ -62,30 +62,32 @@ def random_script(twin: Twin, seed: int, branches: bool) -> None:
             batch += 1
             order = [own.randrange(4) for _ in range(own.randint(0, 4))]
             extra = own.random() < 0.5
-            output = model(twin.data(batch, 2, 6), order, extra)
+            output = model(training.data(batch, 2, 6), order, extra)
             sync, twice = common.random() < 0.5, common.random() < 0.2
-            twin.note(output)
-            twin.backward(loss_of(output), sync=sync, retain_graph=twice)
+            training.note(output)
+            training.backward(loss_of(output), sync=sync, retain_graph=twice)
             if twice:
-                twin.backward(output.square().sum(), sync=common.random() < 0.5)
+                training.backward(output.square().sum(), sync=common.random() < 0.5)
             what = common.random()
             if what < 0.1:
-                twin.zero_grad(set_to_none=common.random() < 0.5)
+                training.zero_grad(set_to_none=common.random() < 0.5)
             elif what < 0.15:
-                twin.assign(model.out.bias, None)
+                training.assign(model.out.bias, None)
             elif what < 0.2:
-                twin.assign(model.out.bias, torch.full((6,), 0.1))
+                training.assign(model.out.bias, torch.full((6,), 0.1))
             elif what < 0.3:
                 with torch.no_grad():
-                    twin.note(model(twin.data(batch, 2, 6), [0, 1], True))
+                    training.note(model(training.data(batch, 2, 6), [0, 1], True))
             elif what < 0.4:
-                twin.note(*torch.autograd.grad(loss_of(model(twin.data(batch, 2, 6), [], True)), [model.out.weight]))
+                training.note(
+                    *torch.autograd.grad(loss_of(model(training.data(batch, 2, 6), [], True)), [model.out.weight])
+                )
         if common.random() < 0.3:
-            twin.clip(1.0, optimizer=common.choice([first, second]))
+            training.clip(1.0, optimizer=common.choice([first, second]))
         stepping = common.choice([[first], [second], [first, second], [first, second]])
-        twin.step(*stepping)
-        twin.zero_grad(*stepping, set_to_none=common.random() < 0.7)
-    twin.note(*twin.gradients())
+        training.step(*stepping)
+        training.zero_grad(*stepping, set_to_none=common.random() < 0.7)
+    training.note(*training.gradients())
 
 
 @pytest.mark.parametrize("seed", range(5))

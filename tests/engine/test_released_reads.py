@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import Setting, ShardedTwin
+from tests.engine.trainings import Setting, ShardedTraining
 from tests.launcher import Launcher
 from zero_strategy import fsdp as sharding
 
 NAME = "blocks.1.up.weight"
 
 
-def released() -> tuple[ShardedTwin, nn.Module, nn.Parameter]:
-    twin, model = ShardedTwin(Setting(3, "per_micro_batch")), net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
-    return twin, model, model.get_parameter(NAME)
+def released() -> tuple[ShardedTraining, nn.Module, nn.Parameter]:
+    training, model = ShardedTraining(Setting(3, "per_micro_batch")), net()
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05))
+    return training, model, model.get_parameter(NAME)
 
 
 def several(tensor: Tensor) -> list[Tensor]:
@@ -97,7 +97,7 @@ def test_values_that_leave_the_process_are_an_error(ranks: Launcher) -> None:
 
 def uses() -> dict[str, Any]:
     """Results of computations with released values are NaN, with one warning; metadata is what it is, without any."""
-    twin, model, p = released()
+    training, model, p = released()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet = [p.shape, p.dtype, p.device, p.numel(), p.requires_grad, p.grad is None, p.is_leaf, p.dim(), len(p)]
@@ -112,9 +112,9 @@ def uses() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            loss_of(model(twin.data(0, 2, 6))).backward()
-            twin.step()
-            twin.zero_grad()
+            loss_of(model(training.data(0, 2, 6))).backward()
+            training.step()
+            training.zero_grad()
     return {
         "quiet": len(quiet), "same": same, "silent": silent, "nan": [bool(value.isnan()) for value in values],
         "texts": texts, "whole": whole, "type": type(p).__name__,
@@ -134,12 +134,12 @@ def calls_in_a_step() -> int:
     """Calls of `__torch_function__` in a training step."""
     from zero_strategy.fsdp.released import ReleasedParameter
 
-    twin, model, _ = released()
+    training, model, _ = released()
 
     def step() -> None:
-        loss_of(model(twin.data(0, 2, 6))).backward()
-        twin.step()
-        twin.zero_grad()
+        loss_of(model(training.data(0, 2, 6))).backward()
+        training.step()
+        training.zero_grad()
 
     step()
     step()

@@ -1,4 +1,4 @@
-"""Parts of a divided model that users access: whole gradients, states, weights; precision, tiers, meta tensors."""
+"""Parts of a divided model that users access: full gradients, states, weights; precision, tiers, meta tensors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def gradients_and_states(stage: int, expected: dict[str, Tensor], state: dict[st
 
 
 def assigned_gradients(stage: int) -> None:
-    """A whole gradient, and a `DTensor`; what is written is what a step uses."""
+    """A full gradient, and a `DTensor`; what is written is what a step uses."""
     model, engine, _, copy_ = begin(stage)
     loss_of(model, tokens(copy_, 0, 0)).backward()
     for name in WATCHED:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import DEFAULTS, KEPT, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -29,19 +29,19 @@ def optimizers(model: nn.Module) -> list[Optimizer]:
     ]
 
 
-def alternate(twin: Twin) -> None:
-    model: Any = twin.shard(net())
+def alternate(training: PlainTraining) -> None:
+    model: Any = training.shard(net())
     made = optimizers(model)
-    twin.attach(*made)
+    training.attach(*made)
     for step in range(7):
-        loss = loss_of(model(twin.data(step, 2, 6)))
-        twin.note(loss)
-        twin.backward(loss)
+        loss = loss_of(model(training.data(step, 2, 6)))
+        training.note(loss)
+        training.backward(loss)
         if step == 5:
-            twin.clip_value(0.1, optimizer=made[1])
+            training.clip_value(0.1, optimizer=made[1])
         # One alone, then another, then two and three on the same gradient.
-        twin.step(*[made[:1], made[1:2], made[2:], made[:2], made[1:], made, made[::-1]][step])
-        twin.zero_grad(*made[: 1 + 2 * (step % 2)])  # by one is enough
+        training.step(*[made[:1], made[1:2], made[2:], made[:2], made[1:], made, made[::-1]][step])
+        training.zero_grad(*made[: 1 + 2 * (step % 2)])  # by one is enough
 
 
 def test_bit_equal_to_plain_torch_at_every_stage(ranks: Launcher) -> None:
@@ -49,21 +49,21 @@ def test_bit_equal_to_plain_torch_at_every_stage(ranks: Launcher) -> None:
         assert not wrong
 
 
-def clip_all(twin: Twin) -> None:
+def clip_all(training: PlainTraining) -> None:
     """A norm of all gradients counts each once, and scales each once."""
-    model: Any = twin.shard(net())
-    twin.attach(*optimizers(model))
+    model: Any = training.shard(net())
+    training.attach(*optimizers(model))
     for step in range(4):
-        loss = loss_of(model(twin.data(step, 2, 6)))
-        twin.backward(loss)
-        if isinstance(twin, ShardedTwin):
-            twin.note(twin.own.grad_norm().value)
-            twin.own.clip_grad_norm_(0.05)
+        loss = loss_of(model(training.data(step, 2, 6)))
+        training.backward(loss)
+        if isinstance(training, ShardedTraining):
+            training.note(training.own.grad_norm().value)
+            training.own.clip_grad_norm_(0.05)
         else:
-            twin.settle()
-            twin.note(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
-        twin.step()
-        twin.zero_grad()
+            training.settle()
+            training.note(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        training.step()
+        training.zero_grad()
 
 
 def test_gradients_are_clipped_once(ranks: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""Times at which whole gradients are kept: from the first that has to wait for others, on each rank by itself."""
+"""Times at which full gradients are kept: from the first that has to wait for others, on each rank by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.nets import loss_of, net
-from tests.engine.twins import Setting, Twin, play
+from tests.engine.trainings import PlainTraining, Setting, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -18,18 +18,18 @@ from zero_strategy.integrations.accelerate_uneven import UnevenTraining
 COPIES = {"mesh": {"replicate": 2}}
 
 
-def one_rank_waits(twin: Twin) -> None:
+def one_rank_waits(training: PlainTraining) -> None:
     """Rank 0 has two micro-batches, the others one."""
     model = net()
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(4):
-        if twin.rank == 0 and step > 0:
-            twin.backward(loss_of(model(twin.data(10 + step, 2, 6))), sync=False)
-        twin.backward(loss_of(model(twin.data(step, 2, 6))))
-        twin.clip(0.5)
-        twin.step()
-        twin.zero_grad()
+        if training.rank == 0 and step > 0:
+            training.backward(loss_of(model(training.data(10 + step, 2, 6))), sync=False)
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.clip(0.5)
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize(("world", "config"), [(2, {}), (3, {}), (4, COPIES)], ids=["2", "3", "copies"])
@@ -46,16 +46,16 @@ def uneven(config: dict[str, dict[str, int]], without: list[int]) -> dict[str, T
     engine = ZeroEngine(module, load_config(stage=1, units={"min_numel": 0}, barrier_seconds=5.0, **config))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.attach(optimizer)
-    training = UnevenTraining([engine.model], {"step": optimizer.step, "zero": optimizer.zero_grad})
+    uneven = UnevenTraining([engine.model], {"step": optimizer.step, "zero": optimizer.zero_grad})
     generator = torch.Generator().manual_seed(rank)
-    with training.loop():
+    with uneven.loop():
         for _ in range(0 if rank in without else 2):
             for micro in range(2):
                 with nullcontext() if micro else engine.no_sync():
                     loss_of(module(torch.randn(2, 6, generator=generator))).backward()
-            with training.together("step"):
+            with uneven.together("step"):
                 optimizer.step()
-            with training.together("zero"):
+            with uneven.together("zero"):
                 optimizer.zero_grad()
     return engine.full_state_dict()
 

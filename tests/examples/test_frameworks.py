@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.accelerate_face.training import fresh_state
+from tests.integrations.accelerate.training import fresh_state
 from tests.integrations.trainers import join
 from tests.launcher import Launcher
 from tests.warm import run_warm_script

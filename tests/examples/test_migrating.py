@@ -43,7 +43,7 @@ tokens = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in ran
 """
 AFTER = """
 from accelerate.state import AcceleratorState, GradientState
-AcceleratorState._reset_state(reset_partial_state=True)  # one process, several faces
+AcceleratorState._reset_state(reset_partial_state=True)  # one process, several integrations
 GradientState._reset_state()
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON given to the faces: it configures ours, and is held against what the framework owns."""
+"""A DeepSpeed JSON given to the integrations: it configures ours, and is held against what the framework owns."""
 
 from __future__ import annotations
 

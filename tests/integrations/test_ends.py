@@ -1,4 +1,4 @@
-"""Remains of a face that is done: everything that can still be used, and nothing when nobody holds it.
+"""Remains of a integration that is done: everything that can still be used, and nothing when nobody holds it.
 
 Each in processes of its own: threads of engines of other tests would count.
 """
@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from tests.integrations.accelerate_face.training import Job, Run, fresh_state, make
+from tests.integrations.accelerate.training import Job, Run, fresh_state, make
 from tests.integrations.trainers import Module, loader, trainer, weights, zero
 from tests.launcher import Launcher
 from tests.watchdog.test_dropping import eventually, groups
@@ -34,7 +34,7 @@ def ended(threads: set[threading.Thread]) -> bool:
 
 
 def left(use: Callable[[], ref[Any]]) -> list[str]:
-    """Objects that a use of a face leaves, of which nothing is held any more."""
+    """Objects that a use of a integration leaves, of which nothing is held any more."""
     known, before = groups(), set(threading.enumerate())
     engine = use()
     found = [] if eventually(lambda: gone(engine)) else ["the engine"]

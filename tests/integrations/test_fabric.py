@@ -190,12 +190,12 @@ def whole_files(tmp: str) -> None:
     copy = plain.setup_module(net())
     plain.load(f"{tmp}/two.ckpt", {"model": copy}, strict=False)
     assert error(weights(copy.module), weights(module)) == 0
-    back, back_optimizer = run.setup(twin := net(), torch.optim.AdamW(module_parameters(twin), lr=1e-2))
+    back, back_optimizer = run.setup(unwrapped := net(), torch.optim.AdamW(module_parameters(unwrapped), lr=1e-2))
     run.load(f"{tmp}/two.ckpt", {"model": back, "optimizer": back_optimizer}, strict=False)
-    assert error(weights(twin), weights(module)) == 0
+    assert error(weights(unwrapped), weights(module)) == 0
     train(run, back, back_optimizer)
     train(run, model, optimizer)
-    assert error(weights(twin), weights(module)) < CLOSE
+    assert error(weights(unwrapped), weights(module)) < CLOSE
     io = fabric(zero(3), plugins=[TorchCheckpointIO()])
     third = io.setup_module(net())
     io.save(f"{tmp}/io.ckpt", {"model": third})

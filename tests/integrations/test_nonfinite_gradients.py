@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_strategy.compat.deepspeed as deepspeed
-from tests.integrations.accelerate_face.training import fresh_state, make
+from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.trainers import Module, loader, trainer, weights
 from tests.launcher import Launcher
 from zero_strategy.config import load_config

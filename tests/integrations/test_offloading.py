@@ -1,4 +1,4 @@
-"""Offloading under the faces: what Trainer(strategy="zero3_offload") trains is what "zero3" trains."""
+"""Offloading under the integrations: what Trainer(strategy="zero3_offload") trains is what "zero3" trains."""
 
 from __future__ import annotations
 

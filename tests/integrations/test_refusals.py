@@ -90,9 +90,9 @@ def resharding() -> None:
         trainer(zero(1)).fit(module, loader())
     with raises(RuntimeError, "dtype", "bfloat16"):
         trainer(zero(3), precision="bf16-true").fit(module, loader())
-    twin = copy.deepcopy(Module())
-    trainer(zero(1)).fit(twin, loader())
-    assert error(weights(twin), weights(module)) < 2e-6
+    second = copy.deepcopy(Module())
+    trainer(zero(1)).fit(second, loader())
+    assert error(weights(second), weights(module)) < 2e-6
 
 
 def test_one_module_one_sharding(ranks: Launcher) -> None:

@@ -65,27 +65,27 @@ def engine_at_a_url(root: str) -> None:
     saving.finish()  # what is no longer kept is removed after `wait`
     trained = engine.full_state_dict()
     other = torch.nn.Linear(7, 5)
-    twin = ZeroEngine(other, load_config(stage=2, units={"min_numel": 0}))
-    twin.attach(torch.optim.AdamW(other.parameters()))
-    path, state = twin.load_checkpoint(url)
+    resumed = ZeroEngine(other, load_config(stage=2, units={"min_numel": 0}))
+    resumed.attach(torch.optim.AdamW(other.parameters()))
+    path, state = resumed.load_checkpoint(url)
     assert (path, state) == (f"{url}/global_step4", {"step": 3})
-    assert all(torch.equal(value, trained[name]) for name, value in twin.full_state_dict().items())
+    assert all(torch.equal(value, trained[name]) for name, value in resumed.full_state_dict().items())
     with pytest.warns(UserWarning, match="no checkpoint found"):
-        assert twin.load_checkpoint(f"{url}/nothing") == (None, {})
+        assert resumed.load_checkpoint(f"{url}/nothing") == (None, {})
     if dist.get_rank() == 0:
         (Path(root) / "run/logs").mkdir()
         (Path(root) / "run/logs/train.log").write_text("epoch 0")
-    twin.mesh.barrier.wait_for_all("a log is there")
+    resumed.mesh.barrier.wait_for_all("a log is there")
     with pytest.warns(UserWarning, match="no checkpoint found"):
-        assert twin.load_checkpoint(f"{url}/logs") == (None, {})
-    twin.mesh.barrier.wait_for_all("looked")
+        assert resumed.load_checkpoint(f"{url}/logs") == (None, {})
+    resumed.mesh.barrier.wait_for_all("looked")
     if dist.get_rank() == 0:
         shutil.rmtree(Path(root) / "run/logs")
         (Path(root) / "run/latest").rename(Path(root) / "run/kept")
-    twin.mesh.barrier.wait_for_all("hidden")
+    resumed.mesh.barrier.wait_for_all("hidden")
     with pytest.warns(UserWarning, match="has no latest; taking global_step4, the newest checkpoint there"):
-        assert twin.load_checkpoint(url)[0] == f"{url}/global_step4"
-    twin.mesh.barrier.wait_for_all("loaded")
+        assert resumed.load_checkpoint(url)[0] == f"{url}/global_step4"
+    resumed.mesh.barrier.wait_for_all("loaded")
     if dist.get_rank() == 0:
         (Path(root) / "run/kept").rename(Path(root) / "run/latest")
 

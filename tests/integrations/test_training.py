@@ -412,16 +412,16 @@ def copies_of_a_trainer(stage: int) -> dict[str, Any]:
         "deepcopy": copy.deepcopy(run),
     }
     expected = trainer(zero(stage), max_epochs=1)
-    twin = Module()
-    twin.load_state_dict(weights(module))
-    expected.fit(twin, loader())
+    ours = Module()
+    ours.load_state_dict(weights(module))
+    expected.fit(ours, loader())
     for name, copied in copies.items():
         own = copied.lightning_module
         found[f"{name} state"] = error(weights(own), weights(module))
         assert copied.global_step == run.global_step and copied.strategy.engine is None
         copied.fit_loop.max_epochs = 2
         copied.fit(own, loader())
-        found[name] = error(weights(own), weights(twin))
+        found[name] = error(weights(own), weights(ours))
     return found
 
 

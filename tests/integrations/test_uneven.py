@@ -212,7 +212,7 @@ def test_a_run_goes_on_inside_of_an_epoch(ranks: Launcher, tmp_path: Path) -> No
         assert not any(found.values()), {name: wrong for name, wrong in found.items() if wrong}
 
 
-# --------------------------------------------------------------------------------------------------- other faces
+# --------------------------------------------------------------------------------------------------- other integrations
 
 
 def net() -> Net:
@@ -266,8 +266,8 @@ def in_script(policy: str) -> dict[str, Tensor]:
 
 
 def other_faces() -> list[dict[str, str]]:
-    faces, policies = (in_fabric, in_script), ("join", "join_active")
-    return [unequal(train(policy), plain(policy)) for train in faces for policy in policies]
+    integrations, policies = (in_fabric, in_script), ("join", "join_active")
+    return [unequal(train(policy), plain(policy)) for train in integrations for policy in policies]
 
 
 def test_fabric_and_scripts(ranks: Launcher) -> None:

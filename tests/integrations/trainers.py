@@ -154,7 +154,7 @@ def loader(rows: int = 32, batch: int = 4, seed: int = 0, split: bool = True) ->
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict; all ranks call it."""
+    """The full state dict; all ranks call it."""
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 

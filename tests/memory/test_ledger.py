@@ -186,7 +186,7 @@ def test_module_of_linear_layers_by_formula() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     count, world = 4 * 512 * 512, 8
-    sliced = 2 + 16 / world  # stage 1 keeps whole gradients where some must wait for others
+    sliced = 2 + 16 / world  # stage 1 keeps full gradients where some must wait for others
     rows = ((0, 1, 18.0), (1, 2, 6 + 12 / world), (1, 1, sliced), (2, 1, sliced), (2, 2, sliced), (3, 2, 18 / world))
     for stage, accumulation, per_element in rows:
         plan = load_config(stage=stage).plan(

@@ -108,7 +108,7 @@ def test_deepspeeds_json_brings_stage_precision_and_offload(capsys: pytest.Captu
 
 
 def test_accumulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Stage 1 keeps whole gradients where they wait for later micro-batches."""
+    """Stage 1 keeps full gradients where they wait for later micro-batches."""
     file = tmp_path / "ds.json"
     batch = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8}  # so in 4 parts on 2 ranks
     file.write_text(json.dumps(batch | {"zero_optimization": {"stage": 1}}))

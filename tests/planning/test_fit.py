@@ -85,7 +85,7 @@ def test_a_stage_is_the_smallest_change() -> None:
     now = plan(stage=0)
     assert not fits(now, budget)
     assert what(now, budget)[0] == ("stage: 1",)
-    now = plan(stage=0, accumulation=2)  # then stage 1 keeps whole gradients
+    now = plan(stage=0, accumulation=2)  # then stage 1 keeps full gradients
     assert not fits(now, budget) and not fits(plan(stage=1, accumulation=2), budget)
     assert what(now, budget)[0] == ("stage: 2",)
 

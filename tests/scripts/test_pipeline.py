@@ -270,7 +270,7 @@ def resume(stages: int, folder: str) -> list[float]:
 
 
 def weights(folder: str) -> None:
-    """Whole weights from a checkpoint, a dict, and the last checkpoint again; in layer files for other modules."""
+    """Full weights from a checkpoint, a dict, and the last checkpoint again; in layer files for other modules."""
     engine = script.start(deepspeed, 2, zero(3))
     fresh = engine.state_dict()
     saved = Path(folder) / "global_step3"

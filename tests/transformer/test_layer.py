@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.ops.native import need_native
-from tests.transformer.twin import bytes_kept, plain_layer
+from tests.transformer.reference_layer import bytes_kept, plain_layer
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer, draw_states, rotary_tables
 
@@ -51,7 +51,7 @@ def wide(tensor: Tensor | None) -> Tensor | None:
 
 
 def error(actual: Tensor, expected: Tensor, least: float = 1e-30) -> float:
-    """Relative, in the norm of the whole tensor."""
+    """Relative, in the norm of the full tensor."""
     return float((actual.double() - expected).norm() / expected.norm().clamp(min=least))
 
 
@@ -62,7 +62,7 @@ def largest_error(
     *,
     plain: bool = False,
 ) -> tuple[float, str]:
-    """Of the output and of every gradient, against the twin in float64; `plain`: those of the twin in that dtype."""
+    """Of the output and of every gradient, against plain torch in float64; `plain`: those of plain torch in that dtype."""
     made = layer(**options).to(dtype)
     x, gradient = inputs(dtype)
     torch.manual_seed(3)
@@ -178,7 +178,7 @@ MEASURED = {"hidden_size": 128, "heads": 2, "intermediate_size": -1, **DROPOUT}
 
 
 def kept_bytes(length: int = 128, **options: Any) -> tuple[int, int]:
-    """By the layer, and by its twin in plain torch, whose dropout masks are a byte per element."""
+    """By the layer, and by its reference in plain torch, whose dropout masks are a byte per element."""
     made = layer(**MEASURED, **options)
     x, _ = inputs(torch.float32, length=length, width=128)
     own = list(made.parameters())

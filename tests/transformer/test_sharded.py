@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import seeded
-from tests.engine.twins import DEFAULTS, Setting, ShardedTwin, Twin, play
+from tests.engine.trainings import DEFAULTS, PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer
@@ -41,22 +41,22 @@ class LanguageModel(nn.Module):
         return linear_cross_entropy(x, self.embedding.weight, tokens[:, 1:], chunk_size=4)
 
 
-def script(twin: Twin, options: dict[str, Any], compiled: bool = False) -> None:
+def script(training: PlainTraining, options: dict[str, Any], compiled: bool = False) -> None:
     torch._dynamo.reset()
     model = seeded(LanguageModel, **options)
-    if compiled and isinstance(twin, ShardedTwin):
+    if compiled and isinstance(training, ShardedTraining):
         for layer in model.layers:  # type: ignore[union-attr]
             layer.compile(backend="aot_eager")
-    twin.shard(model)
-    twin.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
     for step in range(3):
-        generator = torch.Generator().manual_seed(100 * step + twin.rank)
+        generator = torch.Generator().manual_seed(100 * step + training.rank)
         torch.manual_seed(step)
         loss = model(torch.randint(TOKENS, (2, 6), generator=generator))
-        twin.note(loss)
-        twin.backward(loss)
-        twin.step()
-        twin.zero_grad()
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
 
 
 @pytest.mark.parametrize("options", [SAVING, LLAMA], ids=["saving", "llama"])

@@ -3,7 +3,7 @@
 Every rank has its own slices of weights, master weights and optimizer state, which go straight into the final files
 under the module's own names.
 
-A checkpoint holds whole tensors. A part that is one range of its tensor is a piece like any other. One that is divided
+A checkpoint holds full tensors. A part that is one range of its tensor is a piece like any other. One that is divided
 inside of its rows (a row-parallel layer's) is many short ranges: ranks with the same rows exchange them, so that each
 writes an equal share of whole rows, one long range. What lies in a tier is written row by row instead, for there is no
 memory for a second copy of it.

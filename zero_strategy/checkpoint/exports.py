@@ -201,7 +201,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write whole weights, each rank its own slices in place, with the module's config beside them.
+    """Write full weights, each rank its own slices in place, with the module's config beside them.
 
     Args:
         engine: Whose weights.
@@ -228,7 +228,7 @@ def save_pretrained(
 
 
 def export_weights(engine: CheckpointingEngine, directory: str | os.PathLike[str], files: Mapping[str, bytes]) -> bool:
-    """Write whole weights as `save_pretrained` does, without what is a checkpoint's alone; all ranks call it.
+    """Write full weights as `save_pretrained` does, without what is a checkpoint's alone; all ranks call it.
 
     They are written beside first, each rank its own slices. A model or a checkpoint in the directory goes when they
     are there, other files stay.

@@ -314,7 +314,7 @@ class PieceTable:
         folder: The folder of all files of the save.
         ranks: Rank -> (bytes of its file, checksum of that file's header).
         layouts: Logical file with tensors -> its layout.
-        slices: Logical file -> tensor -> its slices, in order, together the whole tensor.
+        slices: Logical file -> tensor -> its slices, in order, together the full tensor.
         owners: Small file -> the rank that alone has it, or None where every host has a copy.
     """
 

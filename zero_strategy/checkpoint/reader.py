@@ -166,7 +166,7 @@ class StateReader(ABC):
         return checksum_of(repr((list(self.weights.values()), self.manifest if self.has_manifest else None)).encode())
 
     def full(self, name: str, kind: FileKind = "model") -> torch.Tensor:
-        """Reads a whole tensor, in its shape, on the CPU."""
+        """Reads a full tensor, in its shape, on the CPU."""
         return self.read(name, kind=kind).view(self.spec(name, kind).shape)
 
     def check_against(self, specs: Iterable[TensorSpec], tied: Mapping[str, str] | None = None) -> None:

@@ -286,22 +286,22 @@ class Communicator:
         """Tell these observers from now on."""
         self._instrumentation.observed = observed
 
-    def guarded(self, watchdog: Watchdog, name: str, twin: dist.ProcessGroup | None = None) -> None:
+    def guarded(self, watchdog: Watchdog, name: str, host_group: dist.ProcessGroup | None = None) -> None:
         """Let a watchdog watch these collectives.
 
         Args:
             watchdog: Of the engine.
             name: Tells groups of the same ranks apart; equal on all of them.
-            twin: The same ranks on the host, for a strict watchdog's own messages, where the group is of a GPU's.
+            host_group: The same ranks on the host, for a strict watchdog's own messages, where the group is of a GPU's.
         """
         if self.group is None or self.size == 1 or self.track is not None:
             return
         ranks = dist.get_process_group_ranks(self.group)
         self._instrumentation.track = watchdog.track(name, ranks, self.abort)
         if watchdog.strict:
-            comparing = HostCollectives(twin or self.group)
-            if twin is not None:
-                end_with(comparing, twin)
+            comparing = HostCollectives(host_group or self.group)
+            if host_group is not None:
+                end_with(comparing, host_group)
             self._instrumentation.exchange_card = comparing.exchange_card
 
     def unguarded(self) -> None:

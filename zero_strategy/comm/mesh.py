@@ -343,8 +343,8 @@ class Mesh:
             (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
             (self.tensor, "tensor", rows),
         ):  # fmt: skip
-            twin = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
-            communicator.guarded(watchdog, what, twin)
+            host_group = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
+            communicator.guarded(watchdog, what, host_group)
         for meeting, control in ((self.world_group.barrier, world_group), (self.barrier, self.control)):
             assert control.group is not None
             meeting.guarded(watchdog, dist.get_process_group_ranks(control.group))

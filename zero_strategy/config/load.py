@@ -177,7 +177,7 @@ def load_config(source: ConfigSource | None = None, **overrides: Any) -> ZeroCon
 def load_layers(layers: Iterable[Layer]) -> ZeroConfig:
     """Merges layers that name their own origin; later ones win.
 
-    This is for the frameworks' faces, which read settings at places of their own:
+    This is for the frameworks' integrations, which read settings at places of their own:
 
         load_layers([Layer(preset("zero2"), 'Trainer(strategy="zero2")'), Layer(keywords, "user: keyword")])
     """

@@ -311,7 +311,7 @@ class PipelineConfig(Section):
     whole during a step."""
 
     gather_bytes: int | None = field(default=None, metadata=at_least(0))
-    """Stage 3: bytes of whole parameters that a rank may hold during a step. Units that fit, in their order, are
+    """Stage 3: bytes of full parameters that a rank may hold during a step. Units that fit, in their order, are
     gathered once per step, the others for each micro-batch. None: derived, ``gather`` says it of all units."""
 
     timeline: str = ""
@@ -423,7 +423,7 @@ class ZeroConfig(Section):
 
     reshard_after_backward: bool = True
     """Stage 3: free gathered parameters after backward. False keeps them from their first forward until an optimizer
-    steps on them: one gather per step, hidden behind the first forward, and whole parameters in between."""
+    steps on them: one gather per step, hidden behind the first forward, and full parameters in between."""
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling."""
@@ -504,7 +504,7 @@ class ZeroConfig(Section):
                 `device` ("cpu" or "cuda"; default: what is here), `ranks_per_host` (default: all), `snapshots`
                 (default: `checkpoint.asynchronous`), `activations` (bytes to keep free on the device), `tokens` and
                 `recompute` (of a micro-batch, for shapes of plain numbers, whose activations are known),
-                `accumulation` (micro-batches of a step, all but the last under `no_sync`: at stage 1 whole gradients
+                `accumulation` (micro-batches of a step, all but the last under `no_sync`: at stage 1 full gradients
                 are kept for more than one; default: 1).
 
         Returns:

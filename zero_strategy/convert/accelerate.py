@@ -49,7 +49,7 @@ def read(path: Path, *, prefix: str | None = None, weights_only: bool = False) -
     """
     if any(path.glob("pytorch_model_fsdp*_rank*.bin")):
         raise ValueError(
-            f"{path}: files of one rank each (LOCAL_STATE_DICT or use_dcp=False) say nothing about whole parameters; "
+            f"{path}: files of one rank each (LOCAL_STATE_DICT or use_dcp=False) say nothing about full parameters; "
             "save with SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
     for name in ("pytorch_model_fsdp_1", "pytorch_model_fsdp_1.bin", "model_1.safetensors", "pytorch_model_1.bin"):

@@ -173,7 +173,7 @@ def _load(place: _Place, key: str) -> Any:
 
 
 def _assembled(spec: TensorSpec, chunks: list[_Chunk]) -> torch.Tensor:
-    """The whole tensor of its chunks."""
+    """The full tensor of its chunks."""
     whole: torch.Tensor | None = None
     for chunk in chunks:
         part = _load(chunk.place, spec.name)

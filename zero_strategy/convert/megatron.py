@@ -3,7 +3,7 @@
 Megatron-LM and DeepSpeed's AutoTP divide parameters among ranks in a few ways, which DeepSpeed checkpoints name in
 `universal_checkpoint_info`, as lists of regular expressions over parameter names (`re.match`, at most one per list):
 
-| way | key | whole parameter |
+| way | key | full parameter |
 | --- | --- | --- |
 | column | (none; everything else) | shards one after another along dimension 0 |
 | row | `parameter_with_row_parallelism_patterns` | along dimension 1 |
@@ -56,7 +56,7 @@ class SubparamShape:
 
     Attributes:
         patterns: Regular expressions of the names.
-        shape: Of the whole parameter. At `partition_dim` either the sizes of the sub-parameters, or their number where
+        shape: Of the full parameter. At `partition_dim` either the sizes of the sub-parameters, or their number where
             they are equal; one other size may be -1.
         partition_dim: The divided dimension.
     """
@@ -208,7 +208,7 @@ def merge(name: str, shards: Sequence[torch.Tensor], rule: Rule) -> torch.Tensor
         rule: How the parameter is divided.
 
     Returns:
-        The whole tensor, of the shards' dtype. It may be one of the shards.
+        The full tensor, of the shards' dtype. It may be one of the shards.
 
     Raises:
         ValueError: Naming the parameter, if the shards do not fit together or copies differ.

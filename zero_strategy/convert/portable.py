@@ -46,7 +46,7 @@ class StoredTensor:
 
     Attributes:
         spec: Its name, dtype and shape.
-        load: Gives the whole tensor on the CPU, in that dtype and shape; called when needed, possibly more than once.
+        load: Gives the full tensor on the CPU, in that dtype and shape; called when needed, possibly more than once.
     """
 
     spec: TensorSpec
@@ -64,7 +64,7 @@ class StoredTensor:
 
 @dataclass
 class PortableOptimizer:
-    """State of one optimizer, in whole tensors under parameter names.
+    """State of one optimizer, in full tensors under parameter names.
 
     Attributes:
         kinds: State kind, such as "exp_avg", or "master" for fp32 master weights -> parameter name -> tensor. A fp32

@@ -1,6 +1,6 @@
 """The reader of DeepSpeed's universal checkpoints, in both layouts.
 
-`zero/<parameter>/<kind>.pt` is `{"param": whole tensor, ...}` where a run at stage 1 or 2 was converted, and a bare
+`zero/<parameter>/<kind>.pt` is `{"param": full tensor, ...}` where a run at stage 1 or 2 was converted, and a bare
 flat tensor, and no `step.pt`, where one at stage 3 was. The weights are what DeepSpeed would have after loading: the
 fp32 tensors, cast. Where the model file holds the weights, too, both are compared: DeepSpeed's converter gets
 parameters wrong if the run had `round_robin_gradients`, and nothing else in its output tells.
@@ -262,7 +262,7 @@ class _Universal:
         return sorted(file.stem for file in folder.glob("*.pt") if file.name != _STEP)
 
     def _stored(self, name: str, kind: str, shape: tuple[int, ...]) -> StoredTensor:
-        """A whole tensor under `zero/`; `shape` is that of a shard."""
+        """A full tensor under `zero/`; `shape` is that of a shard."""
         file = self.directory / "zero" / name / f"{kind}.pt"
         if not is_there(file):
             raise ValueError(f"{self.directory}: parameter {name!r} has no {kind}.pt in zero/{name}")

@@ -1,7 +1,7 @@
 """Writes DeepSpeed's universal checkpoints, for `"checkpoint": {"load_universal": true}` at ZeRO stages 1, 2 and 3.
 
     <root>/latest_universal                                 name of the directory
-    <root>/<directory>/zero/<parameter>/fp32.pt             {"param": whole tensor, "cat_dim": 0}
+    <root>/<directory>/zero/<parameter>/fp32.pt             {"param": full tensor, "cat_dim": 0}
                                        /exp_avg.pt ...      the same, one per kind of state
                                        /step.pt             number of steps
                        zero/optimizer_state.pt              hyper-parameters, loss scale

@@ -1,4 +1,4 @@
-"""`GatheredParameters`: whole parameters on demand; and their use by a loss outside of a forward.
+"""`GatheredParameters`: full parameters on demand; and their use by a loss outside of a forward.
 
 A hand-written penalty, `loss + 1e-4 * sum(p.pow(2).sum() for p in self.parameters())`, reads NaN for what is released,
 and plain NaN is all that would be seen of it. So the part of a loss's graph that lies outside of every unit's forward

@@ -232,7 +232,7 @@ class LocalSums:
         return self.whole
 
     def _buffer(self) -> Tensor:
-        """A buffer for whole gradients, of which all is written before it is sent."""
+        """A buffer for full gradients, of which all is written before it is sent."""
         numel, device = self.bucket.layout.numel, self.bucket.device
         if self.reuse is None:
             return torch.zeros(numel, dtype=self.dtype, device=device)
@@ -267,7 +267,7 @@ class ReducedSums:
         store: Where it is kept; None: on the device.
 
     Attributes:
-        sum: Its place, (owned elements,); None: there is none. Where whole gradients are kept it is a part of the
+        sum: Its place, (owned elements,); None: there is none. Where full gradients are kept it is a part of the
             buffer of local sums.
         earlier: The sum so far, while that buffer collects local gradients again.
         empty: Whatever is in `sum` is no sum.

@@ -10,7 +10,7 @@ Order of summation (documented, so that a single process can repeat it):
     per_step         g = (sum over ranks r, in order, of (sum over micro-batches a, in order, of g[r, a])) / ranks
     per_micro_batch  g = sum over micro-batches a, in order, of ((sum over ranks r, in order, of g[r, a]) / ranks)
 
-`p.grad` of a parameter that holds a gradient is a *handle*: where whole gradients are kept it is the gradient itself,
+`p.grad` of a parameter that holds a gradient is a *handle*: where full gradients are kept it is the gradient itself,
 else a `GradientProxy` of the parameter's shape, which fetches it when it is read. `zero_grad()` removes or overwrites
 the handle, which is how the bucket learns of it, without any hook on the optimizer.
 """
@@ -300,7 +300,7 @@ class GradientBucket:
         self._change(index, Tensor.zero_)
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        """Use a whole gradient from the user, the same on all ranks, in place of the accumulated one."""
+        """Use a full gradient from the user, the same on all ranks, in place of the accumulated one."""
         if isinstance(gradient, GradientProxy):
             self.shown.refuse(index)
         part, parameter = self.bucket.parts[index], self.bucket.parameters[index]

@@ -54,7 +54,7 @@ class GradientProxy(Tensor):
     Attributes:
         name: The parameter.
         stage: The ZeRO stage, for the message.
-        fetch: Gives the whole gradient in memory of its own. A collective where the gradient is sharded.
+        fetch: Gives the full gradient in memory of its own. A collective where the gradient is sharded.
     """
 
     name = ""
@@ -151,7 +151,7 @@ def unwritable(name: str, stage: int, call: str) -> str:
         f"{call}() on the gradient of parameter {name!r}: at stage {stage} no rank holds it whole, so p.grad can be "
         "read, zeroed and removed, but not written to. Clip with self.clip_gradients(...) or "
         "Trainer(gradient_clip_val=...) under Lightning, else engine.clip_grad_norm_ and engine.clip_grad_value_ "
-        "(Lightning: trainer.strategy.engine); write a whole gradient with p.grad = values, or safe_set_full_grad of "
+        "(Lightning: trainer.strategy.engine); write a full gradient with p.grad = values, or safe_set_full_grad of "
         "zero_strategy.optim.full_state, on all ranks."
     )
 
@@ -313,7 +313,7 @@ class GradientViews:
         self._versions: dict[int, int] = {}
 
     def itself(self, index: int, whole: Tensor) -> Tensor:
-        """A view of the bucket's whole gradients as what `p.grad` is."""
+        """A view of the bucket's full gradients as what `p.grad` is."""
         self._versions.pop(index, None)
         segment = self._bucket.layout.segments[index]
         handle = self._handles.get(index)

@@ -1,4 +1,4 @@
-"""Calls that need whole parameters: while released they unshard them, or are refused by name.
+"""Calls that need full parameters: while released they unshard them, or are refused by name.
 
 `state_dict` and `load_state_dict` gather unit by unit (all ranks must call them; a rank that does not come is named).
 `module.to(...)`, `.half()`, `.cuda()` are refused: a sharded parameter has its place and its dtype.

@@ -71,7 +71,7 @@ class Placement:
     def reduction(self) -> Reduction:
         """The time of reductions, unless the config says otherwise.
 
-        Ranks that keep whole gradients can wait for the last micro-batch; ranks that keep a slice cannot.
+        Ranks that keep full gradients can wait for the last micro-batch; ranks that keep a slice cannot.
         """
         return "per_micro_batch" if self.shard_gradients else "per_step"
 
@@ -85,11 +85,11 @@ PLACEMENTS: dict[int, Placement] = {
 
 
 def placement_for(config: ZeroConfig, tier: str | None = None) -> Placement:
-    """The row of the stage; where whole parameters stay until an optimizer steps on them, memory for them does, too.
+    """The row of the stage; where full parameters stay until an optimizer steps on them, memory for them does, too.
 
     Args:
         config: Resolved or not.
-        tier: Of own slices; None: what the config says. They have their place in whole parameters with "none" alone.
+        tier: Of own slices; None: what the config says. They have their place in full parameters with "none" alone.
     """
     row = PLACEMENTS[config.stage]
     stays = row.shard_parameters and not config.reshard_after_backward

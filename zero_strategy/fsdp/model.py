@@ -284,7 +284,7 @@ class ShardedModel:
             per_step,
             self.unsharder,
             agreement=agreement or StepAgreement(),
-            step_unfinished=self._step_torn,
+            step_unfinished=self._step_unfinished,
             reduction_begins=self._reduction_begins,
             check_states=partial(self.moved.check, kinds=IN_BACKWARD),
             divisor=divisor,
@@ -311,7 +311,7 @@ class ShardedModel:
         """
         self.reducer.check_whole()
         busy = "a backward" if self.reducer.in_backward else ""
-        busy = "an optimizer's step" if self._step_torn() else busy
+        busy = "an optimizer's step" if self._step_unfinished() else busy
         if any(unit.depth or unit.pinned for unit in self.units):
             busy = "a forward, or of GatheredParameters"
         if busy:
@@ -339,7 +339,7 @@ class ShardedModel:
         for sharded in self.optimizers:
             sharded.reduction_begins()
 
-    def _step_torn(self) -> bool:
+    def _step_unfinished(self) -> bool:
         return any(sharded.partially_applied for sharded in self.optimizers)
 
     def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, Sequence[tuple[str, nn.Parameter]]]]:
@@ -455,7 +455,7 @@ class ShardedModel:
         return flat
 
     def follow_edits(self) -> None:
-        """Carry what the user wrote into whole parameters over to their master copies and slices."""
+        """Carry what the user wrote into full parameters over to their master copies and slices."""
         if self.unsharder is not None:
             self.unsharder.follow_edits()
             return
@@ -463,7 +463,7 @@ class ShardedModel:
             bucket.follow_edits()
 
     def invalidate_unsharded(self, buckets: Iterable[ParameterBucket] | None = None) -> None:
-        """The values of these (None: of all) are about to change; `forget_gathered` is to be called when they have."""
+        """The values of these (None: of all) are about to change; call `forget_unsharded` when they have."""
         if self.unsharder is not None:
             self.unsharder.invalidate_unsharded(self.buckets if buckets is None else buckets)
 

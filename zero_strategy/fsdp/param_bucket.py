@@ -334,7 +334,7 @@ class ParameterBucket:
 
     @torch.no_grad()
     def adopt(self, source: int | None = None) -> None:
-        """Take the whole values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
+        """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
         assert self.gathered
         if source is not None:
             row, column = divmod(source, self.mesh.shard_size)
@@ -359,7 +359,7 @@ class ParameterBucket:
 
     @torch.no_grad()
     def follow_edits(self) -> None:
-        """Carry what the user wrote into whole parameters in place over to their master copy."""
+        """Carry what the user wrote into full parameters in place over to their master copy."""
         if self.placement.shard_parameters and not self.kept and not (self.placement.in_place and self.gathered):
             return
         versions = self.present_versions()
@@ -378,11 +378,11 @@ class ParameterBucket:
 
     @property
     def follows_edits(self) -> bool:
-        """True if what all ranks write to whole parameters in place becomes the parameters."""
+        """True if what all ranks write to full parameters in place becomes the parameters."""
         return not self.placement.shard_parameters or self.kept or self.placement.in_place
 
     def note_versions(self) -> None:
-        """Note that writes to whole parameters so far are in their master copy already."""
+        """Note that writes to full parameters so far are in their master copy already."""
         self._versions = self.present_versions()
 
     def present_versions(self) -> list[tuple[int, int]]:

@@ -303,7 +303,7 @@ class GradientReducer:
 
     @property
     def in_backward(self) -> bool:
-        """A backward goes on, or was torn."""
+        """A backward goes on, or was interrupted."""
         return self._active
 
     @property
@@ -341,7 +341,7 @@ class GradientReducer:
         """True if few may be under way: each takes memory.
 
         Sums over copies are waited for where a reduction is completed. So with copies all ranks do it at the same
-        point, although buckets may keep whole gradients on some of them only.
+        point, although buckets may keep full gradients on some of them only.
         """
         copies = self.mesh.world_size > self.mesh.shard_size > 1
         return copies or not bucket.keeps_whole
@@ -373,7 +373,7 @@ class GradientReducer:
             RuntimeError: If ranks gathered different units, so that values may be wrong (stage 3), or would update
                 their parts of the parameters by different rules.
         """
-        with self._torn_by_errors():
+        with self._inconsistent_after_errors():
             if self._unsharder is None:
                 for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
                     if self.plan.expected[number]:
@@ -381,7 +381,7 @@ class GradientReducer:
             else:
                 for unit in self._unsharder.unfinished():  # on another rank an input may have shown its end
                     self._launch_unit(unit.buckets)
-            self._begin_kept()
+            self._begin_accumulated()
             if self._announce is not None:
                 self._announce("agree", outside)
             agreed = self._agree(compares=True)
@@ -389,7 +389,7 @@ class GradientReducer:
         self._check(agreed, compares=True)
 
     @contextmanager
-    def _torn_by_errors(self) -> Iterator[None]:
+    def _inconsistent_after_errors(self) -> Iterator[None]:
         """Drop all sums by `reset` if some buckets took theirs and others did not, as those of half a backward."""
         try:
             yield
@@ -397,8 +397,8 @@ class GradientReducer:
             self._active = True
             raise
 
-    def _begin_kept(self) -> None:
-        """True if sums that `no_sync` kept back were dropped by `zero_grad` since."""
+    def _begin_accumulated(self) -> None:
+        """Begin the reduction of buckets with local sums of earlier micro-batches, which `no_sync` did not reduce."""
         for number, bucket in enumerate(self.buckets):
             if number not in self._begun and bucket.own.live:
                 self._begun.add(number)
@@ -427,8 +427,8 @@ class GradientReducer:
             if value:
                 self.plan.expect_nothing()
                 self._left.clear()
-            with self._torn_by_errors():
-                self._begin_kept()
+            with self._inconsistent_after_errors():
+                self._begin_accumulated()
                 agreed = self._agree(compares=False)
             self._check(agreed, compares=False)
 

@@ -160,7 +160,7 @@ class Reduction:
         self._spread: PendingWork | None = None
 
     def finish_sum(self) -> None:
-        """Complete the sum over all ranks; where everybody keeps whole gradients, start spreading it."""
+        """Complete the sum over all ranks; where everybody keeps full gradients, start spreading it."""
         if self._summed:
             return
         self._summed = True
@@ -192,7 +192,7 @@ class HookedReducer(Protocol):
 
 
 class Watcher:
-    """A forward pre-hook of the root module: unfrozen parameters get master weights, a torn backward is noticed."""
+    """A forward pre-hook of the root module: unfrozen parameters get master weights; an unfinished backward shows."""
 
     def __init__(self, reducer: HookedReducer, moved: MovedStates) -> None:
         self.reducer, self.moved = reducer, moved

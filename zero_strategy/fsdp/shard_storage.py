@@ -111,10 +111,13 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def invalidate_unsharded(self, *, keep: bool) -> ShardStorage | None:
-        """Take note that the values are of no use any more, nor their memory, unless that is to be kept.
+        """Take note that the values are of no use any more.
+
+        Args:
+            keep: Memory stays for new values; else it is freed where it is this object's own.
 
         Returns:
-            What is left of the place; None: nothing.
+            The storage that is left; None: none.
         """
 
     @abstractmethod

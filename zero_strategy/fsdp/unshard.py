@@ -468,7 +468,7 @@ class InertHook:
 
 
 def released_message(call: str, unit: str) -> str:
-    """The error for an operation that needs whole parameters while they are released."""
+    """The error for an operation that needs full parameters while they are released."""
     return (
         f"{call} of a sharded module: the parameters of unit {unit or 'root'!r} are released (stage 3) and would be "
         "copied as NaN. Use engine.full_state_dict(), or wrap the call in "

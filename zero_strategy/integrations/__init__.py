@@ -1,4 +1,4 @@
-"""The frameworks' faces: thin translations onto the engine. Nothing is imported before it is asked for."""
+"""The frameworks' integrations: thin translations onto the engine. Nothing is imported before it is asked for."""
 
 from zero_strategy.integrations.namespaces import strategy_class
 

@@ -271,7 +271,7 @@ class ZeroAccelerator(Accelerator):
         return plain
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The whole state dict on the host of rank 0, an empty one elsewhere; all ranks call it."""
+        """The full state dict on the host of rank 0, an empty one elsewhere; all ranks call it."""
         if id(model) not in self.engines:
             return dict(super().get_state_dict(model, unwrap))
         state = self.engines[id(model)].full_state_dict()
@@ -613,7 +613,7 @@ def check_format(config: ZeroConfig) -> None:
     if config.checkpoint.format != "directory":
         raise ValueError(
             f"checkpoint.format={config.checkpoint.format!r} is for Lightning's Trainer and Fabric. "
-            "save_state writes directories, and save_model whole weights: remove that setting"
+            "save_state writes directories, and save_model full weights: remove that setting"
         )
 
 

@@ -63,7 +63,7 @@ class StoredWeights:
     extra: Mapping[str, Any]
 
     def whole(self) -> dict[str, Any]:
-        """The whole state dict, every tensor under every name it has, tied names sharing one."""
+        """The full state dict, every tensor under every name it has, tied names sharing one."""
         weights = {name: self.reader.full(name) for name in self.reader.weights}
         aliases = {alias: weights[first] for alias, first in self.reader.aliases.items()}
         return {**weights, **aliases, **self.extra}
@@ -210,7 +210,7 @@ class StateOnDemand(MutableMapping[str, Any]):
     """A state dict that `make` makes at the first access; under stage 3 all ranks must then access it.
 
     Args:
-        make: Gives the whole state dict.
+        make: Gives the full state dict.
         nested: Values are containers, whose changes are not seen: to have been looked into counts as changed.
         source: What it is made from, for who can take it from there.
         take_part: What a rank calls that has no use for it while others make it; default: `make`.

@@ -319,7 +319,7 @@ class FabricStrategy(TensorMesh, _Base):
         self._checkpoint_io, self._whole_files = io, io is not None
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state dict; all ranks call it."""
+        """The full state dict; all ranks call it."""
         return dict(unwrapped(module).state_dict())
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:

@@ -232,7 +232,7 @@ class IntegrationRunner:
         return bool(self._leaves)
 
     def begin(self, forward_context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """A run begins, perhaps after a step that was torn apart: its gradients are dropped.
+        """A run begins, perhaps after a step that was interrupted: its gradients are dropped.
 
         Args:
             forward_context: Makes the context in which layers run.

@@ -151,7 +151,7 @@ def _micro_batch(trainer: Any) -> int | None:
 
 
 def verify_settings(config: Any, factory: Factory, keywords: dict[str, Any]) -> VerifyReport:
-    """Verify under a face's settings; see `diagnostics.verify.verify` for the arguments."""
+    """Verify under an integration's settings; see `diagnostics.verify.verify` for the arguments."""
     from zero_strategy.verify import verify
 
     return verify(factory, config, **keywords)
@@ -228,7 +228,7 @@ class TensorMesh(_Base):
 
 
 def refuse_tensor(config: ZeroConfig, owner: str, instead: str) -> None:
-    """Raise for a face whose data loaders and models know no tensor-parallel ranks.
+    """Raise for an integration whose data loaders and models know no tensor-parallel ranks.
 
     Raises:
         ValueError: Naming the setting and what to use.

@@ -455,7 +455,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         return tensor if self._alone() else super().reduce(tensor, group, reduce_op)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember that a step was torn apart, and let no child process wait for this one for ever."""
+        """Remember that a step was interrupted, and let no child process wait for this one for ever."""
         self._failed = True
         if self.engine is not None:
             self.engine.note_error(exception)

@@ -50,7 +50,7 @@ _REFUSED = {
 
 
 def refuse_averaging(callbacks: Iterable[object], stage: int) -> None:
-    """Raise if a callback copies or swaps whole parameters, which stages 1 to 3 do not keep.
+    """Raise if a callback copies or swaps full parameters, which stages 1 to 3 do not keep.
 
     Raises:
         ValueError: Naming the callback, the stage and the way out.

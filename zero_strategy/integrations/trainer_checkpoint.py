@@ -100,7 +100,7 @@ class TrainerCheckpoints(_Base):
     # ---- saving ----
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state dict, made when it is looked into; all ranks must then look."""
+        """The full state dict, made when it is looked into; all ranks must then look."""
         module, engine = self.lightning_module, self.engine
         assert module is not None
         if engine is None or engine.module is not module:

@@ -83,7 +83,7 @@ class TrainerPipeline(_Base):
             chunks: Parts of the model that each rank holds.
             partition: What stages have equal shares of.
             gather: Stage 3: how often parameters are gathered.
-            gather_bytes: Stage 3: bytes of whole parameters that a rank may hold during a step.
+            gather_bytes: Stage 3: bytes of full parameters that a rank may hold during a step.
             timeline: File into which rank 0 writes what ranks did when.
             settings: All that `ZeroStrategy` takes.
         """

@@ -2,7 +2,7 @@
 
 All ranks call these together. Names and meaning are DeepSpeed's `safe_get_full_*` and `safe_set_full_*`.
 
-Put together in the order of the ranks, the parts are the whole tensor. Their sizes differ from rank to rank, and a
+Put together in the order of the ranks, the parts are the full tensor. Their sizes differ from rank to rank, and a
 small parameter may lie on one of them. Names are DeepSpeed's `safe_get_local_*` and `safe_set_local_*`, which all ranks
 call together.
 """
@@ -57,7 +57,7 @@ def _describe(value: Any) -> tuple[str, Any]:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The whole parameter from its fp32 master copy where there is one, of `param`'s shape.
+    """The full parameter from its fp32 master copy where there is one, of `param`'s shape.
 
     Raises:
         ValueError: If no engine shards `param`.
@@ -102,7 +102,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """The whole optimizer state `optim_state_key` ("exp_avg", ...), or None before the first step.
+    """The full optimizer state `optim_state_key` ("exp_avg", ...), or None before the first step.
 
     Raises:
         ValueError: If no attached optimizer holds `param`.

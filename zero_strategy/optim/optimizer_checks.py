@@ -36,9 +36,9 @@ _REASONS = {
     "LBFGS": "it evaluates the loss several times per step and couples all elements",
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it updates rows of sparse gradients; gradients here are dense",
-    "LAMB": "its trust ratio needs the norm of each whole parameter",
-    "Lamb": "its trust ratio needs the norm of each whole parameter",
-    "LARS": "its trust ratio needs the norm of each whole parameter",
+    "LAMB": "its trust ratio needs the norm of each full parameter",
+    "Lamb": "its trust ratio needs the norm of each full parameter",
+    "LARS": "its trust ratio needs the norm of each full parameter",
     "Shampoo": "it preconditions whole matrices",
 }
 
@@ -63,7 +63,7 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     Args:
         optimizer: The optimizer.
         asserted: Class names that the user declares to be elementwise.
-        whole: Every rank holds whole parameters (stage 0), so that any optimizer serves that steps once per gradient.
+        whole: Every rank holds full parameters (stage 0), so that any optimizer serves that steps once per gradient.
 
     Raises:
         TypeError: Naming the class, the reason, and the way out.
@@ -86,7 +86,7 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     raise TypeError(
         f"optimizer {name} cannot run on sharded parameters: {reason}. Use one of {supported}; if {name} updates every "
         f"element from that element's own gradient and state alone, say so with elementwise_optimizers=[{name!r}], or "
-        "use stage 0, where every rank holds whole parameters."
+        "use stage 0, where every rank holds full parameters."
     )
 
 

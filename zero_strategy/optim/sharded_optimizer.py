@@ -435,7 +435,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def whole_state(self, states: dict[int, dict[str, Any]]) -> Iterator[None]:
-        """Let the optimizer hold the given whole states (by parameter id) inside the block."""
+        """Let the optimizer hold the given full states (by parameter id) inside the block."""
         for parameter in self.parameters():
             if id(parameter) in states:
                 self.optimizer.state[parameter] = states[id(parameter)]

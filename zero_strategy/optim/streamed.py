@@ -309,7 +309,7 @@ class StreamedStep:
             self._slots.read_ahead(self._last)
         except OSError as error:
             self._slots.failure = error
-        except RuntimeError:  # a torn record, which the step will meet, too
+        except RuntimeError:  # an inconsistent record, which the step will meet, too
             self._last = []
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@
     engine.clip_grad_norm_(1.0)                 # the norm of all stages
     optimizer.step(); optimizer.zero_grad()
 
-Every rank of the world calls the same methods. Data-parallel ranks of one stage are a lane: ZeRO shards among them.
+Every rank of the world calls the same methods. ZeRO shards among the data-parallel ranks of a stage.
 """
 
 from __future__ import annotations

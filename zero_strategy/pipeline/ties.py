@@ -337,11 +337,11 @@ class TiedWeights:
         """Bring the replicas' gradients to the owners. A collective over the holders of each tie, in order.
 
         Args:
-            agree: Exchanges small tensors over this rank's lane.
+            agree: Exchanges small tensors over this rank's data-parallel group.
 
         Yields:
             A weight that this rank owns, and what its replicas add: where a replica of any copy had a gradient, so that
-            all owners of a lane are given the same weights.
+            all owners of a data-parallel group are given the same weights.
         """
         for number, tie in enumerate(self._ties):
             mine = self.replicas.get(number, [])
@@ -361,7 +361,7 @@ class TiedWeights:
                 replica.total = None
 
     def publish(self, gathered: Gathered) -> None:
-        """Give the replicas the owners' values. A collective over the holders, and over each owner's lane.
+        """Give the replicas the owners' values. A collective over holders, and over owners' data-parallel groups.
 
         Args:
             gathered: Makes parameters of the engine whole inside of a block.
@@ -374,7 +374,7 @@ class TiedWeights:
 
         Args:
             gathered: See `publish`.
-            agree: Exchanges small tensors over this rank's lane.
+            agree: Exchanges small tensors over this rank's data-parallel group.
         """
         for number, tie in enumerate(self._ties):
             assert tie.control is not None

@@ -3,7 +3,7 @@
     report = verify("train.py:factory", load_config(stage=3), ranks=2, steps=5)
     print(report); report.raise_if_failed()
 
-Rank 0 trains a plain twin beside its shards, phase by phase, so it needs the memory of a whole model.
+Rank 0 trains a plain reference run beside its shards, phase by phase, so it needs the memory of a whole model.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def verify_here(
     """Verify on the ranks of this process group, or on this process alone. A collective.
 
     Args:
-        factory: Makes what is trained; called once on every rank, and for each plain twin. Of pipelines: its layers.
+        factory: Makes what is trained; called once on every rank, and for each reference run. Of pipelines: its layers.
         config: A config, or a resolved one.
         settings: How to train.
         run_class: What trains the sharded side: `ShardedRun` or a subclass; of pipelines, `PipelineRun` or one.

@@ -29,7 +29,7 @@ NORM_ERROR = 1e-6
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not what the plain twin has.
+    """One tensor that is not what the plain reference run has.
 
     Attributes:
         step: Counted from 0; -1 before the first.

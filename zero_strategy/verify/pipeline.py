@@ -41,7 +41,7 @@ from zero_strategy.pipeline.engine_setup import AUTO
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.schedules import Kind, Table, build_table
 from zero_strategy.runtime.torch_private import buffers_of, parameters_of
-from zero_strategy.verify.reference_run import StepRecord, Tensors, Twin, add_gradients, flat_state
+from zero_strategy.verify.reference_run import ReferenceRun, StepRecord, Tensors, add_gradients, flat_state
 from zero_strategy.verify.session import ShardedRun, Verification, check_anew
 from zero_strategy.verify.subject import (
     Factory,
@@ -95,7 +95,7 @@ class _Stage:
     buffers: list[tuple[nn.Module, str, str]] = field(default_factory=list)
 
 
-class PipelineReferenceRun(Twin):
+class PipelineReferenceRun(ReferenceRun):
     """One process that trains what all ranks of all copies of a pipeline train.
 
     Args:
@@ -103,7 +103,7 @@ class PipelineReferenceRun(Twin):
         config: The sharded side's settings.
         settings: How it trains; `accumulation` are the micro-batches.
         layout: Who runs what on the sharded side.
-        jitter: See `Twin`.
+        jitter: See `ReferenceRun`.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class PipelineReferenceRun(Twin):
         record.phases["mean loss"] = {"mean loss": mean}
 
     def step(self, follow: StepRecord | None = None) -> StepRecord:
-        """See `Twin.step`."""
+        """See `ReferenceRun.step`."""
         record = super().step(follow)
         record.buffers = [self._buffers_of(rank) for rank in range(self.ranks)]
         return record
@@ -324,7 +324,7 @@ class PipelineRun(ShardedRun):
 
     @staticmethod
     def _where(engine: PipelineEngine, module: PipelineModule) -> list[tuple[list[int], list[int], dict[str, Any]]]:
-        """Of each rank: its stages, its lane, and of each parameter offset and slice size, or None if it is whole."""
+        """Of each rank: stages, data-parallel group, and each parameter's offset and slice size, None if it is full."""
         own: dict[str, tuple[int, int] | None] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             place = engine.model.place(parameter)
@@ -425,7 +425,7 @@ class PipelineVerification(Verification):
         self.layout = Layout(table, list(module.parts), module.mpu().pipe_groups)
         return subject
 
-    def _twin(self, sharded: Subject, jitter: int | None = None) -> Twin:
+    def _reference(self, sharded: Subject, jitter: int | None = None) -> ReferenceRun:
         assert self.layout is not None
         subject = pipeline_subject(self.factory, self.config, self.settings, alone=True)
         check_anew(sharded, subject)

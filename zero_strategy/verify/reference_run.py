@@ -2,13 +2,14 @@
 
 It runs by the engine's formula, for its bits, and by torch's, to hold that against.
 
-The engine takes the steps of torch's Adam, AdamW, SGD and Adagrad in fused ops, whose last bit is not torch's. The twin
-does the same to whole parameters, so that all else can be compared by bits; and takes each step once more by the
-optimizer's own code, from the same state, which may differ by roundings only.
+The engine takes the steps of torch's Adam, AdamW, SGD and Adagrad in fused ops, whose last bit is not torch's. The
+reference run does the same to full parameters, so that all else can be compared by bits; and takes each step once more
+by the optimizer's own code, from the same state, which may differ by
+roundings only.
 
 Each rank's micro-batches are run by themselves, with that rank's random numbers and buffers, and their gradients are
 added as `fsdp/grad_bucket.py` says. With `jitter` every weight is off by one unit in its last place while a
-micro-batch runs, and every gradient once more: how far such a twin goes astray is what re-ordered summation explains.
+micro-batch runs, and every gradient once more: how far such a run goes astray is what re-ordered summation explains.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def engine_rule(
 
 @torch.no_grad()
 def take_step(optimizer: Optimizer, rule: UpdateRule | None, names: dict[int, str]) -> dict[str, str]:
-    """Take a step of an optimizer over whole parameters that hold their gradients.
+    """Take a step of an optimizer over full parameters that hold their gradients.
 
     Args:
         optimizer: The optimizer.
@@ -150,7 +151,7 @@ class StepRecord:
         return self.buffers[rank] if phase == "buffer" else self.phases.get(phase, {})
 
 
-class Twin:
+class ReferenceRun:
     """One process that trains what all ranks train.
 
     Args:
@@ -228,7 +229,7 @@ class Twin:
         """Train one step.
 
         Args:
-            follow: Of another twin, which decides whether the step is taken.
+            follow: Of another run, which decides whether the step is taken.
         """
         with kept_random_state():
             record = StepRecord(losses=[{} for _ in range(self.ranks)])

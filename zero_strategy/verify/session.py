@@ -27,7 +27,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import LossScaler
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_get_full_grad
 from zero_strategy.verify.compare import Comparison, Difference, PhaseCount, VerifyReport
-from zero_strategy.verify.reference_run import StepRecord, Tensors, Twin, flat_state
+from zero_strategy.verify.reference_run import ReferenceRun, StepRecord, Tensors, flat_state
 from zero_strategy.verify.subject import (
     DEFAULT_TOLERANCE,
     Factory,
@@ -58,7 +58,9 @@ class ShardedRun:
         self.subject, self.config, self.settings = subject, config, settings
         self.model, self.taken = subject.model, True
         self.engine, self.optimizer = self.build()
-        if settings.scales_loss and self.engine.scaler is None:  # autocast is the faces' business, and so is its scaler
+        if (
+            settings.scales_loss and self.engine.scaler is None
+        ):  # autocast is the integrations' business, and so is its scaler
             self.engine.use_loss_scaler(LossScaler(config.config.loss_scale))
         self.rank, self.ranks = self.engine.mesh.rank, self.engine.mesh.world_size
         self.seed()
@@ -187,14 +189,14 @@ def place_to_train(ranks: int) -> torch.device:
 
 
 JITTERS = (1, 2)
-"""Seeds of the disturbed twins; what re-ordered summation explains is the larger of what they show."""
+"""Seeds of the disturbed runs; what re-ordered summation explains is the larger of what they show."""
 
 
 class Verification:
     """One rank's part of a verification.
 
     Args:
-        factory: Makes what is trained; called once on every rank, and for each plain twin.
+        factory: Makes what is trained; called once on every rank, and for each plain reference run.
         config: The resolved config.
         settings: How to train.
         run_class: What trains the sharded side: `ShardedRun` or a subclass.
@@ -210,23 +212,23 @@ class Verification:
         else:
             self.tolerance = DEFAULT_TOLERANCE if self.reason else 0.0
         subject = self._subject()
-        self.plain = self._twin(subject) if world_rank() == 0 else None
+        self.plain = self._reference(subject) if world_rank() == 0 else None
         self.run_of = run_class(subject, config, settings)
         run = self.run_of
         self.comparison = Comparison(run.control, self.tolerance, self._explained, run.owner, run.title)
         self._record = StepRecord()
         self._taken: list[StepRecord] = []
-        self._disturbed: list[tuple[Twin, StepRecord]] = []
+        self._disturbed: list[tuple[ReferenceRun, StepRecord]] = []
         self._steps = 0
 
     def _subject(self) -> Subject:
         settings = self.settings
         return make_subject(self.factory, settings.seed, settings.batches(self.config.world_size))
 
-    def _twin(self, sharded: Subject, jitter: int | None = None) -> Twin:
+    def _reference(self, sharded: Subject, jitter: int | None = None) -> ReferenceRun:
         subject = self._subject()
         check_anew(sharded, subject)
-        return Twin(subject, self.config, self.settings, jitter)
+        return ReferenceRun(subject, self.config, self.settings, jitter)
 
     def run(self) -> VerifyReport:
         """Train and compare, up to the first phase that differs."""
@@ -289,12 +291,12 @@ class Verification:
     # ---- what re-ordered summation explains ----
 
     def _disturb(self) -> None:
-        """Bring the disturbed twins to the step at which the plain one is."""
+        """Bring the disturbed runs to the step at which the plain one is."""
         if not self._disturbed:
             with kept_random_state():  # the sharded side goes on drawing
-                self._disturbed = [(self._twin(self.run_of.subject, seed), StepRecord()) for seed in JITTERS]
+                self._disturbed = [(self._reference(self.run_of.subject, seed), StepRecord()) for seed in JITTERS]
         while (number := self._disturbed[0][0].steps_taken) < self._steps:
-            self._disturbed = [(twin, twin.step(self._taken[number])) for twin, _ in self._disturbed]
+            self._disturbed = [(run, run.step(self._taken[number])) for run, _ in self._disturbed]
 
     def _explained(self, phase: str, name: str, rank: int) -> float | None:
         if phase == "start":

@@ -1,6 +1,6 @@
-"""Writes checkpoints of model-parallel DeepSpeed runs from whole tensors, as the formats say; no DeepSpeed needed.
+"""Writes checkpoints of model-parallel DeepSpeed runs from full tensors, as the formats say; no DeepSpeed needed.
 
-Every whole tensor is divided by the rules among tensor-parallel ranks, layers among stages, and each rank's optimizer
+Every full tensor is divided by the rules among tensor-parallel ranks, layers among stages, and each rank's optimizer
 state among data-parallel ranks (ZeRO 1, with padding).
 """
 

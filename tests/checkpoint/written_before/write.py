@@ -73,7 +73,7 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def content(engine: Any, optimizer: torch.optim.Optimizer, **more: Any) -> Content:
-    """Whole weights and optimizer state, bit for bit."""
+    """Full weights and optimizer state, bit for bit."""
     found = {f"weight {name}": tensor.clone() for name, tensor in engine.full_state_dict().items()}
     for name, values in engine.full_optimizer_state(optimizer).items():
         found |= {f"state {name} {key}": value for key, value in values.items()}

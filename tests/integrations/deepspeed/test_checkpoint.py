@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.interop.parallel_files import save_rank, shards_of, value
-from zero_strategy.compat import deepspeed as face
+from zero_strategy.compat import deepspeed as integration
 from zero_strategy.compat.deepspeed import DeepSpeedCheckpoint, ZeROCheckpoint, merge_state
 from zero_strategy.convert.pipeline_layers import MEGATRON_GPT
 
@@ -153,10 +153,10 @@ def test_merging_nested_state() -> None:
 def test_names_of_the_face() -> None:
     ours = {"DeepSpeedEngine": "ScriptEngine", "DeepSpeedTransformerConfig": "TransformerConfig"}
     ours |= {"DeepSpeedTransformerLayer": "TransformerLayer", "PipelineEngine": "ScriptPipelineEngine"}
-    for name in face.__all__:
-        assert getattr(face, name).__name__ == ours.get(name, name) and name in dir(face)
+    for name in integration.__all__:
+        assert getattr(integration, name).__name__ == ours.get(name, name) and name in dir(integration)
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
-        face.Engine  # noqa: B018
+        integration.Engine  # noqa: B018
 
 
 @pytest.mark.parametrize("target", [{}, {"tp_degree": 2}, {"tp_degree": 1, "pp_degree": 1}, {"dp_degree": 1}], ids=str)

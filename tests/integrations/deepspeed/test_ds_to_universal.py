@@ -1,4 +1,4 @@
-"""The converter of the migration face: model-parallel checkpoints into universal ones, by DeepSpeed's command line."""
+"""The converter with DeepSpeed's command line: model-parallel checkpoints into universal ones."""
 
 from __future__ import annotations
 

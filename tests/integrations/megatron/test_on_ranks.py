@@ -1,4 +1,4 @@
-"""Results of the utilities among ranks: one run of two, against the whole tensors that both know."""
+"""Results of the utilities among ranks: one run of two, against the full tensors that both know."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """State dicts of checkpoints: Megatron's for any number of tensor-parallel ranks, and whole fp32 weights.
 
 Names, arguments and results are DeepSpeed's (`deepspeed.runtime.state_dict_factory`, `deepspeed.utils.zero_to_fp32`).
-Files are read by the restricted unpickler; joining and dividing is `convert.megatron`, and whole weights come of any
+Files are read by the restricted unpickler; joining and dividing is `convert.megatron`, and full weights come of any
 checkpoint, ours or DeepSpeed's.
 """
 
@@ -348,7 +348,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Whole weights on the host, floating-point ones in fp32: master weights where there are any.
+    """Full weights on the host, floating-point ones in fp32: master weights where there are any.
 
     Args:
         checkpoint_dir: The folder of checkpoints, or one of them.

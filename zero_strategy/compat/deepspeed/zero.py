@@ -83,7 +83,7 @@ class Init(sharding.Init):
 
 
 class GatheredParameters(sharding.GatheredParameters):
-    """Whole parameters inside a `with` block; see `zero_strategy.sharding.GatheredParameters`.
+    """Full parameters inside a `with` block; see `zero_strategy.sharding.GatheredParameters`.
 
     Args:
         params: One parameter, or any iterable of them.

@@ -431,7 +431,7 @@ def _compared(model: nn.Module | Sequence[nn.Module]) -> tuple[ReplicaReport, in
 
 
 def _report(everyone: Sequence[tuple[int, dict[str, str]]]) -> ReplicaReport:
-    """From each rank's column of the mesh and digests. Whole parameters say so, and have one column."""
+    """From each rank's column of the mesh and digests. Full parameters say so, and have one column."""
     holders: dict[tuple[int, str], dict[str, list[int]]] = {}
     for rank, (column, part) in enumerate(everyone):
         for name, digest in part.items():

@@ -25,7 +25,7 @@ Symmetric memory is there on GPUs that reach each other (NVLink). Elsewhere call
 
 `ShardedTensor` describes a rank's part of a tensor for a checkpoint:
 
-    global_shape             of the whole tensor
+    global_shape             of the full tensor
     axis_fragmentations      into how many equal parts each of its axes is cut
     global_offset            where this part begins
     replica_id               which copy of the part this is; the one of all zeros is written
@@ -306,7 +306,7 @@ ReplicaId = int | tuple[int, ...]
 
 
 class AxisOffset(NamedTuple):
-    """One axis of the whole tensor that is divided evenly."""
+    """One axis of the full tensor that is divided evenly."""
 
     axis: int
     place: int
@@ -328,7 +328,7 @@ class ShardedTensor:
         axis_fragmentations: Likewise.
         replica_id: An integer, or several.
         prepend_axis_num: Number of prepended axes.
-        allow_shape_mismatch: The whole tensor may have another shape in the checkpoint (a padded vocabulary).
+        allow_shape_mismatch: The full tensor may have another shape in the checkpoint (a padded vocabulary).
     """
 
     key: str
@@ -357,7 +357,7 @@ class ShardedTensor:
         Args:
             key: The tensor's name.
             data: This rank's part.
-            rank_offsets: (axis of the whole tensor, this rank's place, places), once per axis at most.
+            rank_offsets: (axis of the full tensor, this rank's place, places), once per axis at most.
             replica_id: Which copy.
             prepend_axis_num: Leading axes that `data` does not have; each needs an offset.
             allow_shape_mismatch: See above.
@@ -415,7 +415,7 @@ class ShardedTensor:
 
 
 def assemble(parts: Iterable[ShardedTensor]) -> Tensor:
-    """The whole tensor from the parts of all ranks; other copies than the main ones are passed over.
+    """The full tensor from the parts of all ranks; other copies than the main ones are passed over.
 
     Raises:
         ValueError: If parts are of different tensors, overlap, or leave elements out.

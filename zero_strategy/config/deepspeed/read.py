@@ -177,7 +177,7 @@ def _shown(value: Any) -> str:
 LATER_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "optimizer")
 """Keys that can only be compared once there are a data loader and an optimizer."""
 
-# Facts by their names in a framework, then by DeepSpeed's own, for faces that act on the key themselves.
+# Facts by their names in a framework, then by DeepSpeed's own, for integrations that act on the key themselves.
 _FACTS = {
     "train_batch_size": ("samples_per_step", "train_batch_size"),
     "train_micro_batch_size_per_gpu": ("micro_batch_per_rank", "train_micro_batch_size_per_gpu"),
@@ -243,7 +243,7 @@ def _check_optimizer(named: Named | None, fact: Fact) -> None:
     """Compares an optimizer of the JSON with the one that there is, by class and by what is not ``"auto"``."""
     assert named is not None, "owned means that it was accepted"
     if fact.value is named:
-        return  # a face that made it from the JSON
+        return  # an integration that made it from the JSON
     kind = type(fact.value).__name__.removeprefix("Fused")
     if kind != named.type:
         raise ValueError(

@@ -140,7 +140,7 @@ class ScriptEngine:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load whole weights into the module; all ranks call it with the same."""
+        """Load full weights into the module; all ranks call it with the same."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
     module_state_dict = state_dict
@@ -176,7 +176,7 @@ class ScriptEngine:
         Args:
             loss: 0-d, this rank's mean over its samples.
             allreduce_gradients: False puts the averaging over the ranks off to the next backward that averages, or to
-                the optimizer's step: ranks never step with different gradients. Stages 2 and 3 keep no whole gradients
+                the optimizer's step: ranks never step with different gradients. Stages 2 and 3 keep no full gradients
                 that could wait, and average all the same; the result is then unchanged but for the order of the sum.
             release_loss: Return a copy of the value that does not hold on to the graph.
             retain_graph: Keep the graph for another backward.
@@ -315,7 +315,7 @@ class ScriptEngine:
         self.zero.model.reducer.settle()
 
     def empty_partition_cache(self) -> None:
-        """Release the whole parameters that are held for a next use (stage 3); all ranks call it."""
+        """Release the full parameters that are held for a next use (stage 3); all ranks call it."""
         if self.zero.model.unsharder is not None:
             self.zero.model.unsharder.release_idle()
 
@@ -572,7 +572,7 @@ class ScriptEngine:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the module's whole state dict, in the dtype that it computes in, as a file of torch; all ranks call it.
+        """Write the module's full state dict, in the dtype that it computes in, as a file of torch; all ranks call it.
 
         Args:
             save_dir: A folder, which is made where it does not exist.

@@ -169,7 +169,7 @@ class ScriptPipelineEngine(ScriptEngine):
             executor.loss_fn, executor.keep_outputs = loss_fn, True
 
     def _reduced(self, outputs: list[Any], how: str | None) -> Any:
-        """Outputs of the last stage's rank: as they are, or their mean over its lane."""
+        """Outputs of the last stage's rank: as they are, or their mean over its data-parallel group."""
         if how is None:
             return outputs
 

@@ -15,9 +15,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from tests.diagnostics.subjects import tiny
-from tests.integrations.accelerate_face.training import Job, Run, fresh_state, make
+from tests.integrations.accelerate.training import Job, Run, fresh_state, make
 from tests.integrations.trainers import Module, join, loader, trainer, zero
-from tests.integrations.transformers_face.training import trainer_of
+from tests.integrations.transformers.training import trainer_of
 from tests.launcher import Launcher
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.diagnostics.run_files import read_run
@@ -118,8 +118,8 @@ def by_a_pipeline(directory: Path) -> list[float]:
 
 
 def by_all(directory: Path) -> tuple[Any, ...]:
-    faces = (by_the_trainer, by_fabric, by_accelerate, by_transformers, by_a_pipeline, verified_by_accelerate)
-    return tuple(face(directory) for face in faces)
+    integrations = (by_the_trainer, by_fabric, by_accelerate, by_transformers, by_a_pipeline, verified_by_accelerate)
+    return tuple(integration(directory) for integration in integrations)
 
 
 def test_every_face_tells_its_loggers(ranks: Launcher, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from transformers import (
     Trainer,
 )
 
-from tests.integrations.accelerate_face.training import fresh_state
+from tests.integrations.accelerate.training import fresh_state
 from zero_strategy.integrations.transformers import ZeroTrainer, make_zero_trainer
 
 WORDS = 48
@@ -98,7 +98,7 @@ def difference(a: list[dict[str, float]], b: list[dict[str, float]]) -> float:
 
 
 def whole(trainer: Any) -> dict[str, Tensor]:
-    """The whole state dict, on every rank."""
+    """The full state dict, on every rank."""
     if isinstance(trainer, ZeroTrainer):
         assert trainer.zero_engine is not None
         return trainer.zero_engine.full_state_dict()
@@ -106,7 +106,7 @@ def whole(trainer: Any) -> dict[str, Tensor]:
 
 
 Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
-"""What was logged, and the whole weights."""
+"""What was logged, and the full weights."""
 
 
 def run(stage: int | None, kind: str, folder: str, **arguments: Any) -> Trained:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations.accelerate_face.training import fresh_state
-from tests.integrations.transformers_face.training import (
+from tests.integrations.accelerate.training import fresh_state
+from tests.integrations.transformers.training import (
     KINDS,
     StopAfter,
     Trained,

@@ -1,4 +1,4 @@
-"""Every face hands the settings on; models of transformers, which collect keys and values, are recomputed."""
+"""Every integration hands the settings on; models of transformers, which collect keys and values, are recomputed."""
 
 from __future__ import annotations
 
@@ -101,22 +101,22 @@ def with_accelerate(mode: dict[str, Any], folder: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
-def faces(folder: str) -> dict[str, list[str]]:
+def integrations(folder: str) -> dict[str, list[str]]:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     os.environ.update(dict(zip(keys, "00110", strict=True)), MASTER_ADDR="127.0.0.1", MASTER_PORT="29400")
     wrong = {}
-    for face in (with_trainer, with_fabric, with_accelerate):
-        expected = face(MODES[0], folder)
+    for integration in (with_trainer, with_fabric, with_accelerate):
+        expected = integration(MODES[0], folder)
         for mode in MODES[1:]:
-            if found := different(face(mode, folder), expected):
-                wrong[f"{face.__name__} {mode}"] = found
+            if found := different(integration(mode, folder), expected):
+                wrong[f"{integration.__name__} {mode}"] = found
     return wrong
 
 
 def test_faces(ranks: Launcher, tmp_path: Path) -> None:
-    assert ranks(1)(faces, str(tmp_path)) == [{}]
+    assert ranks(1)(integrations, str(tmp_path)) == [{}]
 
 
 def gradients_of(model: nn.Module, mode: dict[str, Any], **inputs: Any) -> tuple[ZeroEngine, dict[str, Tensor]]:

@@ -1,6 +1,7 @@
 """One training script, played twice on the same ranks: by plain modules, and by the engine.
 
-The plain twin keeps a whole replica per rank and averages gradients by hand, in the order that the engine documents.
+The plain training keeps a whole replica per rank and averages gradients by hand, in the order that the engine
+documents.
 A script that reduces once per parameter and step must come out bit-equal at every stage.
 """
 
@@ -22,12 +23,12 @@ from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim.full_state import safe_get_full_grad
 
-Script = Callable[["Twin"], None]
+Script = Callable[["PlainTraining"], None]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runner of a script in the engine; also decides the plain twin's order of summation."""
+    """Runner of a script in the engine; also decides the plain training's order of summation."""
 
     stage: int
     order: Order
@@ -50,7 +51,7 @@ KEPT = Setting(3, "per_micro_batch", {"reshard_after_backward": False})
 DEFAULTS = tuple(setting for setting in SETTINGS if (setting.order == "per_step") == (setting.stage < 2))
 
 
-class Twin:
+class PlainTraining:
     """Operations of a script; this class does it in plain torch."""
 
     engine: ZeroEngine | None = None
@@ -77,7 +78,7 @@ class Twin:
         return torch.randn(*shape, generator=generator)
 
     def note(self, *values: Any) -> None:
-        """Something on this rank that must be the same for both twins."""
+        """Something on this rank that must be the same for both trainings."""
         self.notes += [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
 
     def backward(self, loss: Tensor, *, sync: bool = True, **kwargs: Any) -> None:
@@ -187,12 +188,12 @@ class Twin:
         return found
 
 
-class ShardedTwin(Twin):
+class ShardedTraining(PlainTraining):
     """The same, done by the engine."""
 
     def shard(self, module: nn.Module) -> nn.Module:
         self.module = module
-        # The plain twin runs torch's own optimizer code; scripts with fused optimizers run those on both sides.
+        # The plain training runs torch's own optimizer code; scripts with fused optimizers run those on both sides.
         fixed = {"units": {"min_numel": 0}, "barrier_seconds": 5.0, "fused_optimizers": False}
         options = {**fixed, **self.setting.config}
         config = load_config(stage=self.setting.stage, gradient_reduction=self.setting.order, **options)
@@ -270,7 +271,7 @@ def different(actual: Any, expected: Any, tolerance: float) -> str | None:
 
 
 def play(script: Script, settings: Sequence[Setting] = SETTINGS, tolerance: float = 0.0) -> dict[str, Any]:
-    """Both twins play; to be called on every rank of a run.
+    """Both trainings play; to be called on every rank of a run.
 
     Returns:
         By setting, what came out differently; empty if nothing did.
@@ -279,10 +280,10 @@ def play(script: Script, settings: Sequence[Setting] = SETTINGS, tolerance: floa
     expected: dict[Order, dict[str, Any]] = {}
     for setting in settings:
         if setting.order not in expected:
-            plain = Twin(setting)
+            plain = PlainTraining(setting)
             script(plain)
             expected[setting.order] = plain.outcome()
-        sharded = ShardedTwin(setting)
+        sharded = ShardedTraining(setting)
         script(sharded)
         actual, wanted = sharded.outcome(), expected[setting.order]
         found = {key: "missing" for key in wanted.keys() - actual.keys()}
