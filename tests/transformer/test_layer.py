@@ -62,7 +62,7 @@ def largest_error(
     *,
     plain: bool = False,
 ) -> tuple[float, str]:
-    """Of the output and of every gradient, against plain torch in float64; `plain`: those of plain torch in that dtype."""
+    """Of the output and of every gradient, against plain torch in float64; `plain`: plain torch in that dtype."""
     made = layer(**options).to(dtype)
     x, gradient = inputs(dtype)
     torch.manual_seed(3)
