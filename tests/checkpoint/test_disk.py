@@ -14,7 +14,7 @@ import torch
 
 from zero_strategy.checkpoint import disk
 from zero_strategy.checkpoint.disk import DiskWriter, create_file
-from zero_strategy.runtime.files import PAGE, AlignedArena, is_aligned
+from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, is_aligned
 
 SIZE = 300_000
 

@@ -17,7 +17,7 @@ from tests.checkpoint.kinds import KINDS, content, files_of, make, named
 from zero_strategy.cli import main
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
-from zero_strategy.runtime.files import is_there, open_regular, read_regular, read_text, size_of
+from zero_strategy.runtime.regular_files import is_there, open_regular, read_regular, read_text, size_of
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.saving import all_dtypes, bits, plan_of, random_tensor, same, save
 from tests.warm import run_warm
 from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter, Piece, TensorSpec, disk
-from zero_strategy.runtime import files as transfer
+from zero_strategy.runtime import host_bytes as transfer
 
 ADAM = {
     "adam": {

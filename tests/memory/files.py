@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_strategy.offload.file_io import OpenFile
 from zero_strategy.offload.file_queues import BACKENDS, Backend, load_library
 from zero_strategy.ops.build import BuildError, recipe
-from zero_strategy.runtime.files import AlignedArena
+from zero_strategy.runtime.host_bytes import AlignedArena
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.tier import HostMemory
-from zero_strategy.runtime.files import PAGE
+from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.torch_private import storage_key, version_of
 
 Storages = dict[StorageWeakRef, int]

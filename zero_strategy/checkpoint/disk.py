@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from zero_strategy.runtime.files import PAGE, AlignedArena, Seen, as_bytes, is_aligned, memory_of
+from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, Seen, as_bytes, is_aligned, memory_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -29,7 +29,7 @@ from zero_strategy.checkpoint.disk import all_beside, beside, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
-from zero_strategy.runtime.files import read_regular, read_text, size_of
+from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
 OWNER_NAME = "owner.json"
 MARK = ".seen"

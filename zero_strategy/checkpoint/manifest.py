@@ -27,7 +27,8 @@ from zero_strategy.checkpoint.layout import (
     tensors_cut_off,
 )
 from zero_strategy.checkpoint.ranges import Checksums, PieceTable, rank_path
-from zero_strategy.runtime.files import checksum_of, odd_entry, open_regular, read_regular, size_of
+from zero_strategy.runtime.host_bytes import checksum_of
+from zero_strategy.runtime.regular_files import odd_entry, open_regular, read_regular, size_of
 
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"

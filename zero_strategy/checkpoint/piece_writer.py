@@ -72,7 +72,7 @@ from zero_strategy.checkpoint.writer import (
     check_piece,
     check_replaceable,
 )
-from zero_strategy.runtime.files import Seen, checksum_of
+from zero_strategy.runtime.host_bytes import Seen, checksum_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

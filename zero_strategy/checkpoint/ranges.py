@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from zero_strategy.checkpoint.layout import DTYPE_NAMES, DTYPES, FileLayout, TensorSpec
-from zero_strategy.runtime.files import checksum_of
+from zero_strategy.runtime.host_bytes import checksum_of
 
 T = TypeVar("T")
 

@@ -24,7 +24,8 @@ from zero_strategy.checkpoint.folders import locate, parse_aliases
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
 from zero_strategy.checkpoint.manifest import FileKind, Manifest
 from zero_strategy.checkpoint.ranges import Block
-from zero_strategy.runtime.files import Transfer, checksum_of, open_regular, read_regular
+from zero_strategy.runtime.host_bytes import Transfer, checksum_of
+from zero_strategy.runtime.regular_files import open_regular, read_regular
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
 from zero_strategy.offload.tier import Tier
-from zero_strategy.runtime.files import PAGE, AlignedArena
+from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState

@@ -24,7 +24,8 @@ from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manife
 from zero_strategy.checkpoint.piece_writer import Board, PieceWriter, Sink
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX, rank_path, small_path
-from zero_strategy.runtime.files import Seen, as_bytes, memory_of, open_regular, read_regular, size_of
+from zero_strategy.runtime.host_bytes import Seen, as_bytes, memory_of
+from zero_strategy.runtime.regular_files import open_regular, read_regular, size_of
 
 
 class Storage(ABC):

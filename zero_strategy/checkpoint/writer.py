@@ -42,7 +42,8 @@ from zero_strategy.checkpoint.layout import FileLayout, parse_object
 from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, FileKind, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import Block, Checksums, Coverage, blocks_of
-from zero_strategy.runtime.files import Seen, checksum_of, read_regular
+from zero_strategy.runtime.host_bytes import Seen, checksum_of
+from zero_strategy.runtime.regular_files import read_regular
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_strategy.runtime.files import read_text
+from zero_strategy.runtime.regular_files import read_text
 from zero_strategy.runtime.terminal import parse_size, size, table
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from zero_strategy.checkpoint.piece_reader import check_blocks
 from zero_strategy.checkpoint.ranges import Block, PieceTable, batches, rank_path, small_path
 from zero_strategy.checkpoint.reader import StateReader
 from zero_strategy.checkpoint.storage import Folder, RemoteFolder, Storage, is_remote, remote_checkpoint
-from zero_strategy.runtime.files import checksum_of, open_regular, read_regular, size_of
+from zero_strategy.runtime.host_bytes import checksum_of
+from zero_strategy.runtime.regular_files import open_regular, read_regular, size_of
 
 _AT_ONCE_BYTES = 32 << 20
 

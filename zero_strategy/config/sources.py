@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_strategy.config.section import Section, from_origin, is_section, typed_fields, wrong_type
-from zero_strategy.runtime.files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},

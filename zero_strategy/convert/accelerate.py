@@ -20,7 +20,7 @@ from zero_strategy.convert import dcp, torch_file
 from zero_strategy.convert.optimizer_form import add_weights, from_torch
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableState, portable_of
-from zero_strategy.runtime.files import is_there
+from zero_strategy.runtime.regular_files import is_there
 
 _SHARDED, _FULL = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 _PLAIN = ("model.safetensors", "pytorch_model.bin")

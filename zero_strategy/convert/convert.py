@@ -41,7 +41,7 @@ from zero_strategy.convert.portable import (
     portable_of,
     write_portable,
 )
-from zero_strategy.runtime.files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 _HERE = "zero_strategy.convert"
 

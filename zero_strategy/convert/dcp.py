@@ -36,7 +36,7 @@ from zero_strategy.convert.pickle_globals import Record
 from zero_strategy.convert.pickles import load_restricted, load_restricted_pickle
 from zero_strategy.convert.portable import PortableState, Progress, StoredTensor, loaded
 from zero_strategy.convert.torch_file import from_content, rest_of
-from zero_strategy.runtime.files import is_there, open_regular, read_regular, size_of
+from zero_strategy.runtime.regular_files import is_there, open_regular, read_regular, size_of
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"

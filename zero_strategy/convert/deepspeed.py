@@ -72,7 +72,7 @@ from zero_strategy.convert.megatron import MergeRules, Rule, merge, merged_shape
 from zero_strategy.convert.pickle_globals import Record
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor
-from zero_strategy.runtime.files import read_regular
+from zero_strategy.runtime.regular_files import read_regular
 
 _DICTS = ("lightning.fabric.utilities.data", "lightning_fabric.utilities.data", "pytorch_lightning.utilities.parsing")
 LIGHTNING: Mapping[str, None] = dict.fromkeys(f"{module}.AttributeDict" for module in _DICTS)

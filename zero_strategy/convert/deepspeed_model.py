@@ -29,7 +29,7 @@ from zero_strategy.checkpoint.manifest import Scalar
 from zero_strategy.convert.pickle_globals import Record
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor
-from zero_strategy.runtime.files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 
 @dataclass

@@ -39,7 +39,7 @@ import torch
 from zero_strategy.convert.deepspeed_model import Flat, MasterState, Source, hyper_parameters, shape_of, split_state
 from zero_strategy.convert.pickle_globals import ATTRIBUTES
 from zero_strategy.convert.portable import StoredTensor
-from zero_strategy.runtime.files import open_regular, path_of, size_of
+from zero_strategy.runtime.regular_files import open_regular, path_of, size_of
 
 _SLICES = "single_partition_of_fp32_groups"
 _BASE = "base_optimizer_state"

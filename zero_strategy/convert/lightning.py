@@ -37,7 +37,7 @@ from zero_strategy.convert.optimizer_form import is_optimizer_state, is_state_di
 from zero_strategy.convert.pickle_globals import Record
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableState, Progress, StoredTensor
-from zero_strategy.runtime.files import is_there, open_regular
+from zero_strategy.runtime.regular_files import is_there, open_regular
 
 TRAINER_FILE = "lightning.pt"
 """Where our strategies keep the rest of a checkpoint dict."""

@@ -46,7 +46,7 @@ from zero_strategy.convert.pickle_globals import (
     known_globals,
     with_own,
 )
-from zero_strategy.runtime.files import open_regular, path_of, read_regular
+from zero_strategy.runtime.regular_files import open_regular, path_of, read_regular
 
 _CHUNK = 8 << 20
 _LOCAL_HEADER = struct.Struct("<26xHH")

@@ -36,7 +36,7 @@ from zero_strategy.convert.optimizer_form import (
 )
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, Progress, StoredTensor, loaded
-from zero_strategy.runtime.files import open_regular
+from zero_strategy.runtime.regular_files import open_regular
 
 
 class ForeignObject:

@@ -27,7 +27,7 @@ from zero_strategy.convert.megatron import MergeRules, Rule, merge
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor
 from zero_strategy.convert.universal_write import LATEST_NAME, write
-from zero_strategy.runtime.files import is_there, read_text
+from zero_strategy.runtime.regular_files import is_there, read_text
 
 _GLOBAL = "optimizer_state.pt"
 _STEP = "step.pt"

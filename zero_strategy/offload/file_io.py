@@ -27,7 +27,7 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import Self
 
-from zero_strategy.runtime.files import PAGE, AlignedArena, memory_of
+from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, memory_of
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -25,7 +25,7 @@ from torch import Tensor
 from zero_strategy.offload.file_io import FILE_ENDED, Extent, FileQueue, Kind, Outcome
 from zero_strategy.ops.build import BuildError, obtain
 from zero_strategy.ops.library import NATIVE_VARIABLE
-from zero_strategy.runtime.files import memory_of
+from zero_strategy.runtime.host_bytes import memory_of
 
 
 class _Extent(ctypes.Structure):

@@ -37,7 +37,7 @@ from pathlib import Path
 from torch import Tensor
 
 from zero_strategy.offload.file_io import O_DIRECT, REFUSALS, DirectRules, Extent, OpenFile, can_read, direct_rules
-from zero_strategy.runtime.files import PAGE, checksum_of, memory_of
+from zero_strategy.runtime.host_bytes import PAGE, checksum_of, memory_of
 from zero_strategy.watchdog.peers import STARTED, STATE, host, stat_fields
 
 

@@ -37,7 +37,7 @@ from zero_strategy.offload import part_file as ownership
 from zero_strategy.offload.file_io import Extent, FileQueue, Kind, Request
 from zero_strategy.offload.file_queues import DEFAULT_DEPTH, open_queue
 from zero_strategy.offload.part_file import PartFile, RecordChecksums
-from zero_strategy.runtime.files import PAGE
+from zero_strategy.runtime.host_bytes import PAGE
 
 
 @dataclass(frozen=True)

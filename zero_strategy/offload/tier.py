@@ -30,7 +30,7 @@ from torch import Tensor
 from zero_strategy.offload.file_io import FileQueue, Kind
 from zero_strategy.offload.file_queues import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, open_queue
 from zero_strategy.offload.state_file import StateFile, Transfer, outcome_of
-from zero_strategy.runtime.files import PAGE
+from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.observer import Observed
 
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     )
 
 _MODELS = {
-    "LayerSpec": "specs",
-    "TiedLayerSpec": "specs",
+    "LayerSpec": "building",
+    "TiedLayerSpec": "building",
     "PipelineModule": "module",
     "ProcessTopology": "topology",
     "PipeDataParallelTopology": "topology",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero_strategy.pipeline.building import TIED, BuiltLayer, NamedLayer, TiedLayerSpec
 from zero_strategy.pipeline.topology import ProcessTopology
-from zero_strategy.runtime.files import open_regular
+from zero_strategy.runtime.regular_files import open_regular
 
 
 def layer_path(directory: str | Path, layer: int, topology: ProcessTopology, rank: int) -> str:

@@ -41,7 +41,7 @@ from zero_strategy.planning.buckets import (
     stop_of,
 )
 from zero_strategy.planning.ledger import Category, Entry, Ledger, Owner, Tier, allocated
-from zero_strategy.runtime.files import PAGE
+from zero_strategy.runtime.host_bytes import PAGE
 
 DeviceType = Literal["cpu", "cuda"]
 _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}

@@ -162,8 +162,8 @@ TABLE: Mapping[str, Mapping[str, str | Refused]] = MappingProxyType(
             ".checkpoints",
         ),
         "checkpoint.ds_to_universal": {
-            **_all("main", ".universal:convert_to_universal"),
-            **_all("parse_arguments", ".universal:universal_arguments"),
+            **_all("main", ".checkpoints:convert_to_universal"),
+            **_all("parse_arguments", ".checkpoints:universal_arguments"),
         },
         "checkpoint.reshape_3d_utils": _GRIDS,
         "checkpoint.reshape_meg_2d": {**_GRIDS_2D, **_GRIDS},

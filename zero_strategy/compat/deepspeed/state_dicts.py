@@ -33,7 +33,7 @@ from zero_strategy.convert.portable import (
     portable_of,
     write_portable,
 )
-from zero_strategy.runtime.files import read_regular
+from zero_strategy.runtime.regular_files import read_regular
 from zero_strategy.runtime.terminal import parse_size
 
 AUTO_MODULE_KEY = "auto"

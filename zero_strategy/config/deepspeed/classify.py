@@ -37,7 +37,7 @@ from zero_strategy.config.deepspeed.keys import (
 )
 from zero_strategy.config.section import from_origin, wrong_type
 from zero_strategy.config.sources import Layer, read_file, read_mapping
-from zero_strategy.runtime.files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 # Strings come first in both patterns, so that nothing inside of one is taken for a comment or a comma.
 _STRING = r'"(?:\\.|[^"\\\n])*"'

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zero_strategy.runtime.files import read_text
+from zero_strategy.runtime.regular_files import read_text
 
 NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
