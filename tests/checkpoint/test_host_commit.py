@@ -10,15 +10,20 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.checkpoint.piece_saving import jobs_of, on_hosts, run_jobs, save
-from tests.checkpoint.saving import same
+from tests.checkpoint.saving import plan_of, same
 from zero_strategy.checkpoint import Manifest, piece_writer
 from zero_strategy.checkpoint.disk import remove
+from zero_strategy.checkpoint.folders import remove_leftovers
+from zero_strategy.checkpoint.manifest import RECEIPTS_NAME
 from zero_strategy.checkpoint.piece_writer import HostPieceWriter
+from zero_strategy.comm.store import SaveBoard
 from zero_strategy.convert.convert import open_any
 
 OLD = {"w": torch.arange(10.0)}
@@ -92,6 +97,27 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_old_one(
     save(on_hosts(hosts(tmp_path), "newer"), NEW, world_size=3)
     assert saves(tmp_path) == ["newer", "newer"]
     assert names(tmp_path) == [{"c", "latest"}] * 2
+
+
+def test_a_directory_that_the_leader_takes_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has made the temporary directory, and nothing in it, when its host's leader removes empty leftovers."""
+    made = Path.mkdir
+
+    def late(path: Path, *args: Any, **options: Any) -> None:
+        made(path, *args, **options)
+        if path.name.endswith(".tmp"):
+            monkeypatch.undo()
+            remove_leftovers(path.parent, RECEIPTS_NAME)
+            assert not path.exists()
+
+    monkeypatch.setattr(Path, "mkdir", late)
+    board = SaveBoard(2, 3, 5.0, "test", dist.HashStore())
+    writer = on_hosts(hosts(tmp_path), "new")(2, board)
+    assert isinstance(writer, HostPieceWriter)
+    writer.prepare(plan_of(OLD))
+    assert [path.name for path in writer.temporary.iterdir()] == [writer.folder]
 
 
 def test_what_another_rank_makes_meanwhile_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

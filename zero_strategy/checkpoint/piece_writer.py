@@ -279,7 +279,13 @@ class HostPieceWriter(PieceWriter):
             remove_leftovers_of(self.directory, RECEIPTS_NAME, keep={self.temporary, *sealed})
             remove_leftovers(self.directory.parent, RECEIPTS_NAME)
             make_signed(self.temporary / RECEIPTS_NAME, exist_ok=True)
-        (self.temporary / self.folder).mkdir(parents=True, exist_ok=True)
+        for again in (True, False):
+            try:
+                (self.temporary / self.folder).mkdir(parents=True, exist_ok=True)
+                break
+            except FileNotFoundError:  # the leader has just removed the empty directory as a leftover; it does so once
+                if not again:
+                    raise
 
     def commit(
         self, manifest: Manifest, extra_files: Mapping[str, bytes] | None = None, *, update_latest: bool = True
