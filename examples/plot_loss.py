@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import pyplot as plt
+from zero_strategy.cli.figures import figure, style, theme
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,23 @@ def title(curves: Sequence[Curve]) -> str:
     return f"largest difference in bits per byte: {trained:.2e} in training, {validated:.2e} in validation"
 
 
-def plot(run_dirs: Sequence[Path], output: Path) -> str:
+def plot(run_dirs: Sequence[Path], output: Path, *, dark: bool = False) -> str:
     """Draw the curves of all runs into one picture and return its title."""
-    plt.switch_backend("Agg")  # draws into files, needs no display
     curves = [read_curve(run_dir) for run_dir in run_dirs]
-    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
-    for number, curve in enumerate(curves):
-        color, style = f"C{number}", ("-", "--", ":")[number % 3]  # where curves coincide, both show
-        steps, bits = list(curve.train), list(curve.train.values())
-        axes.plot(steps, bits, style, color=color, linewidth=1, label=f"{curve.label}, training")
-        steps, bits = list(curve.validation), list(curve.validation.values())
-        axes.plot(steps, bits, "o" + style, color=color, label=f"{curve.label}, validation")
-    axes.set(xlabel="optimizer step", ylabel="bits per byte", title=title(curves))
-    axes.title.set_fontsize(10)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(output)
-    plt.close(figure)
+    with figure(9, 5, dark=dark) as drawing:
+        axes = drawing.subplots()
+        for number, curve in enumerate(curves):
+            color, line = theme(dark).series[number], ("-", "--", ":")[number % 3]  # where curves coincide, both show
+            steps, bits = list(curve.train), list(curve.train.values())
+            axes.plot(steps, bits, line, color=color, linewidth=1, label=f"{curve.label}, training")
+            steps, bits = list(curve.validation), list(curve.validation.values())
+            axes.plot(steps, bits, "o" + line, color=color, label=f"{curve.label}, validation")
+        axes.set(xlabel="optimizer step", ylabel="bits per byte")
+        axes.set_title(title(curves), loc="left", fontsize=10)
+        style(axes, dark=dark)
+        axes.legend()
+        drawing.tight_layout()
+        drawing.savefig(output)
     return title(curves)
 
 
@@ -70,9 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, help="default: loss.png in the first run's directory")
+    parser.add_argument("--dark", action="store_true", help="for a dark page")
     args = parser.parse_args()
     output = args.output or args.run_dirs[0] / "loss.png"
-    print(plot(args.run_dirs, output))
+    print(plot(args.run_dirs, output, dark=args.dark))
     print(f"loss curves: {output}")
 
 

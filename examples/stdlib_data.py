@@ -70,6 +70,8 @@ class _Windows(Dataset[Tensor]):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < self.count:
+            raise IndexError(f"window {index} of {self.count}")  # so that `for window in windows` ends
         start = self.start(index)
         return self.text[start : start + self.length].long()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from zero_strategy.cli import main
+from zero_strategy.cli import figures, main
+from zero_strategy.cli.schedule import text
 from zero_strategy.pipeline import SCHEDULES, build_table, lower
-from zero_strategy.pipeline.simulator import Event, Times, read_timeline, simulate, text, timeline_of, write_timeline
+from zero_strategy.pipeline.simulator import Event, Times, read_timeline, simulate, timeline_of, write_timeline
 
 ONE = ("--schedule", "1f1b", "--stages", "2", "--micro-batches", "2")
 
@@ -55,6 +57,18 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path, suffix: st
     path = tmp_path / f"picture{suffix}"
     status, _, _ = run(capsys, "show", *ONE, "--output", str(path))
     assert status == 0 and path.read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize(("flags", "colors"), [([], figures.LIGHT), (["--dark"], figures.DARK)])
+def test_a_light_and_a_dark_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], colors: figures.Theme
+) -> None:
+    path = tmp_path / "picture.svg"
+    run(capsys, "show", *ONE, "--output", str(path), *flags)
+    drawn = set(re.findall("#[0-9a-f]{6}", path.read_text(encoding="utf-8")))
+    other = figures.LIGHT if flags else figures.DARK
+    assert {colors.page, colors.ink, colors.series[0], colors.series[1]} <= drawn
+    assert not {other.page, other.ink, other.series[0]} & drawn
 
 
 def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

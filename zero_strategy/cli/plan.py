@@ -321,6 +321,7 @@ def add_plan_command(commands: Any) -> None:
     output.add_argument("--by-unit", action="store_true", help="the table by unit")
     output.add_argument("--json", action="store_true", help="print it as JSON, with every buffer")
     output.add_argument("--png", type=Path, metavar="FILE", help="draw stacked bars (needs matplotlib)")
+    output.add_argument("--dark", action="store_true", help="the picture for a dark page")
     output.add_argument(
         "--largest",
         action="store_true",
@@ -390,7 +391,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.png is not None:
         from zero_strategy.cli.plan_report import draw
 
-        draw(plan, budget, options.png)
+        draw(plan, budget, options.png, dark=options.dark)
     if options.disk is not None:
         machine = replace(machine, disk_free=options.disk, disk_path=machine.disk_path or "--disk")
     found = report(plan, budget, machine, options.rank)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_strategy.cli.figures import figure, style, theme
 from zero_strategy.cli.plan_fit import Budget, Change, changes_that_fit, needs, notes, suggestions
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import CATEGORIES, TIERS, Key, Ledger, Tier
@@ -120,15 +122,10 @@ _VISIBLE = 0.002
 """Fraction of the tallest bar below which a category has no place in the legend."""
 _NEAR = 2.5
 """Times the tallest bar: memory that is farther above it is told in words, for bars would be flat beside its line."""
-_COLORS = (
-    "#4477aa", "#66a5d9", "#228877", "#55bb88", "#ddaa33", "#ee7744", "#cc3355", "#aa4499", "#8877bb",
-    "#777777", "#bbbbbb", "#332288",
-)  # fmt: skip
-_TOO_LARGE, _INK, _PALE = "#c01830", "#222222", "#777777"
-_LINE: dict[str, Any] = {"color": _TOO_LARGE, "linestyle": "--", "linewidth": 1.2}
+_LIMIT: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
 
 
-def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
+def draw(plan: MemoryPlan, budget: Budget, path: Path, *, dark: bool = False) -> None:
     """Write a PNG: what the fullest rank takes by category, for the plan's stage and the others with it.
 
     Raises:
@@ -137,76 +134,92 @@ def draw(plan: MemoryPlan, budget: Budget, path: Path) -> None:
     """
     if path.suffix != ".png":
         raise ValueError(f"--png {path}: the name must end in .png")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ValueError("--png needs matplotlib: pip install matplotlib") from error
     ledgers = _by_stage(plan)
     tiers = [tier for tier in TIERS if any(ledger.tier_bytes(tier) for ledger in ledgers.values())]
-    figure: Any = Figure(figsize=(2.5 + 4.5 * len(tiers), 6.2), dpi=150)
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(tiers), squeeze=False)[0]
-    colors = dict(zip(CATEGORIES, _COLORS, strict=True))
-    for panel, tier in zip(panels, tiers, strict=True):
-        _bars(panel, ledgers, tier, _there(plan, budget, tier), colors, plan.resolved.config.stage)
+    colors = dict(zip(CATEGORIES, theme(dark).series, strict=True))
+    with figure(2.5 + 4.5 * len(tiers), 6.2, dark=dark, option="--png") as drawing:
+        panels = drawing.subplots(1, len(tiers), squeeze=False)[0]
+        for panel, tier in zip(panels, tiers, strict=True):
+            there = _there(plan, budget, tier)
+            _bars(panel, ledgers, tier, there, colors, plan.resolved.config.stage, theme(dark).alarm)
+            _axes(panel, ledgers, tier, there, dark)
+        keys = _keys(ledgers, tiers, colors, dark, limit=any(panel.lines for panel in panels))
+        drawing.legend(handles=keys, loc="lower center", ncols=min(len(keys), 2 + 2 * len(tiers)))
+        world = plan.resolved.world_size
+        settings = f"{world} rank{'s' * (world > 1)}, {plan.ranks_per_host} per host, {plan.optimizer.name}"
+        drawing.suptitle(_title(plan), x=0.02, y=0.975, ha="left", fontweight="bold")
+        drawing.text(
+            0.02, 0.905, f"Memory of the fullest rank by ZeRO stage: {settings}, offload: {plan.offload.describe()}",
+            ha="left", fontsize=10, color=theme(dark).soft,
+        )  # fmt: skip
+        drawing.tight_layout(rect=(0, 0.1, 1, 0.9), w_pad=3.0)
+        drawing.savefig(path)
+
+
+def _keys(
+    ledgers: dict[int, Ledger], tiers: Sequence[Tier], colors: dict[Any, str], dark: bool, *, limit: bool
+) -> list[Any]:
+    """The legend: categories that are seen, and signs."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     tallest = max(ledger.tier_bytes(tier) for ledger in ledgers.values() for tier in tiers)
     largest = {c: max(ledger.only(category=c).total.taken for ledger in ledgers.values()) for c in CATEGORIES}
     used = [category for category in CATEGORIES if largest[category] > _VISIBLE * tallest]
     keys: list[Any] = [Patch(facecolor=colors[category], label=category) for category in used]
-    keys.append(Patch(facecolor="#cccccc", hatch="////", edgecolor="white", linewidth=0.0, label="inside a step only"))
-    if any(panel.lines for panel in panels):
-        keys.append(Line2D([], [], label="available", **_LINE))
-    figure.legend(handles=keys, loc="lower center", ncols=min(len(keys), 2 + 2 * len(tiers)), fontsize=9, frameon=False)
-    world = plan.resolved.world_size
-    settings = f"{world} rank{'s' * (world > 1)}, {plan.ranks_per_host} per host, {plan.optimizer.name}"
-    figure.suptitle(_title(plan), x=0.02, y=0.975, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    figure.text(
-        0.02, 0.905, f"Memory of the fullest rank by ZeRO stage: {settings}, offload: {plan.offload.describe()}",
-        ha="left", fontsize=10, color=_PALE,
-    )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.1, 1, 0.9), w_pad=3.0)
-    figure.savefig(path)
+    page, idle = theme(dark).page, theme(dark).series[-1]
+    keys.append(Patch(facecolor=idle, hatch="////", edgecolor=page, linewidth=0.0, label="inside a step only"))
+    if limit:
+        keys.append(Line2D([], [], label="available", color=theme(dark).alarm, **_LIMIT))
+    return keys
 
 
 def _bars(
-    panel: Any, ledgers: dict[int, Ledger], tier: Tier, there: float | None, colors: dict[Any, str], chosen: int
+    panel: Any,
+    ledgers: dict[int, Ledger],
+    tier: Tier,
+    there: float | None,
+    colors: dict[Any, str],
+    chosen: int,
+    alarm: str,
 ) -> None:
-    """One tier: a bar for each stage, and a line at what there is."""
-    tallest = max(ledger.tier_bytes(tier) for ledger in ledgers.values())
-    size, unit = _unit(tallest)
+    """One tier: a bar for each stage, of the categories."""
+    size, unit = _unit(max(ledger.tier_bytes(tier) for ledger in ledgers.values()))
     for place, ledger in enumerate(ledgers.values()):
         bottom = 0.0
         for (category, peak), total in ledger.only(tier=tier).sums("category", "peak").items():
             height, hatch = total.taken / size, "////" if peak else None
             panel.bar(
-                place, height, 0.62, bottom, color=colors[category], hatch=hatch, edgecolor="white", linewidth=0.6
-            )
+                place, height, 0.62, bottom, color=colors[category], hatch=hatch, edgecolor=panel.get_facecolor(),
+                linewidth=0.6,
+            )  # fmt: skip
             bottom += height
         much = there is not None and bottom * size > there
-        text, color = f"{bottom:.3g} {unit}" + "\ntoo large" * much, _TOO_LARGE if much else _INK
         panel.annotate(
-            text, (place, bottom), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9, color=color
-        )
+            f"{bottom:.3g} {unit}" + "\ntoo large" * much, (place, bottom), (0, 3), textcoords="offset points",
+            ha="center", va="bottom", color=alarm if much else None,
+            bbox={"facecolor": panel.get_facecolor(), "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
+        )  # fmt: skip
     panel.set_xticks(range(len(ledgers)), [f"stage {stage}" for stage in ledgers])
     for stage, label in zip(ledgers, panel.get_xticklabels(), strict=True):
         if stage == chosen:
             label.set(fontweight="bold")
+
+
+def _axes(panel: Any, ledgers: dict[int, Ledger], tier: Tier, there: float | None, dark: bool) -> None:
+    """Titles, scale, and a line at what there is."""
+    tallest = max(ledger.tier_bytes(tier) for ledger in ledgers.values())
+    size, unit = _unit(tallest)
     note = "" if there is None else f", {_bytes(there)} available"
-    panel.set_title(f"{tier.replace('nvme', 'NVMe')}, per rank{note}", loc="left", fontsize=11, color=_INK)
+    panel.set_title(f"{tier.replace('nvme', 'NVMe')}, per rank{note}", loc="left")
     panel.set_ylabel(unit)
     top = tallest / size
     if there is not None and there <= _NEAR * tallest:
-        panel.axhline(there / size, **_LINE)
+        panel.axhline(there / size, color=theme(dark).alarm, **_LIMIT)
         top = max(top, there / size)
     alone = 0.6 if len(ledgers) == 1 else 0.0
     panel.set(ylim=(0, 1.16 * top), xlim=(-0.6 - alone, len(ledgers) - 0.4 + alone))
-    panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.tick_params(left=False, bottom=False)
+    style(panel, dark=dark)
 
 
 def _title(plan: MemoryPlan) -> str:

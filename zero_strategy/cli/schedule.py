@@ -1,24 +1,24 @@
-"""`zero-strategy schedule`."""
+"""`zero-strategy schedule`: lists and draws pipeline schedules and measured timelines, as text or pictures."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_strategy.cli.figures import figure, style, theme
 from zero_strategy.pipeline.lowering import check, lower
-from zero_strategy.pipeline.schedules import SCHEDULES, build_table, write_csv
+from zero_strategy.pipeline.schedules import SCHEDULES, Kind, build_table, write_csv
 from zero_strategy.pipeline.simulator import (
+    Event,
     Timeline,
     Times,
-    chrome_trace,
-    picture,
     read_timeline,
-    scale_of,
     simulate,
-    text,
     write_timeline,
 )
 from zero_strategy.runtime.terminal import table as as_table
@@ -66,6 +66,7 @@ def add_schedule_commands(commands: Any) -> None:
         "--step", default="last", metavar="N", help="of a run: the step to draw; `all` in one strip (default: the last)"
     )
     show.add_argument("--output", type=Path, metavar="FILE", help="draw into .png, .svg, .json (Chrome), .jsonl")
+    show.add_argument("--dark", action="store_true", help="pictures for a dark page")
     show.add_argument("--csv", type=Path, metavar="FILE", help="write the table, which --schedule csv:FILE reads")
     show.add_argument("--width", type=int, help="characters of a line; default: the terminal's, or 160")
 
@@ -102,7 +103,7 @@ def _list() -> str:
 def _show(options: argparse.Namespace) -> str:
     timeline, buffers = _timeline(options)
     if options.output is not None:
-        _write(timeline, options.output, 1.0 if options.timeline is None else 1e6)
+        _write(timeline, options.output, 1.0 if options.timeline is None else 1e6, options.dark)
     width = options.width or shutil.get_terminal_size((160, 24)).columns
     return f"{text(timeline, width)}\n\n{_summary(timeline, buffers)}"
 
@@ -134,9 +135,9 @@ def _chosen_step(timeline: Timeline, step: str) -> Timeline:
     return timeline.of_step(timeline.steps[-1] if step == "last" else int(step))
 
 
-def _write(timeline: Timeline, path: Path, microseconds: float) -> None:
+def _write(timeline: Timeline, path: Path, microseconds: float, dark: bool) -> None:
     if path.suffix in (".png", ".svg"):
-        picture(timeline, path)
+        picture(timeline, path, dark=dark)
     elif path.suffix == ".json":
         path.write_text(chrome_trace(timeline, microseconds), encoding="utf-8")
     elif path.suffix == ".jsonl":
@@ -162,3 +163,153 @@ def _times(value: str) -> float | list[float]:
     """`1.5`, or one for each global stage: `1,1,2,1`."""
     times = [float(part) for part in value.split(",")]
     return times[0] if len(times) == 1 else times
+
+
+_IDLE = "."
+_WAIT = "wait"
+_LONG = 10.0
+"""Seconds from which on times are told in seconds."""
+_NAMES = {
+    Kind.FORWARD.value: "forward",
+    Kind.BACKWARD.value: "backward",
+    Kind.BACKWARD_INPUT.value: "backward, inputs",
+    Kind.BACKWARD_WEIGHT.value: "backward, weights",
+}
+
+
+def text(timeline: Timeline, width: int = 160) -> str:
+    """A line per rank, time to the right. Computations have their letter, micro-batch and chunk where there is room
+    (`F3`; with several chunks `F3a`, `F3b`), and else only their letter. Dots are idle.
+
+    Args:
+        timeline: What to draw.
+        width: Characters that a line may have.
+    """
+    head = len(f"rank {timeline.ranks - 1} ")
+    events = [event for event in timeline.events if event.computes and event.end > event.start]
+    if not events:
+        return ""
+    shortest = min(event.end - event.start for event in events)
+    largest = 1 + max(len(_label(timeline, event)) for event in events)
+    scale = (width - head) / timeline.makespan
+    if scale * shortest >= 1:  # whole characters, so that what takes equally long looks equally long
+        scale = min(largest, int(scale * shortest)) / shortest
+    lines = []
+    for rank in range(timeline.ranks):
+        cells = [_IDLE] * round(timeline.makespan * scale)
+        for event in timeline.computations(rank):
+            first, last = (round((time - timeline.start) * scale) for time in (event.start, event.end))
+            label, room = _label(timeline, event), last - first
+            cells[first:last] = label.ljust(room) if len(label) <= room else event.kind * room
+        lines.append(f"rank {rank}".ljust(head) + "".join(cells).rstrip(_IDLE + " "))
+    return "\n".join(lines)
+
+
+def scale_of(timeline: Timeline) -> tuple[float, str]:
+    """Factor of its times, and the unit they have then: of a run ms, or s where it is long."""
+    if not timeline.unit:
+        return 1.0, ""
+    return (1.0, "s") if timeline.makespan >= _LONG else (1e3, "ms")
+
+
+def picture(timeline: Timeline, path: Path, *, dark: bool = False) -> None:
+    """Write a PNG or SVG: a bar per rank; chunks after the first are drawn lighter.
+
+    Raises:
+        ValueError: If matplotlib is missing.
+        OSError: If the file cannot be written.
+    """
+    scale, unit = scale_of(timeline)
+    height = 1.9 + 0.55 * timeline.ranks
+    with figure(12, height, dark=dark, option=f"--output {path}") as drawing:
+        panel = drawing.subplots()
+        drawn = [e for e in timeline.events if e.end > timeline.start and e.start < timeline.start + timeline.makespan]
+        _bars(panel, timeline, drawn, scale, dark)
+        panel.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+        panel.set(xlim=(0, timeline.makespan * scale), ylim=(timeline.ranks - 0.5, -0.5))
+        panel.set_xlabel(f"time in {unit}" if unit else "time, in units of --forward (1 by default)")
+        style(panel, dark=dark, grid="x")
+        keys = _keys(timeline, drawn, dark)
+        drawing.legend(handles=keys, loc="lower center", ncols=len(keys), fontsize=8, handlelength=1.5)
+        idle = sum(usage.idle for usage in timeline.usage) / timeline.ranks
+        makespan = f"{timeline.makespan * scale:.4g}{' ' * bool(unit)}{unit}"
+        panel.set_title(f"{timeline.name}: {makespan} in all, ranks idle for {idle:.1%} of it", loc="left")
+        drawing.tight_layout(rect=(0, 0.3 / height, 1, 1))
+        drawing.savefig(path)
+
+
+def _bars(panel: Any, timeline: Timeline, drawn: Sequence[Event], scale: float, dark: bool) -> None:
+    colors, room = theme(dark), timeline.makespan / 150  # for a character
+    for event in drawn:
+        length, start = event.end - event.start, event.start - timeline.start
+        alpha = 1 - 0.5 * event.chunk / max(1, timeline.chunks - 1) if event.computes else 1.0
+        panel.broken_barh(
+            [(start * scale, length * scale)], (event.rank - 0.42, 0.84), color=_color(event.kind, dark), alpha=alpha,
+            edgecolor=colors.page, linewidth=0.5,
+        )  # fmt: skip
+        label = "" if event.micro_batch is None else str(event.micro_batch)
+        if event.computes and length > room * len(label):
+            middle = (start + length / 2) * scale
+            panel.text(middle, event.rank, label, ha="center", va="center", fontsize=8, clip_on=True)
+
+
+def _keys(timeline: Timeline, drawn: Sequence[Event], dark: bool) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    kinds = {event.kind for event in drawn}
+    keys = [Patch(facecolor=_color(kind, dark), label=name) for kind, name in _NAMES.items() if kind in kinds]
+    if _WAIT in kinds:
+        keys.append(Patch(facecolor=_color(_WAIT, dark), label="waiting for data"))
+    if any(not event.computes and event.kind != _WAIT for event in drawn):
+        keys.append(Patch(facecolor=_color("", dark), label="reductions and the optimizer's step"))
+    keys.append(Patch(facecolor="none", edgecolor="none", label="numbers: micro-batches"))
+    if timeline.chunks > 1:
+        keys.append(Patch(facecolor="none", edgecolor="none", label="lighter: later chunks of a rank"))
+    return keys
+
+
+def _color(kind: str, dark: bool) -> str:
+    colors = theme(dark)
+    blue, green, *_ = colors.series
+    by_kind = {
+        Kind.FORWARD.value: blue, Kind.BACKWARD.value: green, Kind.BACKWARD_INPUT.value: green,
+        Kind.BACKWARD_WEIGHT.value: colors.series[8], _WAIT: colors.idle,
+    }  # fmt: skip
+    return by_kind.get(kind, colors.series[-1])
+
+
+def chrome_trace(timeline: Timeline, microseconds: float = 1e6) -> str:
+    """A trace for chrome://tracing or Perfetto, as JSON; a thread per rank.
+
+    Args:
+        timeline: What to draw.
+        microseconds: That the timeline's unit is.
+    """
+    records: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.name}},
+        *(
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(timeline.ranks)
+        ),
+    ]
+    for event in timeline.events:
+        records.append(
+            {
+                "ph": "X",
+                "name": _label(timeline, event),
+                "cat": _NAMES.get(event.kind, event.kind),
+                "pid": 0,
+                "tid": event.rank,
+                "ts": event.start * microseconds,
+                "dur": (event.end - event.start) * microseconds,
+                "args": {"micro_batch": event.micro_batch, "chunk": event.chunk},
+            }
+        )
+    return json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, indent=None)
+
+
+def _label(timeline: Timeline, event: Event) -> str:
+    if not event.computes or event.micro_batch is None:
+        return event.kind
+    chunk = "" if timeline.chunks == 1 else chr(ord("a") + event.chunk) if event.chunk < 26 else f".{event.chunk}"
+    return f"{event.kind}{event.micro_batch}{chunk}"
