@@ -84,7 +84,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "pipeline.micro_batches": ("micro-batches of a step; none: accumulation steps, else the number of stages", "8"),
     "pipeline.partition": ("what stages share equally: `uniform`, `parameters`, `profile`, `type:REGEX`", "uniform"),
     "pipeline.gather": ("stage 3: how often a unit's parameters are gathered", "per_step"),
-    "pipeline.gather_bytes": ("stage 3: bytes of whole parameters that a rank may hold during a step", "2000000000"),
+    "pipeline.gather_bytes": ("stage 3: bytes of full parameters that a rank may hold during a step", "2000000000"),
     "pipeline.timeline": ("file in which rank 0 records who did what when", "timeline.jsonl"),
     "checkpoint.max_file_bytes": ("bytes of tensors after which a new file is begun", "2000000000"),
     "checkpoint.layout": ("ranks write into shared files, or into one file each (`pieces`)", "pieces"),

@@ -30,7 +30,7 @@ FEATURES = {
     "guides/large_models.md": ["engine/test_init.py", "integrations/transformers/test_pretrained.py"],
     "guides/lora.md": ["integrations/transformers/test_adapters.py"],
     "guides/measuring.md": [
-        "diagnostics/test_faces.py", "diagnostics/test_report.py", "diagnostics/test_straggler.py",
+        "diagnostics/test_integrations.py", "diagnostics/test_report.py", "diagnostics/test_straggler.py",
         "diagnostics/test_doctor.py",
     ],
     "guides/memory.md": ["planning/test_command.py", "memory/test_plan.py"],

@@ -115,7 +115,7 @@ def integrations(folder: str) -> dict[str, list[str]]:
     return wrong
 
 
-def test_faces(ranks: Launcher, tmp_path: Path) -> None:
+def test_integrations(ranks: Launcher, tmp_path: Path) -> None:
     assert ranks(1)(integrations, str(tmp_path)) == [{}]
 
 

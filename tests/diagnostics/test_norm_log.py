@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.diagnostics.test_faces import Kept
+from tests.diagnostics.test_integrations import Kept
 from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.trainers import PLAIN, Module, loader, trainer, zero
 from tests.launcher import Launcher
