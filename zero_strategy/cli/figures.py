@@ -80,7 +80,7 @@ def figure(width: float, height: float, *, dark: bool = False, option: str = "a 
     except ImportError as error:
         raise ValueError(f"{option} needs matplotlib: pip install matplotlib") from error
     colors = theme(dark)
-    settings = {
+    settings: Any = {
         "figure.facecolor": colors.page, "axes.facecolor": colors.page, "savefig.facecolor": colors.page,
         "text.color": colors.ink, "axes.titlecolor": colors.ink, "axes.labelcolor": colors.soft,
         "axes.edgecolor": colors.line, "xtick.color": colors.line, "ytick.color": colors.line,
