@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from torch import Tensor
 from tests.launcher import Launcher
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.mesh import Mesh
-from zero_strategy.comm.store import BarrierError, StoreBarrier
+from zero_strategy.comm.store import BarrierError, SaveBoard, StoreBarrier
 
 DTYPES = [
     torch.float32,
@@ -233,3 +237,45 @@ def test_a_late_rank_does_not_believe_the_others_are_there(ranks: Launcher) -> N
 def test_different_calls_are_an_error_on_all_ranks(ranks: Launcher) -> None:
     for message, seconds in ranks(2)(meetings, "other", 30.0):
         assert "save" in message and "load" in message and seconds < 15.0
+
+
+class Counting:
+    """A store that counts the keys that calls name."""
+
+    def __init__(self) -> None:
+        self.store, self.keys, self.lock = dist.HashStore(), Counter[str](), threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with self.lock:
+                self.keys[name] += len(args[0]) if isinstance(args[0], list) else 1
+                self.keys[name + " calls"] += 1
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def test_messages_of_a_meeting_grow_with_the_ranks_and_not_with_their_square() -> None:
+    world, rounds = 64, 3
+    store = Counting()
+    barriers = [StoreBarrier(rank, world, 60.0, "tests", store) for rank in range(world)]
+
+    def meet(barrier: StoreBarrier) -> None:
+        for number in range(rounds):
+            barrier.wait_for_all(f"call {number}")
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(meet, barriers))
+    assert store.keys["set"] == rounds * (world + 1)
+    assert store.keys["add"] == rounds * (3 * world + 1)
+    assert store.keys["get"] == rounds * world
+    assert store.keys["delete_key"] == (rounds - 1) * (world + 4)
+    assert store.keys["check"] == store.keys["check calls"]  # one key each
+
+
+def test_each_rank_of_a_save_is_watched_and_each_watches_few() -> None:
+    world = 512
+    boards = [SaveBoard(rank, world, 5.0, "t", object()) for rank in range(world)]
+    watched = Counter(other for board in boards for other in board._neighbours())
+    assert set(watched) == set(range(world)) and sum(watched.values()) <= 10 * world
+    assert SaveBoard(1, 4, 5.0, "t", object())._neighbours() == [0, 2, 3]

@@ -34,6 +34,10 @@ _LONGEST_PAUSE = 0.01
 _TELL_SECONDS = 5.0
 _PATIENCE = 10
 """Times the time-out that a rank may be there and not get on: flushing a page cache takes long, and says nothing."""
+_NEIGHBOURS = 8
+"""Ranks that each rank but the first watches during a save, beside rank 0."""
+_LOOKS = 20_000
+"""Messages per second that the store gets from all ranks at a meeting, at most."""
 _CHUNK_BYTES = 1 << 20
 """Of a message in one value of the store, which refuses values of more than 8 MiB."""
 
@@ -164,9 +168,16 @@ class SaveBoard:
                 told = True
                 whom = "other ranks" if rank is None else f"rank {rank}"
                 print(f"rank {self.rank}: waiting for {whom} to finish a checkpoint before exit", file=sys.stderr)
-            watch.look(phase, [rank] if rank is not None else list(range(self.world_size)), self.rank)
+            watch.look(phase, [rank] if rank is not None else self._neighbours(), self.rank)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _neighbours(self) -> list[int]:
+        """Ranks to watch: rank 0, which commits, watches all; others a few, lest messages grow as ranks squared."""
+        if self.rank == 0:
+            return list(range(1, self.world_size))
+        found = {(self.rank + step) % self.world_size for step in range(1, _NEIGHBOURS + 1)} | {0}
+        return sorted(found - {self.rank})
 
     def check(self) -> None:
         """Raises FailedElsewhereError if another rank has failed."""
@@ -262,14 +273,17 @@ class StoreBarrier:
         world_size: Number of ranks that must arrive.
         timeout: Seconds to wait for the last one.
         prefix: Keeps meetings of different engines apart; equal on all ranks.
+        store: Carries the messages; default: the process group's store.
 
     Attributes:
         track: By which a watchdog watches these meetings.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout: float, prefix: str) -> None:
+    def __init__(self, rank: int, world_size: int, timeout: float, prefix: str, store: Any = None) -> None:
         self.rank, self.world_size, self.timeout, self.prefix = rank, world_size, timeout, prefix
+        self._store = store
         self._round = 0
+        self._done: tuple[str, str] | None = None
         self.track: CollectiveLog | None = None
 
     def guarded(self, watchdog: Watchdog, ranks: Sequence[int]) -> None:
@@ -295,32 +309,67 @@ class StoreBarrier:
             self._meet(call)
 
     def _meet(self, call: str) -> None:
-        store = default_store()
+        store = default_store() if self._store is None else self._store
         self._round += 1
         key = f"zero_strategy/{self.prefix}/{self._round}"
+        came = store.add(f"{key}/events", 1)
         store.set(f"{key}/{self.rank}", call)
-        deadline, pause = time.monotonic() + self.timeout, 0.0005
-        waiting = [rank for rank in range(self.world_size) if rank != self.rank]
-        while waiting:
-            waiting = [rank for rank in waiting if not store.check([f"{key}/{rank}"])]
-            if waiting and time.monotonic() > deadline:
-                store.delete_key(f"{key}/{self.rank}")  # a rank that comes later shall not believe we are here
-                self._round -= 1
-                if self.track is not None:
-                    self.track.withdraw()
-                raise BarrierError(
-                    f"{call} needs all {self.world_size} ranks; rank {self.rank} waited {self.timeout:g} s and rank(s) "
-                    f"{waiting} did not come. Call it on every rank (not under `if rank == 0`)."
-                )
+        store.add(f"{key}/as/{call}", 1)
+        if store.add(f"{key}/arrived", 1) == self.world_size:
+            alike = store.add(f"{key}/as/{call}", 0) == self.world_size
+            calls = {} if alike else {rank: store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)}
+            store.set(f"{key}/answer", json.dumps(calls))
+        else:
+            self._await_answer(store, key, call, came)
+        if self._done:  # everybody is here, so everybody has left the meeting before
+            common = ("events", "arrived", "answer", f"as/{self._done[1]}") if self.rank == 0 else ()
+            for name in (str(self.rank), *common):
+                store.delete_key(f"{self._done[0]}/{name}")
+        self._done = key, call
+        if different := json.loads(store.get(f"{key}/answer")):
+            raise BarrierError(f"ranks came to different calls: { {int(rank): it for rank, it in different.items()} }")
+
+    def _await_answer(self, store: Any, key: str, call: str, came: int) -> None:
+        """Look for the last rank's answer; one key of the store for each look, however many ranks there are."""
+        deadline, pause, longest = time.monotonic() + self.timeout, 0.0005, max(0.05, self.world_size / _LOOKS)
+        while not store.check([f"{key}/answer"]):
+            if time.monotonic() > deadline:
+                deadline = self._withdraw(store, key, call, came)
             if self.track is not None:
                 self.track.watchdog.check()
-            time.sleep(pause if waiting else 0)
-            pause = min(pause * 1.5, 0.05)
-        if self._round > 1:  # everybody is here, so everybody has left the meeting before
-            store.delete_key(f"zero_strategy/{self.prefix}/{self._round - 1}/{self.rank}")
-        calls = {rank: store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)}
-        if len(set(calls.values())) > 1:
-            raise BarrierError(f"ranks came to different calls: {calls}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+
+    def _withdraw(self, store: Any, key: str, call: str, came: int) -> float:
+        """Leave a meeting that did not come about: a rank that comes later shall not believe that this one is here.
+
+        Returns:
+            A later deadline, if the last rank has come in this moment.
+
+        Raises:
+            BarrierError: Names the ranks that did not come.
+        """
+        if store.add(f"{key}/arrived", -1) == self.world_size - 1:
+            store.add(f"{key}/arrived", 1)
+            return time.monotonic() + self.timeout
+        absent = [rank for rank in range(self.world_size) if not self._was_there(store, key, rank, came)]
+        store.add(f"{key}/as/{call}", -1)
+        store.set(f"{key}/left/{self.rank}", str(store.add(f"{key}/events", 1)))
+        store.delete_key(f"{key}/{self.rank}")
+        self._round -= 1
+        if self.track is not None:
+            self.track.withdraw()
+        raise BarrierError(
+            f"{call} needs all {self.world_size} ranks; rank {self.rank} waited {self.timeout:g} s and rank(s) "
+            f"{absent} did not come. Call it on every rank (not under `if rank == 0`)."
+        )
+
+    @staticmethod
+    def _was_there(store: Any, key: str, rank: int, came: int) -> bool:
+        """True if a rank is there, or has left since this one came, by the number of that event: it had waited, too."""
+        if store.check([f"{key}/{rank}"]):
+            return True
+        return bool(store.check([f"{key}/left/{rank}"])) and int(store.get(f"{key}/left/{rank}")) > came
 
 
 def next_number(what: str) -> int:
