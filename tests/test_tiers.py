@@ -58,7 +58,7 @@ FEATURES = {
     "guides/tensor_parallelism.md": ["engine/test_tensor_parallel.py"],
     "guides/uneven_batches.md": ["integrations/test_uneven.py"],
     "guides/utilities.md": ["integrations/megatron/test_on_ranks.py"],
-    "guides/verify.md": ["diagnostics/test_verify_faces.py", "diagnostics/test_verify_rounding.py"],
+    "guides/verify.md": ["diagnostics/test_verify_integrations.py", "diagnostics/test_verify_rounding.py"],
     "reference/settings.md": ["config/test_schema.py"],
     "../README.md": ["examples/test_configs.py"],
 }  # fmt: skip
