@@ -5,6 +5,7 @@ Hosts are directories; a death is a process that ends, or a rank that stops, at 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def names(root: Path) -> list[set[str]]:
 
 
 def _dies(root: Path, step: str, after: bool) -> None:
+    gc.freeze()  # process groups of earlier tests are not this process's to end
     original: Callable[..., None] = getattr(HostPieceWriter, step)
 
     def deadly(writer: HostPieceWriter, *args: object) -> None:
