@@ -64,7 +64,7 @@ class Accelerated(Contender):
     def __init__(self, stage: int | None, workload: Workload) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
-        from tests.integrations.accelerate.training import as_launched
+        from tests.integrations.with_accelerate.training import as_launched
         from zero_strategy.integrations.accelerate import ZeroAccelerator
 
         as_launched()

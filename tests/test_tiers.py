@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FEATURES = {
     "quickstart/lightning.md": ["integrations/test_training.py", "integrations/test_fabric.py"],
     "quickstart/accelerate.md": [
-        "integrations/accelerate/test_training.py", "integrations/accelerate/test_prepare.py",
+        "integrations/with_accelerate/test_training.py", "integrations/with_accelerate/test_prepare.py",
     ],
-    "quickstart/transformers.md": ["integrations/transformers/test_training.py"],
+    "quickstart/transformers.md": ["integrations/with_transformers/test_training.py"],
     "quickstart/scripts.md": ["engine/test_exactness.py"],
     "guides/activation_checkpointing.md": ["activation/test_units.py", "activation/test_budget.py"],
     "guides/checkpoints.md": [
@@ -27,8 +27,8 @@ FEATURES = {
         "scripts/test_engine.py", "integrations/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
     ],
     "guides/hangs.md": ["watchdog/test_desync.py"],
-    "guides/large_models.md": ["engine/test_init.py", "integrations/transformers/test_pretrained.py"],
-    "guides/lora.md": ["integrations/transformers/test_adapters.py"],
+    "guides/large_models.md": ["engine/test_init.py", "integrations/with_transformers/test_pretrained.py"],
+    "guides/lora.md": ["integrations/with_transformers/test_adapters.py"],
     "guides/measuring.md": [
         "diagnostics/test_integrations.py", "diagnostics/test_report.py", "diagnostics/test_straggler.py",
         "diagnostics/test_doctor.py",
@@ -49,7 +49,7 @@ FEATURES = {
     ],
     "guides/pipelines.md": [
         "integrations/test_pipeline.py", "pipeline/test_module.py", "pipeline/test_engine.py",
-        "integrations/accelerate/test_pipelines.py",
+        "integrations/with_accelerate/test_pipelines.py",
     ],
     "guides/precision.md": ["engine/test_nonfinite_steps.py"],
     "guides/preemption.md": ["integrations/test_preemption.py", "integrations/test_resume.py"],

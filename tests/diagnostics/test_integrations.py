@@ -15,9 +15,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from tests.diagnostics.subjects import tiny
-from tests.integrations.accelerate.training import Job, Run, fresh_state, make
 from tests.integrations.trainers import Module, join, loader, trainer, zero
-from tests.integrations.transformers.training import trainer_of
+from tests.integrations.with_accelerate.training import Job, Run, fresh_state, make
+from tests.integrations.with_transformers.training import trainer_of
 from tests.launcher import Launcher
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.diagnostics.run_files import read_run

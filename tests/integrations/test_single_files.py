@@ -13,10 +13,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import zero_strategy
-from tests.integrations.accelerate.training import fresh_state
 from tests.integrations.test_fabric import fabric
 from tests.integrations.test_fabric import zero as fabric_zero
 from tests.integrations.trainers import Module, error, loader, raises, train, trainer, weights, zero
+from tests.integrations.with_accelerate.training import fresh_state
 from tests.launcher import Launcher
 
 CLOSE = 2e-6

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 
-from tests.integrations.accelerate.training import Job, Run, fresh_state, make
-from tests.integrations.transformers.training import difference, history, trainer_of
+from tests.integrations.with_accelerate.training import Job, Run, fresh_state, make
+from tests.integrations.with_transformers.training import difference, history, trainer_of
 from tests.launcher import Launcher, RankError
 from zero_strategy.cli.checkpoint_checks import verify
 

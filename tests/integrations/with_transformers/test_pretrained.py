@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 import zero_strategy
 from tests.integrations import trainers
-from tests.integrations.accelerate.training import fresh_state, make
-from tests.integrations.transformers.adapters import adapted
-from tests.integrations.transformers.training import KINDS, build, difference, resume, rows, run, trainer_of
+from tests.integrations.with_accelerate.training import fresh_state, make
+from tests.integrations.with_transformers.adapters import adapted
+from tests.integrations.with_transformers.training import KINDS, build, difference, resume, rows, run, trainer_of
 from tests.launcher import Launcher
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.transformers import from_pretrained

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.integrations.accelerate.training import Job, Net, Run, difference, fresh_state, loader, make, train
+from tests.integrations.with_accelerate.training import Job, Net, Run, difference, fresh_state, loader, make, train
 from tests.launcher import Launcher
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 

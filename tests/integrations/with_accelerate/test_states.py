@@ -14,7 +14,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.integrations.accelerate.training import Job, Net, Run, difference, fresh_state, make, train
+from tests.integrations.with_accelerate.training import Job, Net, Run, difference, fresh_state, make, train
 from tests.launcher import Launcher
 from zero_strategy.cli import main
 

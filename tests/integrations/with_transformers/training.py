@@ -25,7 +25,7 @@ from transformers import (
     Trainer,
 )
 
-from tests.integrations.accelerate.training import fresh_state
+from tests.integrations.with_accelerate.training import fresh_state
 from zero_strategy.integrations.transformers import ZeroTrainer, make_zero_trainer
 
 WORDS = 48

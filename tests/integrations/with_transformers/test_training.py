@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations.accelerate.training import fresh_state
-from tests.integrations.transformers.training import (
+from tests.integrations.with_accelerate.training import fresh_state
+from tests.integrations.with_transformers.training import (
     KINDS,
     StopAfter,
     Trained,

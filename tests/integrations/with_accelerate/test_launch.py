@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.accelerate.upstream import run_here
+from tests.integrations.with_accelerate.upstream import run_here
 from tests.launcher import Launcher
 from tests.warm import run_warm_script
 from zero_strategy.config import load_config

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 
-from tests.integrations.accelerate.training import Job, Net, Run, difference, fresh_state, loader, make
+from tests.integrations.with_accelerate.training import Job, Net, Run, difference, fresh_state, loader, make
 from tests.launcher import Launcher
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 

@@ -13,9 +13,9 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.integrations.accelerate.training import fresh_state, make
-from tests.integrations.transformers.adapters import adapted
-from tests.integrations.transformers.training import build, difference, resume, rows, run, trainer_of
+from tests.integrations.with_accelerate.training import fresh_state, make
+from tests.integrations.with_transformers.adapters import adapted
+from tests.integrations.with_transformers.training import build, difference, resume, rows, run, trainer_of
 from tests.launcher import Launcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")

@@ -12,7 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, Torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from tests.integrations.accelerate.training import Net, fresh_state, loader, make
+from tests.integrations.with_accelerate.training import Net, fresh_state, loader, make
 from tests.launcher import Launcher
 
 CLIP = 0.3

@@ -52,7 +52,7 @@ def run(name: str, stage: int, reduction: str | None = None) -> str:
 
 def run_here(*words: str) -> str:
     """On the ranks of a pool, which are set up as the launcher sets up its processes."""
-    from tests.integrations.accelerate.training import fresh_state
+    from tests.integrations.with_accelerate.training import fresh_state
 
     name, stage, *reduction = words
     with fresh_state():

@@ -15,7 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from torch import nn
 
-from tests.integrations.accelerate.training import Job, Run, _reset, difference, fresh_state, make, train
+from tests.integrations.with_accelerate.training import Job, Run, _reset, difference, fresh_state, make, train
 from tests.launcher import Launcher
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.accelerate_models import compile_in_place

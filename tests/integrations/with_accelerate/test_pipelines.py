@@ -11,7 +11,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.accelerate.training import fresh_state
+from tests.integrations.with_accelerate.training import fresh_state
 from tests.launcher import Launcher
 from tests.pipeline.test_engine import LENGTH, VOCABULARY, layers, loss_of
 from zero_strategy.integrations.accelerate import ZeroAccelerator
