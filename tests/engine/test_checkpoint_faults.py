@@ -105,8 +105,9 @@ def vanishing(target: Path) -> Iterator[None]:
 
     def watch() -> None:
         while not over.is_set():
-            for path in target.parent.glob(f".{target.name}.*.tmp"):
-                path.rename(target.parent / "gone")
+            # With a file in it, for an empty one is made again.
+            for path in target.parent.glob(f".{target.name}.*.tmp/*.safetensors"):
+                path.parent.rename(target.parent / "gone")
                 return
             time.sleep(0.0002)
 
