@@ -8,6 +8,7 @@
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
+# make gpu-rehearsal  all that scripts/gpu_check.sh runs on a GPU, tried without one in the software of such a machine
 # make docs           the documentation as a site, in site/; broken links and anchors are errors
 # make reference      docs/reference/settings.md and command_line.md, from the code
 # make lint           ruff, import-linter, mypy, and the prose of docs and docstrings
@@ -27,7 +28,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance wheel docs reference lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance gpu-rehearsal wheel docs reference lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -74,6 +75,10 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m pytest --tier quick $(PYTEST_ARGS)
+
+# VERSION as above. CPU builds of torch serve, too; with CUDA's the library is built by torch.utils.cpp_extension.
+gpu-rehearsal:
+	PYTHON=$(PYTHON) scripts/gpu_rehearsal.sh $(VERSION) $(abspath $(VENV)-gpu-$(VERSION)) $(ARGS)
 
 test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -9,6 +9,7 @@
     zero0-low ...       the same without master weights, gradients and state in bf16
     zero2-optimizer     ours at any stage, the optimizer's state in host memory
     zero3-offload       ours, the optimizer's state and the parameters in host memory
+    zero3-nvme          ours, both in files in --folder
     fsdp2-offload       fully_shard of every block and the root with CPUOffloadPolicy, AdamW(fused=True) on the CPU
     deepspeed3-offload  DeepSpeed's stage 3 with its AdamW, offload_optimizer and offload_param on cpu
 
@@ -24,6 +25,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,6 +59,8 @@ class Work:
     length: int
     precision: str
     device: torch.device
+    folder: Path
+    """For state in files."""
 
     @property
     def low(self) -> bool:
@@ -113,7 +117,7 @@ def make(name: str, work: Work) -> Trained:
         raise ValueError(f"{name} is for --precision bf16")
     if kind == "plain" and option in ("", "low"):
         return _plain(work, low=option == "low")
-    if kind in ("zero0", "zero1", "zero2", "zero3") and option in ("", "low", "optimizer", "offload"):
+    if kind in ("zero0", "zero1", "zero2", "zero3") and option in ("", "low", "optimizer", "offload", "nvme"):
         return _ours(work, int(kind[-1]), option)
     if name == "fsdp2-offload":
         return _fsdp2(work)
@@ -142,11 +146,13 @@ def _plain(work: Work, low: bool) -> Trained:
 
 
 def _ours(work: Work, stage: int, option: str) -> Trained:
-    tiers = {"optimizer": ("optimizer",), "offload": ("optimizer", "parameters")}.get(option, ())
+    both, place = ("optimizer", "parameters"), "nvme" if option == "nvme" else "cpu"
+    moved = {"optimizer": both[:1], "offload": both, "nvme": both}.get(option, ())
+    offload: dict[str, Any] = dict.fromkeys(moved, place)
+    if option == "nvme":
+        offload["nvme_path"] = [str(work.folder)]
     low = {"gradient_dtype": "parameter", "reduce_dtype": "gradient", "master_weights": False}
-    config = load_config(
-        stage=stage, offload=dict.fromkeys(tiers, "cpu"), precision=low if work.low and option == "low" else {}
-    )
+    config = load_config(stage=stage, offload=offload, precision=low if work.low and option == "low" else {})
     model = work.build()
     engine = ZeroEngine(model, config, compute_dtype=torch.bfloat16 if work.low else None, device=work.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_ADAMW)
@@ -247,14 +253,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="for files, of zero3-nvme; default: a temporary directory")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    work = Work(options.model, options.rows, options.length, options.precision, torch.device(options.device))
+    with tempfile.TemporaryDirectory() as folder:
+        device = torch.device(options.device)
+        shape = (options.model, options.rows, options.length, options.precision)
+        return _measure(Work(*shape, device, options.folder or Path(folder)), options)
+
+
+def _measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
     gpu = work.device.type == "cuda"
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name(work.device) if gpu else platform.processor(),
-        "work": asdict(work) | {"device": options.device},
+        "work": asdict(work) | {"device": options.device, "folder": str(work.folder)},
         "pairs": [],
     }
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"

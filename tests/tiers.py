@@ -95,6 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     choices = ["all", "quick", "rest", *TIERS]
     group.addoption("--tier", default="all", choices=choices, help="tests to run; default: all (see tests/tiers.py)")
+    group.addoption("--with-gpu-cases", action="store_true", help="keep them on a machine without a CUDA device")
     group.addoption("--record-durations", metavar="FILE", help="write each test's seconds, all phases, as JSON")
 
 
@@ -113,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         tier = tier_of(item)
         item.add_marker(tier)
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or config.getoption("with_gpu_cases")):
             gpu += 1
             dropped.append(item)
             continue
