@@ -22,19 +22,44 @@ from torch import Tensor
 from zero_strategy import ops
 from zero_strategy.comm.shared_memory import Scattered
 from zero_strategy.fsdp.dtensor import local_gradient
-from zero_strategy.fsdp.layout import Piece
+from zero_strategy.fsdp.layout import BucketLayout, Piece
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import InMemory, Powers, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart
 from zero_strategy.ops.library import FLOATS
+from zero_strategy.runtime.torch_private import foreach_zero_
+
+
+class FlatGradients:
+    """A buffer for the full gradients of a bucket, and views of it.
+
+    Args:
+        layout: Of the bucket.
+        flat: The buffer, of `layout.numel` elements.
+
+    Attributes:
+        flat: As above.
+        shaped: The place of each parameter, in its shape.
+        gaps: What lies between them, where there is anything.
+    """
+
+    def __init__(self, layout: BucketLayout, flat: Tensor) -> None:
+        self.flat, self._places = flat, layout.places
+        self.shaped, self.gaps = layout.views(flat)
+
+    def serves(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> bool:
+        """True if the views are those of another bucket, too."""
+        flat = self.flat
+        alike = flat.numel() == layout.numel and flat.dtype == dtype and flat.device == device
+        return alike and (self._places is layout.places or self._places == layout.places)
 
 
 class BufferReuse:
     """Buffers that buckets gave back; they are of use only while a backward runs."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self._free: list[FlatGradients] = []
         self._open = False
 
     def open(self) -> None:
@@ -46,16 +71,14 @@ class BufferReuse:
         self._open = False
         self._free.clear()
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def take(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> FlatGradients | None:
         """A buffer with whatever is in it; None if there is none of this kind."""
-        if self._free and (self._free[-1].numel(), self._free[-1].dtype, self._free[-1].device) == (
-            numel, dtype, device
-        ):  # fmt: skip
+        if self._free and self._free[-1].serves(layout, dtype, device):
             return self._free.pop()
         self._free.clear()
         return None
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: FlatGradients) -> None:
         """Nobody uses a buffer any more."""
         if self._open:
             self._free.append(buffer)
@@ -115,25 +138,30 @@ class LocalSums:
     Args:
         bucket: The parameters.
         dtype: In which they are summed.
+        reuse: Where memory comes from and goes to that lives in a backward only.
 
     Attributes:
         live: Indices of parameters with a gradient.
-        whole: The buffer of all of them.
         handed: Gradients that are autograd's own tensors, by index; only without a buffer.
         hands_over: Whether there may be such: what the caller sends may be in parts, and the result needs no memory.
-        reuse: Where memory comes from and goes to that lives in a backward only.
     """
 
-    def __init__(self, bucket: ParameterBucket, dtype: torch.dtype) -> None:
-        self.bucket, self.dtype = bucket, dtype
+    def __init__(self, bucket: ParameterBucket, dtype: torch.dtype, reuse: BufferReuse | None = None) -> None:
+        self.bucket, self.dtype, self._reuse = bucket, dtype, reuse
         self.live: set[int] = set()
-        self.whole: Tensor | None = None
+        self._buffer: FlatGradients | None = None
         self.handed: dict[int, Tensor] = {}
         self.hands_over = False
-        self.reuse: BufferReuse | None = None
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The buffer of all of them."""
+        return None if self._buffer is None else self._buffer.flat
 
     def plain(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's own, dense values of a gradient of parameter `index`."""
+        if type(gradient) is Tensor and gradient.layout is torch.strided:
+            return gradient
         gradient = local_gradient(self.bucket.parameters[index], gradient)
         return gradient.to_dense() if gradient.is_sparse else gradient
 
@@ -143,15 +171,14 @@ class LocalSums:
             self.handed[index] = gradient.detach().reshape(-1)
             self.live.add(index)
             return
-        view = self.view(index)
         if index in self.live:
-            view.add_(gradient)
+            self.view(index).add_(gradient)
         else:
-            view.copy_(gradient)
+            self.view(index).copy_(gradient)
             self.live.add(index)
 
     def _is_handed_over(self, index: int, gradient: Tensor) -> bool:
-        if not self.hands_over or self.whole is not None or index in self.live:
+        if self._buffer is not None or not self.hands_over or index in self.live:
             return False
         alone = gradient.untyped_storage().nbytes() == gradient.nbytes  # else it would keep more than itself
         alike = gradient.dtype == self.dtype and gradient.is_contiguous() and alone
@@ -159,9 +186,8 @@ class LocalSums:
 
     def view(self, index: int) -> Tensor:
         """Its place in the buffer of all, which is made, in its shape."""
-        segment = self.bucket.layout.segments[index]
-        whole = self.whole if self.whole is not None and not self.handed else self._collected()
-        return whole[segment.offset : segment.stop].view(segment.shape)
+        buffer = self._buffer if self._buffer is not None and not self.handed else self._collected()
+        return buffer.shaped[index]
 
     def sum_of(self, index: int) -> Tensor | None:
         """The sum of a parameter's gradients, in its shape; None: it has none."""
@@ -188,9 +214,9 @@ class LocalSums:
 
     def zeros(self) -> Tensor:
         """The buffer, of zeros if it is new."""
-        if self.whole is None:
-            self.whole = torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
-        return self.whole
+        if self._buffer is None:
+            self._buffer = FlatGradients(self.bucket.layout, self._new(torch.zeros))
+        return self._buffer.flat
 
     def scattered(self) -> Scattered | None:
         """All of them as they lie, where none had to be copied; what has none is zero."""
@@ -202,53 +228,59 @@ class LocalSums:
 
     def complete(self) -> Tensor:
         """All of them in the buffer; what has none is zero. They are the caller's from now on."""
-        if self.whole is None and not self.handed:
+        if self._buffer is None and not self.handed:
             self.zeros()
         else:
-            whole = self._collected()
-            if len(self.live) < len(self.bucket.parameters):
-                for index, segment in enumerate(self.bucket.layout.segments):
+            shaped = self._collected().shaped
+            if len(self.live) < len(shaped):
+                for index, view in enumerate(shaped):
                     if index not in self.live:
-                        whole[segment.offset : segment.stop].zero_()
+                        view.zero_()
         self.live.clear()
-        assert self.whole is not None
-        return self.whole
+        assert self._buffer is not None
+        return self._buffer.flat
 
     def give_back(self) -> None:
         """The buffer's values are of no use any more, nor are those of the tensors."""
-        if self.whole is not None and self.reuse is not None:
-            self.reuse.give(self.whole)
-        self.whole = None
+        if self._buffer is not None and self._reuse is not None:
+            self._reuse.give(self._buffer)
+        self.drop()
         self.handed.clear()
 
-    def _collected(self) -> Tensor:
-        """The buffer, with all that was handed over."""
-        if self.whole is None:
-            self.whole = self._buffer()
-        handed, self.handed = self.handed, {}
-        for index, values in handed.items():
-            segment = self.bucket.layout.segments[index]
-            self.whole[segment.offset : segment.stop].copy_(values)
-        return self.whole
+    def drop(self) -> None:
+        """Let go of the buffer."""
+        self._buffer = None
 
-    def _buffer(self) -> Tensor:
+    def _collected(self) -> FlatGradients:
+        """The buffer, with all that was handed over."""
+        if self._buffer is None:
+            self._buffer = self._empty()
+        if self.handed:
+            handed, self.handed = self.handed, {}
+            for index, values in handed.items():
+                view = self._buffer.shaped[index]
+                view.copy_(values.view(view.shape))
+        return self._buffer
+
+    def _empty(self) -> FlatGradients:
         """A buffer for full gradients, of which all is written before it is sent."""
-        numel, device = self.bucket.layout.numel, self.bucket.device
-        if self.reuse is None:
-            return torch.zeros(numel, dtype=self.dtype, device=device)
-        buffer = self.reuse.take(numel, self.dtype, device)
+        layout = self.bucket.layout
+        if self._reuse is None:
+            return FlatGradients(layout, self._new(torch.zeros))
+        buffer = self._reuse.take(layout, self.dtype, self.bucket.device)
         if buffer is None:
-            buffer = torch.empty(numel, dtype=self.dtype, device=device)
-        end = 0
-        for segment in self.bucket.layout.segments:  # what lies between parameters
-            buffer[end : segment.offset].zero_()
-            end = segment.stop
-        buffer[end:].zero_()
+            buffer = FlatGradients(layout, self._new(torch.empty))
+        if buffer.gaps:
+            foreach_zero_(buffer.gaps)
         return buffer
+
+    def _new(self, make: Callable[..., Tensor]) -> Tensor:
+        return make(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let them lie where `move` puts them."""
-        self.whole = None if self.whole is None else move(self.whole)
+        if self._buffer is not None:
+            self._buffer = FlatGradients(self.bucket.layout, move(self._buffer.flat))
         self.handed = {index: move(values) for index, values in self.handed.items()}
 
     def held(self) -> Iterator[Tensor]:

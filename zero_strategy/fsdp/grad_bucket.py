@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.fsdp.dtensor import local_values
-from zero_strategy.fsdp.grad_accumulation import DeferredScale, LocalSums, ReducedSums
+from zero_strategy.fsdp.grad_accumulation import BufferReuse, DeferredScale, LocalSums, ReducedSums
 from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
@@ -42,6 +42,7 @@ class GradientBucket:
         reduce_dtype: Dtype in which they are sent and summed over ranks.
         per_step: Local sums may wait for the last micro-batch of a step, see `keep_whole`.
         store: Where reduced gradients are kept; None: on the device.
+        reuse: Where memory comes from and goes to that lives in a backward only.
 
     Attributes:
         keeps_whole: Whether the buffer of local sums stays, and `reduced` is a part of it.
@@ -60,6 +61,7 @@ class GradientBucket:
         reduce_dtype: torch.dtype,
         per_step: bool,
         store: ChunkStore | None = None,
+        reuse: BufferReuse | None = None,
     ) -> None:
         assert store is None or not per_step, "whole sums stay on the device"
         self.bucket, self.dtype, self.reduce_dtype = bucket, dtype, reduce_dtype
@@ -68,7 +70,7 @@ class GradientBucket:
         self.version = 0
         self.live: set[int] = set()
         self.late: dict[int, Tensor] = {}
-        self.own = LocalSums(bucket, dtype)
+        self.own = LocalSums(bucket, dtype, reuse)
         self.reduced = ReducedSums(bucket, dtype, store)
         self._reduction: Reduction | None = None
         self._straight = False  # it writes into the reduced gradients
@@ -124,7 +126,8 @@ class GradientBucket:
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
         else:
-            self.own.hands_over = not lent and self._takes_the_mean()
+            if self.own.whole is None:
+                self.own.hands_over = not lent and self._takes_the_mean()
             self.own.add(index, gradient)
 
     def admit_late(self) -> None:
@@ -224,7 +227,7 @@ class GradientBucket:
         self._factors.clear()
         self._forget_sums()
         if not self.keeps_whole:
-            self.own.whole = None
+            self.own.drop()
 
     def _forget_sums(self) -> None:
         """No reduced sum is of use any more."""
@@ -234,6 +237,12 @@ class GradientBucket:
         self.reduced.forget(keep=self.keeps_whole or not unused)
 
     # ---- what p.grad shows ----
+
+    def hold(self, indices: set[int], shown: set[int]) -> None:
+        """Have reduced gradients of some parameters; of those in `shown` `p.grad` was set in this backward."""
+        self.live |= indices
+        for index in indices if self._shows_gradient else indices - shown:
+            self.show(index)
 
     def show(self, index: int) -> None:
         """Set `p.grad` of a parameter that holds a gradient to its handle."""

@@ -308,24 +308,34 @@ class GradientViews:
     def __init__(self, gradients: ReadableGradients, bucket: ParameterBucket) -> None:
         self._bucket, self._gradients = bucket, ref(gradients)
         self._handles: dict[int, Tensor] = {}
+        self._shaped: tuple[Tensor, list[Tensor]] | None = None  # a buffer of gradients and all views of it
+        self._origins: dict[int, Tensor] = {}  # the buffers that those are views of which are gradients
         self._stand_ins: dict[int, GradientProxy] = {}
         self._poisons: dict[int, Tensor] = {}  # the memory of those handles that are no gradients
         self._versions: dict[int, int] = {}
 
     def itself(self, index: int, whole: Tensor) -> Tensor:
         """A view of the bucket's full gradients as what `p.grad` is."""
+        if self._origins.get(index) is whole:
+            return self._handles[index]
         self._versions.pop(index, None)
         segment = self._bucket.layout.segments[index]
         handle = self._handles.get(index)
         place = whole.data_ptr() + segment.offset * whole.element_size()
         if handle is None or isinstance(handle, GradientProxy) or held_by(handle).data_ptr() != place:
-            view = whole[segment.offset : segment.stop].view(segment.shape)
-            self._handles[index] = like(self._bucket.parameters[index], view)
+            self._handles[index] = like(self._bucket.parameters[index], self._views_of(whole)[index])
+        self._origins[index] = whole
         return self._handles[index]
+
+    def _views_of(self, whole: Tensor) -> list[Tensor]:
+        if self._shaped is None or self._shaped[0] is not whole:
+            self._shaped = whole, self._bucket.layout.views(whole)[0]
+        return self._shaped[1]
 
     def stand_in(self, index: int) -> Tensor:
         """A handle that stands for the gradient."""
-        if index not in self._handles or index not in self._versions:
+        if index not in self._versions:
+            self._origins.pop(index, None)
             known = self._stand_ins.get(index)
             if known is not None:
                 self._handles[index] = known
@@ -360,6 +370,7 @@ class GradientViews:
     def forget(self, index: int) -> None:
         """Make a new handle when it is shown again."""
         del self._handles[index]
+        self._origins.pop(index, None)
         self._stand_ins.pop(index, None)
         self._versions.pop(index, None)
 
@@ -403,6 +414,8 @@ class GradientViews:
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let gradients that are shown themselves lie where `move` puts them; `p.grad` stays the same object."""
+        self._origins.clear()
+        self._shaped = None
         for handle in self._handles.values():
             if not isinstance(handle, GradientProxy):
                 values = held_by(handle)

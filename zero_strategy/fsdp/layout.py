@@ -38,7 +38,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_strategy.config import PrecisionConfig
 
@@ -169,6 +169,29 @@ class BucketLayout:
     def slice_numel(self) -> int:
         """Elements per rank."""
         return self.numel // self.world_size
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(offset, shape) of each parameter: equal where views of one buffer serve two buckets."""
+        return tuple((segment.offset, segment.shape) for segment in self.segments)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Lengths of the parameters, each with that of the gap before it first, and of the gap at the end."""
+        end, lengths = 0, list[int]()
+        for segment in self.segments:
+            lengths += [segment.offset - end, segment.numel]
+            end = segment.stop
+        return [*lengths, self.numel - end]
+
+    def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of a flat buffer of `numel` elements: of each parameter in its shape, and of the gaps between them."""
+        parts = flat.split_with_sizes(self._lengths)
+        shaped = [
+            part if segment.shape == part.shape else part.view(segment.shape)
+            for segment, part in zip(self.segments, parts[1::2], strict=True)
+        ]
+        return shaped, [part for part, length in zip(parts[::2], self._lengths[::2], strict=True) if length]
 
     def slice_bounds(self, rank: int) -> tuple[int, int]:
         """First and one-past-last bucket element of `rank`'s slice."""

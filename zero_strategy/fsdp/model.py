@@ -21,7 +21,7 @@ from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.store import together
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
-from zero_strategy.fsdp.grad_accumulation import gradients_name
+from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.guards import ModuleGuards
 from zero_strategy.fsdp.init import constructions_of
@@ -264,7 +264,8 @@ class ShardedModel:
             for index, parameter in enumerate(bucket.parameters)
         }
         per_step = config.gradient_reduction == "per_step"
-        self.gradients = [self._gradient_bucket(bucket, per_step) for bucket in self.buckets]
+        reuse = BufferReuse()
+        self.gradients = [self._gradient_bucket(bucket, per_step, reuse) for bucket in self.buckets]
         self._gradient_of = dict(zip(map(id, self.buckets), self.gradients, strict=True))
         backward_order = [*self.units[:0:-1], self.units[0]]  # the root's embedding comes last
         plan = [bucket for unit in backward_order for bucket in unit.buckets if _can_train(bucket)]
@@ -283,6 +284,7 @@ class ShardedModel:
             mesh,
             per_step,
             self.unsharder,
+            reuse=reuse,
             agreement=agreement or StepAgreement(),
             step_unfinished=self._step_unfinished,
             reduction_begins=self._reduction_begins,
@@ -421,9 +423,9 @@ class ShardedModel:
             if not torch.equal(buffer, values):
                 buffer.copy_(values)
 
-    def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool) -> GradientBucket:
+    def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool, reuse: BufferReuse) -> GradientBucket:
         dtypes = gradient_dtypes(bucket.dtype, self.config.precision)
-        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store)
+        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store, reuse)
 
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""

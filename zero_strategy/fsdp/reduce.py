@@ -74,6 +74,7 @@ class GradientReducer:
         per_step: Reduce at the last backward of a step only (`no_sync` marks the others).
         unsharder: What gathers the parameters, None where they are whole. The sequence of its gathers is compared
             between ranks.
+        reuse: Where the buckets have buffers from that live in a backward only.
         agreement: What else ranks tell each other at the end of a reduction.
         step_unfinished: Whether an optimizer's step began and did not end.
         check_states: Called with the name of what begins; raises if states that it needs are on the host.
@@ -88,6 +89,7 @@ class GradientReducer:
         per_step: bool,
         unsharder: Unsharder | None = None,
         *,
+        reuse: BufferReuse,
         agreement: StepAgreement,
         step_unfinished: Callable[[], bool],
         check_states: Callable[[str], None],
@@ -95,9 +97,7 @@ class GradientReducer:
         divisor: Callable[[], int] = undivided,
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
-        self._reuse = BufferReuse()
-        for bucket in self.buckets:
-            bucket.own.reuse = self._reuse
+        self._reuse = reuse
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
         self._unsharder = unsharder
         self._agreement, self._step_unfinished, self._check_states = agreement, step_unfinished, check_states
@@ -224,21 +224,19 @@ class GradientReducer:
         assert gradient is not None
         if self._divide_by != 1:
             gradient = gradient / self._divide_by  # not in place: other parameters' may be the same tensor
+        reduces = self._reduces
+        if not reduces:
+            bucket.keep_whole()
         if torch.is_grad_enabled():  # create_graph
             with torch.no_grad():
-                self._take(bucket, index, gradient)
+                bucket.accumulate(index, gradient)
         else:
-            self._take(bucket, index, gradient)
+            bucket.accumulate(index, gradient)
         bucket.show(index)
         self._seen[number].add(index)
         self.plan.finished(number)
-        if self._reduces and self._unsharder is None:
+        if reduces and self._unsharder is None:
             self._launch_full()
-
-    def _take(self, bucket: GradientBucket, index: int, gradient: Tensor) -> None:
-        if not self._reduces:
-            bucket.keep_whole()
-        bucket.accumulate(index, gradient)
 
     def unit_done(self, buckets: Sequence[ParameterBucket]) -> None:
         """The backward of a unit with these parameters is over, on every rank at the same point of its gathers."""
@@ -460,11 +458,10 @@ class GradientReducer:
         for bucket in self._in_flight:
             bucket.finish_sum()
         self._in_flight.clear()
-        for bucket, indices in zip(self.buckets, agreed.touched, strict=True):
+        for number, indices in enumerate(agreed.touched):
+            bucket = self.buckets[number]
             bucket.finish()
-            for index in indices:
-                bucket.live.add(index)
-                bucket.show(index)
+            bucket.hold(indices, shown=self._seen[number])
         return agreed
 
     def _check(self, agreed: Agreement, *, compares: bool) -> None:

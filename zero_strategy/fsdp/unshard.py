@@ -34,8 +34,12 @@ UNIT_OUTPUT = "zero_strategy.unit_output"
 """Key in the metadata of a node of the graph that is the output of a unit's forward."""
 _OUTSIDE = -1
 """Stands among the calls of a unit for uses outside of its forward."""
-_NO_TENSORS = frozenset(map(id, (dict, OrderedDict, bool, int, float, str, NoneType)))
+_SCALARS = frozenset(map(id, (bool, int, float, str, NoneType)))
+"""Ids of types without anything inside."""
+_NO_TENSORS = _SCALARS | frozenset(map(id, (dict, OrderedDict)))
 """Ids of the types that most attributes of modules have, none of which is a tensor's."""
+_PLAIN_MODULES = "torch.nn.modules."
+"""Classes from here leave no results in attributes; only other code could, by attributes that it adds."""
 _TRACE_PER_UNIT = 16
 """Bound of what is remembered of the order of uses."""
 
@@ -386,6 +390,8 @@ class _ForwardHook:
     def __init__(self, unsharder: Unsharder, unit: Unit, *, enter: bool) -> None:
         self.unsharder, self.unit, self.is_enter = unsharder, unit, enter
         self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._sizes: dict[type, int] = {}
+        """Numbers of attributes of modules without results among them."""
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
@@ -401,14 +407,18 @@ class _ForwardHook:
         self.unit.open_calls.append(call)
         if self.unit is self.unsharder.units[0]:
             return None  # the root stays until backward ends
-        leaves, tree = tree_flatten((args, kwargs))
+        leaves, tree = [*args, *kwargs.values()], None
+        if not all(isinstance(leaf, Tensor) or id(type(leaf)) in _SCALARS for leaf in leaves):
+            leaves, tree = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places:
             return None
         gate = _InputGate(self.unsharder, self.unit, call, len(places))
         for place in places:
             leaves[place] = gate.view(leaves[place])
-        return tree_unflatten(leaves, tree)
+        if tree is not None:
+            return tree_unflatten(leaves, tree)
+        return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
 
     def _after(self, module: nn.Module, output: Any) -> None:
         backward_follows = False
@@ -433,7 +443,13 @@ class _ForwardHook:
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     parts.append(child)
-            for value in part.__dict__.values():
+            attributes, kind = part.__dict__, type(part)
+            if self._sizes.get(kind) == len(attributes):
+                continue
+            if kind not in self._sizes and kind.__module__.startswith(_PLAIN_MODULES):
+                if not any(isinstance(value, Tensor) for value in attributes.values()):
+                    self._sizes[kind] = len(attributes)
+            for value in attributes.values():
                 if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
                     continue
                 if isinstance(value, Tensor) and value.grad_fn is not None and value not in self._left:
@@ -453,6 +469,9 @@ class _ForwardHook:
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     """Tensors in any nesting of containers, and of objects with attributes, such as dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+        return
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, Tensor):
             yield leaf

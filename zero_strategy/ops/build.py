@@ -13,11 +13,11 @@ temporary directory of this process.
 
 A library is code, so nothing is loaded from, or built in, a cache that another user owns or may write.
 
-Those of the CPU are built by `torch.utils.cpp_extension`, those of CUDA by nvcc.
+Those of the CPU and of CUDA are built by `torch.utils.cpp_extension`.
 
-`cpp_extension` refuses CUDA sources beside a torch without CUDA, so nvcc is always called directly: the kernels include
-nothing of torch but its stable ABI. The library of file I/O includes nothing of torch at all, and is one call of the
-compiler.
+`cpp_extension` refuses CUDA sources beside a torch without CUDA, and an nvcc of another major version than torch's
+CUDA. There nvcc is called directly: the kernels include nothing of torch but its stable ABI. The library of file I/O
+includes nothing of torch at all, and is one call of the compiler.
 """
 
 from __future__ import annotations
@@ -240,6 +240,8 @@ CUDA_FLAGS = (
     f"-DTORCH_TARGET_VERSION={TARGET_ABI}",
     "-DUSE_CUDA",
 )
+_UNDEFINED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+"""Parts of CUDA's headers that `cpp_extension` leaves out, and the kernels use."""
 IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 COMMON_ARCHITECTURES = ("80", "90")
 """What is built where there is no device to ask: A100 and H100/H200."""
@@ -317,7 +319,21 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
     nvcc = _nvcc()
     chosen = tuple(architectures) or _device_architectures()
     flags = (*CUDA_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in chosen))
-    return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, nvcc, _version_of(nvcc))
+    identity = _version_of(nvcc) + (f"\nlinked to CUDA {torch_cuda()}" if takes_cuda_sources(nvcc) else "")
+    return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, nvcc, identity)
+
+
+def torch_cuda() -> str | None:
+    """Version of CUDA that this torch was built with, such as "13.0"; None for a torch without it."""
+    import torch
+
+    return torch.version.cuda
+
+
+def takes_cuda_sources(nvcc: str | None) -> bool:
+    """True if `torch.utils.cpp_extension` compiles CUDA sources here: torch has CUDA, of nvcc's major version."""
+    release, known = re.search(r"release (\d+)\.", _version_of(nvcc)), torch_cuda()
+    return release is not None and known is not None and known.split(".")[0] == release[1]
 
 
 def carried_path(made: Recipe, package: Path = _PACKAGE) -> Path:
@@ -413,6 +429,23 @@ def _compile_cpu(made: Recipe, folder: Path) -> Path:
 
 
 def _compile_cuda(made: Recipe, folder: Path) -> Path:
+    if not takes_cuda_sources(made.compiler):
+        return _compile_by_nvcc(made, folder)
+    home = Path(str(made.compiler)).resolve().parent.parent
+    if not (home / "include" / "cuda_runtime.h").exists():  # a script elsewhere that calls it
+        home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
+    order = {
+        "name": "zero_strategy_cuda",
+        "sources": [str(path) for path in made.sources],
+        "extra_cuda_cflags": [*made.flags, *(f"-U__CUDA_NO_{part}__" for part in _UNDEFINED)],
+        "build_directory": str(folder),
+        "with_cuda": True,
+    }
+    _run([sys.executable, "-c", _COMPILING, json.dumps(order)], {"CUDA_HOME": str(home)})
+    return folder / "zero_strategy_cuda.so"
+
+
+def _compile_by_nvcc(made: Recipe, folder: Path) -> Path:
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-I{path}" for path in include_paths()]

@@ -9,6 +9,7 @@ public modules take trees apart with; `torch.utils.pytree` has no public counter
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from functools import wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -19,8 +20,10 @@ from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclas
 from torch._C._distributed_c10d import FileStore as FileStore
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -202,13 +205,21 @@ def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[
     """The function, left alone by `torch.compile`.
 
     As `torch.compiler.disable`, which loads the compiler, a second's work, where a class is defined. This loads it when
-    the function is called first, by when the first optimizer of the process has.
+    the function is called first by what is compiled; else the call costs next to nothing.
 
     Args:
         function: Anything, a method too.
         recursive: What it calls is left alone as well.
     """
-    return _disable_dynamo(function, recursive)
+    left_alone = _disable_dynamo(function, recursive)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return left_alone(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 # ---- processes and devices ----
