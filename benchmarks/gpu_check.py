@@ -46,6 +46,13 @@ _LAYER_SUITES = ("--suites", "layer", "options", "stochastic", "compiled", "loss
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "-m", "gpu")
 _COLLECTED = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "--with-gpu-cases", "-m", "gpu")
 _KERNELS = ("tests/gpu/test_native_ops.py", "tests/gpu/test_layer_ops.py", "tests/gpu/test_transformer_layer.py")
+_SANITIZED = """
+import os, sys
+os.environ["TORCH_CUDA_SANITIZER"] = "1"
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+_STREAMS = ("tests/gpu/test_cuda.py", "tests/gpu/test_offload.py", "tests/gpu/test_activations.py")
 _MACHINE = """
 import torch
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
@@ -92,6 +99,13 @@ SUITES = (
         (*_TESTS, "tests", *(f"--ignore={path}" for path in _KERNELS)),
         (*_COLLECTED, "tests/gpu", "tests/activation", "tests/memory", "tests/checkpoint"),
         240,
+    ),
+    Suite(
+        "races",
+        "streams that do not wait for each other, by torch's sanitizer",
+        ("-c", _SANITIZED, *_TESTS[2:], *_STREAMS),
+        ("-c", _SANITIZED, *_COLLECTED[2:], *_STREAMS),
+        180,
     ),
     Suite(
         "ops",

@@ -77,7 +77,7 @@ def _gpu(
     return Machine(
         name=name,
         peak_flops=tflops * 1e12,
-        compute_efficiency=0.5,
+        compute_efficiency=0.4,
         memory_bytes=gigabytes * _GB,
         memory_bandwidth=memory * _GB,
         memory_efficiency=0.8,

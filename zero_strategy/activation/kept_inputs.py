@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.offload.tier import HostMemory
+from zero_strategy.runtime.streams import Streams, streams_of
 
 
 class KeptMemory(Protocol):
@@ -204,17 +205,20 @@ class KeptInputs:
     Args:
         settings: The options.
         communicator: Of the model-parallel group: its ranks call a function with the same inputs, in the same order.
+        streams: The device's queues; default: its own.
 
     Attributes:
         prefetches: Records that were fetched from the host ahead of their use.
     """
 
-    def __init__(self, settings: CheckpointSettings, communicator: Communicator) -> None:
-        self._settings, self._communicator = settings, communicator
+    def __init__(
+        self, settings: CheckpointSettings, communicator: Communicator, streams: Streams | None = None
+    ) -> None:
+        self._settings, self._communicator, self._given = settings, communicator, streams
         self._memory = self._new_memory()
         self._records: weakref.WeakSet[KeptRecord] = weakref.WeakSet()
         self._last: weakref.ref[KeptRecord] | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, tuple[Streams, Any] | None] = {}
         self.prefetches = 0
 
     def _new_memory(self) -> KeptMemory:
@@ -290,12 +294,13 @@ class KeptInputs:
         self._last = weakref.ref(record)
         return record
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream that copies between a GPU and the host; None where nothing is asynchronous."""
-        if device.type != "cuda" or not self.on_host:
+    def copies(self, device: torch.device) -> tuple[Streams, Any] | None:
+        """A device's queues, and the one that copies to the host and back; None where nothing is asynchronous."""
+        if not self.on_host:
             return None
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            streams = streams_of(device) if self._given is None else self._given
+            self._streams[device] = None if streams is None else (streams, streams.new())
         return self._streams[device]
 
     def gather(self, own: Tensor, piece: _Piece) -> Tensor:
@@ -327,34 +332,39 @@ class KeptRecord:
     ) -> None:
         self._kept, self._memory, self._pieces, self._device = kept, memory, list(pieces), device
         self._previous = None if previous is None else weakref.ref(previous)
-        self._stream = kept.stream(device)
+        self._copies = kept.copies(device)
         self._ahead: Tensor | None = None
         self.nbytes = memory.numel()
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy this rank's parts in."""
-        stream = self._stream
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        if self._copies is not None:
+            streams, stream = self._copies
+            stream.wait_stream(streams.current())
+        with self._aside():
             for piece, tensor in zip(self._pieces, tensors, strict=True):
                 flat = _in_memory_order(tensor.detach())
                 rank = self._kept.part
                 part = flat[rank * piece.numel : (rank + 1) * piece.numel]
                 place = self._bytes(self._memory, piece).view(piece.dtype)
-                place[: part.numel()].copy_(part, non_blocking=stream is not None)
-                if stream is not None:
-                    flat.record_stream(stream)
+                place[: part.numel()].copy_(part, non_blocking=self._copies is not None)
+                if self._copies is not None:  # the tensor, for `flat` may be a copy that the stream itself made
+                    streams.keep(tensor, stream)
+
+    def _aside(self) -> AbstractContextManager[Any]:
+        """Inside, work is queued on the stream that copies, if there is one."""
+        return nullcontext() if self._copies is None else self._copies[0].within(self._copies[1])
 
     def fetch(self, number: int) -> Tensor:
         """One of the inputs, whole, as it was, in memory of its own; the group's ranks call it together."""
         piece = self._pieces[number]
         self.start()
         assert self._ahead is not None
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            self._ahead.record_stream(current)
+        if self._copies is not None:
+            streams, stream = self._copies
+            current = streams.current()
+            current.wait_stream(stream)
+            streams.keep(self._ahead, current)
         whole = self._kept.gather(self._bytes(self._ahead, piece), piece)
         if number == len(self._pieces) - 1:
             self._ahead = None
@@ -368,9 +378,9 @@ class KeptRecord:
         """Begin to copy the record to the device, unless that has been done."""
         if self._ahead is not None:
             return
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._aside():
             self._ahead = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-            self._ahead.copy_(self._memory, non_blocking=self._stream is not None)
+            self._ahead.copy_(self._memory, non_blocking=self._copies is not None)
 
     @staticmethod
     def _bytes(memory: Tensor, piece: _Piece) -> Tensor:

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.tier import HostMemory
 from zero_strategy.runtime.host_bytes import PAGE
+from zero_strategy.runtime.streams import Streams, streams_of
 from zero_strategy.runtime.torch_private import storage_key, version_of
 
 Storages = dict[StorageWeakRef, int]
@@ -113,17 +114,18 @@ class ActivationStore:
     Args:
         device: Where the module computes.
         parameters: Memory that never moves.
+        streams: The device's queues; default: its own.
 
     Attributes:
         blocks: The host memory.
         fetched: How many blocks were brought back ahead of their use, and on demand.
     """
 
-    def __init__(self, device: torch.device, parameters: frozenset[int]) -> None:
+    def __init__(self, device: torch.device, parameters: frozenset[int], streams: Streams | None = None) -> None:
         self.blocks = HostBlocks(pinned=device.type == "cuda")
         self.parameters = parameters
         self.fetched = {"ahead": 0, "on demand": 0}
-        self.streams = _Streams(device)
+        self.copies = _Copies(streams_of(device) if streams is None else streams)
         self.moved: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], _Moved] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_UnitMemory] | None = None
 
@@ -199,65 +201,70 @@ class _Moved:
     """Memory that is on the host. It is given back with the last tensor that is kept of it."""
 
     def __init__(self, store: ActivationStore, tensor: Tensor) -> None:
-        self._fetches, self._streams, self._device = store.fetched, store.streams, tensor.device
+        self._fetches, self._copies, self._device = store.fetched, store.copies, tensor.device
         self._nbytes = tensor.untyped_storage().nbytes()
         self._memory = store.blocks.take(self._nbytes)
         weakref.finalize(self, store.blocks.give_back, self._memory)
         self._here: Tensor | None = None
-        self._arrival: torch.cuda.Event | None = None
+        self._arrival: Any = None
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
-        with self._streams.leaving(flat):
+        with self._copies.leaving(flat):
             self._memory.bytes[: self._nbytes].copy_(flat, non_blocking=True)
 
     def fetch(self, how: str) -> None:
         """Begin to bring it back, unless that has begun."""
         if self._here is None:
             self._fetches[how] += 1
-            with self._streams.coming():
+            with self._copies.coming():
                 self._here = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._here.copy_(self._memory.bytes[: self._nbytes], non_blocking=True)
-                self._arrival = self._streams.note_arrival()
+                self._arrival = self._copies.note_arrival()
 
     def back(self) -> Tensor:
         """The memory on the device, (bytes,), once it is there."""
         assert self._here is not None
         if self._arrival is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(self._arrival)
-            self._here.record_stream(current)
+            self._copies.await_arrival(self._arrival, self._here)
         return self._here
 
 
-class _Streams:
-    """Two streams of a GPU, to the host and back; on the CPU copies are made at once."""
+class _Copies:
+    """Two streams of a device, to the host and back; without streams copies are made at once."""
 
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._out = torch.cuda.Stream(device) if cuda else None
-        self._in = torch.cuda.Stream(device) if cuda else None
+    def __init__(self, streams: Streams | None) -> None:
+        self._streams = streams
+        self._out: Any = None if streams is None else streams.new()
+        self._in: Any = None if streams is None else streams.new()
 
     @contextmanager
     def leaving(self, memory: Tensor) -> Iterator[None]:
         """Copies to the host, into blocks from which earlier copies may still be on their way back."""
-        if self._out is None or self._in is None:
+        if self._streams is None:
             yield
             return
-        self._out.wait_stream(torch.cuda.current_stream(memory.device))
+        self._out.wait_stream(self._streams.current())
         self._out.wait_stream(self._in)
-        memory.record_stream(self._out)
-        with torch.cuda.stream(self._out):
+        with self._streams.within(self._out):
             yield
+        self._streams.keep(memory, self._out)
 
     @contextmanager
     def coming(self) -> Iterator[None]:
         """Copies to the device, of what has arrived on the host."""
-        if self._out is None or self._in is None:
+        if self._streams is None:
             yield
             return
         self._in.wait_stream(self._out)
-        with torch.cuda.stream(self._in):
+        with self._streams.within(self._in):
             yield
 
-    def note_arrival(self) -> torch.cuda.Event | None:
+    def note_arrival(self) -> Any:
         """Event that tells that the copies to the device so far have ended; None if they have."""
         return None if self._in is None else self._in.record_event()
+
+    def await_arrival(self, arrival: Any, memory: Tensor) -> None:
+        """Let what is queued from now on see what has been copied into `memory`."""
+        assert self._streams is not None
+        current = self._streams.current()
+        current.wait_event(arrival)
+        self._streams.keep(memory, current)

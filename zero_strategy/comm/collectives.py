@@ -327,7 +327,8 @@ class Communicator:
             of: What is gathered, for the watchdog's reports.
         """
         if self.size == 1 or flat.numel() == 0:
-            return self._instrumentation.pending("fetch", [] if first is None else [self._host.start(first)])
+            fetched = None if first is None else self._carrier(flat).start(first)
+            return self._instrumentation.pending("fetch", [] if fetched is None else [fetched])
         carrier = self._carrier(flat)
         return self._start("all_gather", of, flat, carrier, carrier.all_gather(flat), first)
 

@@ -404,10 +404,16 @@ class DeviceCollectives(Collectives):
         return Job(partial(_native_all_gather, flat, local, group=self.group, async_op=True))
 
     def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
-        """See `Collectives`; whoever has waited for the sum multiplies it, on the stream of its own."""
+        """See `Collectives`.
+
+        A mean is taken by NCCL itself, which divides before it adds: no float16 overflows that would not as a mean,
+        and nothing is left to do. Another multiple is taken by whoever has waited for the sum, on its own stream.
+        """
         total = flat.chunk(self.size)[self.rank] if into is None else into
-        run = partial(_native_reduce_scatter, total, flat, group=self.group, async_op=True)
-        return Job(run, None if factor == 1.0 else partial(total.mul_, factor))
+        is_mean = factor == 1.0 / self.size and "nccl" in dist.get_backend(self.group)
+        op = dist.ReduceOp.AVG if is_mean and self.size > 1 else dist.ReduceOp.SUM
+        run = partial(_native_reduce_scatter, total, flat, op=op, group=self.group, async_op=True)
+        return Job(run, None if factor == 1.0 or is_mean else partial(total.mul_, factor))
 
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """See `Collectives`; by way of the device, for groups that have no other."""

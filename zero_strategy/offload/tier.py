@@ -21,7 +21,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -32,46 +31,7 @@ from zero_strategy.offload.file_queues import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
 from zero_strategy.offload.state_file import StateFile, Transfer, outcome_of
 from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.observer import Observed
-
-
-class Streams(Protocol):
-    """Needs of copies from a device's queues. Streams and events have the methods of CUDA's in torch."""
-
-    def new(self) -> Any:
-        """A stream."""
-
-    def current(self) -> Any:
-        """The stream on which this thread computes."""
-
-    def within(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, work is queued on a stream."""
-
-    def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Let a tensor's memory not be used again before what is queued on the stream now is done."""
-
-
-class CudaStreams:
-    """Those of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def new(self) -> Any:
-        """A stream."""
-        return torch.cuda.Stream(self._device)
-
-    def current(self) -> Any:
-        """The stream on which this thread computes."""
-        return torch.cuda.current_stream(self._device)
-
-    def within(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, work is queued on a stream."""
-        inside: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return inside
-
-    def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Let a tensor's memory not be used again before what is queued on the stream now is done."""
-        tensor.record_stream(stream)
+from zero_strategy.runtime.streams import Streams, streams_of
 
 
 class Landing:
@@ -100,7 +60,7 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self._streams = CudaStreams(device) if streams is None and device.type == "cuda" else streams
+        self._streams = streams_of(device) if streams is None else streams
         self._down: Any = None
         self._up: Any = None
 

@@ -1,0 +1,315 @@
+"""A device on paper: what is computed is computed at once; what each of its streams would touch, and when, is noted.
+
+Operations reach it by torch's dispatcher, streams and events by the interface that the product's own code uses, and
+collectives by a transport that puts them on a stream of their own. Every stream has a vector clock; an operation that
+touches what another stream touches, one of the two writing, must come after it by waits. So must the return of memory
+to the allocator, which hands it out on the stream that allocated it, unless it is kept for the other stream.
+
+Memory that torch did not allocate (`HostMemory`) is the host's: operations among such tensors alone are the host's own,
+and must come after what streams do there by waits of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero_strategy.comm.transport import Collectives, Job
+
+HOST = "the host"
+_READS_VALUES = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero")
+_NO_VALUES = ("aten.empty", "aten.view", "aten.as_strided", "aten.detach", "aten.alias", "aten.set_", "aten.slice")
+Clock = dict[str, int]
+
+
+@dataclass
+class Access:
+    """One operation's touch of a range of bytes."""
+
+    stream: str
+    tick: int
+    start: int
+    stop: int
+    writes: bool
+    what: str
+
+
+@dataclass
+class Memory:
+    """A storage: who allocated it, for whom it is kept, and what touched it."""
+
+    reference: StorageWeakRef
+    stream: str
+    host: bool
+    kept: set[str] = field(default_factory=set)
+    accesses: list[Access] = field(default_factory=list)
+
+
+class Event:
+    """A point of a stream."""
+
+    def __init__(self, recorder: Recorder, clock: Clock) -> None:
+        self.recorder, self.clock = recorder, clock
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self.recorder.look()
+        self.recorder.syncs.append("an event")
+        self.recorder.learn(HOST, self.clock)
+
+
+class Stream:
+    """A queue, with the methods of CUDA's in torch that the product uses."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let what is queued from now on wait for all that is queued there."""
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is queued from now on wait for the event."""
+        self.recorder.look()
+        self.recorder.learn(self.name, event.clock)
+
+    def record_event(self) -> Event:
+        """All that is queued so far."""
+        return Event(self.recorder, dict(self.recorder.clock(self.name)))
+
+
+class Recorder(TorchDispatchMode):
+    """The device; as a context manager it takes notes of the operations inside.
+
+    Attributes:
+        races: Sentences about what was found; empty if everything waits as it has to.
+        syncs: Places at which the host waited for the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: list[str] = []
+        self.syncs: list[str] = []
+        self._clocks: dict[str, Clock] = {HOST: {}}
+        self._memories: dict[int, Memory] = {}
+        self._made = 0
+        self.computing = Stream(self, "computing")
+        self._current = self.computing
+
+    # ---- streams, as the product asks for them ----
+
+    def new(self) -> Stream:
+        """See `Streams`."""
+        self._made += 1
+        return Stream(self, f"stream {self._made}")
+
+    def current(self) -> Stream:
+        """See `Streams`."""
+        return self._current
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        """See `Streams`."""
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """See `Streams`."""
+        self._memory(tensor).kept.add(stream.name)
+
+    # ---- clocks ----
+
+    def clock(self, stream: str) -> Clock:
+        """Operations that a stream, or the host, knows to be over."""
+        return self._clocks.setdefault(stream, {})
+
+    def learn(self, stream: str, clock: Clock) -> None:
+        """It waits for all that a clock tells."""
+        own = self.clock(stream)
+        for other, tick in clock.items():
+            own[other] = max(own.get(other, 0), tick)
+
+    def _is_over(self, access: Access, stream: str) -> bool:
+        return access.stream == stream or self.clock(stream).get(access.stream, 0) >= access.tick
+
+    # ---- operations ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry an operation out, and note what it touches."""
+        result = func(*args, **(kwargs or {}))
+        self.look()
+        name = str(func).rpartition(".")[0]
+        if any(name.startswith(f"{one}") for one in _NO_VALUES):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._memory(tensor)
+            return result
+        self.operation(name, *_touched(func, args, kwargs or {}, result))
+        if name in _READS_VALUES and not all(self._memory(t).host for t in tree_leaves(args) if isinstance(t, Tensor)):
+            self.syncs.append(name)
+            self.learn(HOST, self.clock(self._current.name))
+        return result
+
+    def operation(self, what: str, read: list[Tensor], written: list[Tensor], stream: str | None = None) -> None:
+        """Something is queued on a stream, the current one unless it is given, that touches these."""
+        tensors = [tensor for tensor in (*read, *written) if tensor.numel()]
+        memories = [self._memory(tensor) for tensor in tensors]
+        if memories and all(memory.host for memory in memories):
+            stream = HOST
+        stream = stream or self._current.name
+        self.learn(stream, self.clock(HOST))  # it is queued after what the host has waited for
+        tick = self.clock(stream)[stream] = self.clock(stream).get(stream, 0) + 1
+        for tensor, memory in zip(tensors, memories, strict=True):
+            start, stop = _extent(tensor)
+            access = Access(stream, tick, start, stop, any(tensor is one for one in written), what)
+            self._compare(access, memory)
+            memory.accesses = [one for one in memory.accesses if not self._is_covered(one, access)]
+            memory.accesses.append(access)
+
+    def _compare(self, new: Access, memory: Memory) -> None:
+        for old in memory.accesses:
+            meets = old.start < new.stop and new.start < old.stop and (old.writes or new.writes)
+            if meets and not self._is_over(old, new.stream):
+                self._tell(f"{new.what} on {new.stream} does not wait for {old.what} on {old.stream}")
+
+    @staticmethod
+    def _is_covered(old: Access, new: Access) -> bool:
+        inside = new.start <= old.start and old.stop <= new.stop
+        return inside and old.stream == new.stream and (new.writes or not old.writes)
+
+    def _tell(self, race: str) -> None:
+        if race not in self.races:
+            self.races.append(race)
+
+    # ---- memory ----
+
+    def _memory(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._memories.get(key)
+        if known is None or known.reference.expired():
+            known = Memory(StorageWeakRef(storage), self._current.name, host=not storage.resizable())
+            self._memories[key] = known
+        return known
+
+    def look(self) -> None:
+        """See which memory has been given back since the last look."""
+        for key, memory in list(self._memories.items()):
+            if not memory.accesses or memory.host:
+                continue
+            if memory.reference.expired() or not _bytes_of(memory.reference):
+                for access in memory.accesses:
+                    if not (self._is_over(access, memory.stream) or access.stream in memory.kept):
+                        self._tell(f"memory is given back to {memory.stream} while {access.stream} does {access.what}")
+                if memory.reference.expired():
+                    del self._memories[key]
+                else:
+                    memory.accesses, memory.kept = [], set()
+
+
+class RecordedCollectives(Collectives):
+    """Collectives of a device, on a stream of the group's own; each rank's part is taken for this rank's."""
+
+    device = "cpu"
+
+    def __init__(self, group: Any, recorder: Recorder) -> None:
+        super().__init__(group)
+        self.available = True
+        self.recorder = recorder
+        self.stream = recorder.new()
+        self.buffer_bytes = 0
+
+    def start(self, run: Callable[[], Any]) -> Any:
+        """As a device's: queued now."""
+        return run()
+
+    def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
+        """As a device: never."""
+        return False
+
+    def all_gather(self, flat: Tensor) -> Job:
+        """See `Collectives`."""
+        return Job(lambda: self._queue("all_gather", [flat.chunk(self.size)[self.rank]], [flat]))
+
+    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
+        """See `Collectives`."""
+        own = flat.chunk(self.size)[self.rank]
+        total = own if into is None else into
+
+        def run() -> RecordedWork:
+            with torch.utils._python_dispatch._disable_current_modes():
+                total.copy_(own * self.size)
+            return self._queue("reduce_scatter", [flat], [total])
+
+        return Job(run, None if factor == 1.0 else lambda: total.mul_(factor))
+
+    def _queue(self, what: str, read: list[Tensor], written: list[Tensor]) -> RecordedWork:
+        self.stream.wait_stream(self.recorder.current())
+        self.recorder.operation(what, read, written, self.stream.name)
+        return RecordedWork(self, self.stream.record_event(), [*read, *written])
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """See `Collectives`."""
+
+    def all_gather_small(self, value: Tensor) -> list[Tensor]:
+        """See `Collectives`."""
+        return [value] * self.size
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """See `Collectives`."""
+        return [value] * self.size
+
+
+class RecordedWork:
+    """As torch's: it holds the tensors until somebody has waited for it."""
+
+    def __init__(self, collectives: RecordedCollectives, event: Event, tensors: list[Tensor]) -> None:
+        self._collectives, self._event, self._tensors = collectives, event, tensors
+
+    def wait(self) -> None:
+        """Let what is queued from now on wait for it."""
+        self._collectives.recorder.current().wait_event(self._event)
+        self._tensors = []
+
+    def is_completed(self) -> bool:
+        """See `Work`."""
+        return True
+
+
+def _touched(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that an operation reads, and those that it writes, by its schema."""
+    written: list[Tensor] = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    for name, value in kwargs.items():
+        if name == "out":
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    read = [leaf for leaf in read if not any(leaf is one for one in written)]
+    known = {leaf.untyped_storage()._cdata for leaf in (*read, *written)}
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return read, written + [leaf for leaf in made if leaf.untyped_storage()._cdata not in known]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte, and one past the last, in the tensor's storage."""
+    start = tensor.storage_offset()
+    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def _bytes_of(reference: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else int(storage.nbytes())

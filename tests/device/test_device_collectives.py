@@ -1,0 +1,76 @@
+"""Calls of NCCL, told by a stand-in for torch's functions: into place, and without anything left to do afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zero_strategy.comm.transport as transport
+from tests.device.fake_ranks import fake_world
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+
+RANK, WORLD = 2, 4
+
+
+class Calls:
+    """Torch's functions for a device, in notes; what they return is done at once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, backend: str = "cpu:gloo,cuda:nccl") -> None:
+        self.made: list[tuple[Any, ...]] = []
+        patch.setattr(transport, "_native_all_gather", self.all_gather)
+        patch.setattr(transport, "_native_reduce_scatter", self.reduce_scatter)
+        patch.setattr(dist, "get_backend", lambda group=None: backend)
+
+    def all_gather(self, into: Tensor, own: Tensor, *, group: Any, async_op: bool) -> None:
+        self.made.append(("all_gather", into.data_ptr(), own.data_ptr(), async_op))
+
+    def reduce_scatter(self, into: Tensor, flat: Tensor, *, op: Any, group: Any, async_op: bool) -> None:
+        self.made.append(("reduce_scatter", into.data_ptr(), flat.data_ptr(), op, async_op))
+        into.fill_(1.0)
+
+
+def run(call: str, backend: str = "cpu:gloo,cuda:nccl", **options: Any) -> tuple[Tensor, list[tuple[Any, ...]]]:
+    """One collective of 4 x 8 elements, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch, fake_world(RANK, WORLD):
+        group: Any = dist.group.WORLD
+        communicator = Communicator(group, CommunicationCounters())
+        calls = Calls(patch, backend)
+        patch.setattr(communicator, "_carrier", lambda tensor: communicator._device)
+        flat = torch.zeros(WORLD * 8)
+        getattr(communicator, call)(flat, **options).wait()
+        return flat, calls.made
+
+
+def test_a_gather_sends_the_own_slice_from_where_the_result_has_it() -> None:
+    flat, made = run("all_gather")
+    assert made == [("all_gather", flat.data_ptr(), flat[RANK * 8 :].data_ptr(), True)]
+
+
+def test_a_mean_is_the_collectives_own() -> None:
+    flat, made = run("reduce_scatter", factor=1.0 / WORLD)
+    assert made == [("reduce_scatter", flat[RANK * 8 :].data_ptr(), flat.data_ptr(), dist.ReduceOp.AVG, True)]
+    assert flat[RANK * 8 :][:8].tolist() == [1.0] * 8  # not divided again
+
+
+@pytest.mark.parametrize(("backend", "factor"), [("gloo", 1.0 / WORLD), ("nccl", 0.5)])
+def test_any_other_multiple_is_taken_of_the_sum(backend: str, factor: float) -> None:
+    flat, made = run("reduce_scatter", backend, factor=factor)
+    assert made[0][3] == dist.ReduceOp.SUM
+    assert flat[RANK * 8 :][:8].tolist() == [factor] * 8
+
+
+def test_a_sum_is_left_as_it_is() -> None:
+    flat, made = run("reduce_scatter")
+    assert made[0][3] == dist.ReduceOp.SUM
+    assert flat[RANK * 8 :][:8].tolist() == [1.0] * 8
+
+
+def test_a_sum_may_be_written_elsewhere() -> None:
+    into = torch.zeros(8)
+    _, made = run("reduce_scatter", into=into, factor=1.0 / WORLD)
+    assert made[0][1] == into.data_ptr()
+    assert into.tolist() == [1.0] * 8

@@ -1,0 +1,316 @@
+"""Waits between streams, told by a device on paper that the product's own code drives; planted defects are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import zero_strategy.activation.kept_inputs as kept_inputs
+import zero_strategy.activation.offload as offload
+import zero_strategy.comm.collectives as collectives
+import zero_strategy.offload.tier as tier
+from tests.activation.unit_nets import Transformer, seeded
+from tests.device.fake_ranks import fake_world
+from tests.device.recorder import RecordedCollectives, RecordedWork, Recorder
+from tests.engine.nets import loss_of, net
+from zero_strategy.activation.kept_inputs import KeptInputs
+from zero_strategy.activation.offload import model_storages
+from zero_strategy.activation.settings import CheckpointSettings
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator, PendingWork
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.reduction_plan import Reduction
+from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
+from zero_strategy.optim.streamed import StreamedStep
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def device(world: int = 2) -> Iterator[Recorder]:
+    """A device of this process, in a world of so many; all that asks for its queues gets the recorder's."""
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch, fake_world(world - 1, world):
+        patch.setattr(collectives, "HostCollectives", lambda group: RecordedCollectives(group, recorder))
+        for module in (tier, offload, kept_inputs):
+            patch.setattr(module, "streams_of", lambda device: recorder)
+        patch.setattr(ParameterBucket, "check_poison", nothing)  # for the CPU only: it reads values
+        step, copies = StreamedStep.__init__, DeviceCopies(CPU)
+        patch.setattr(StreamedStep, "__init__", lambda self, store: step(self, store, copies))
+        yield recorder
+
+
+def train(
+    recorder: Recorder, micro: int = 1, width: int = 6, dtype: torch.dtype | None = None, **settings: Any
+) -> None:
+    """Three steps of training; notes are taken of forward, backward and step."""
+    model = seeded(Transformer, 3, 64) if width > 6 else net(depth=4)
+    engine = ZeroEngine(model, load_config(units={"min_numel": 0}, watchdog="off", **settings), compute_dtype=dtype)
+    if "activations" in settings.get("offload", ()):  # on the CPU they are where they are to go
+        engine.activations.store = offload.ActivationStore(CPU, model_storages(engine.model))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine.attach(optimizer)
+    with recorder:
+        for _ in range(3):
+            for _ in range(micro):
+                shape = (4, 16, width) if width > 6 else (4, width)
+                loss_of(model(torch.ones(shape, dtype=dtype)).float()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.close()
+
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 3, "prefetch": 2},
+    {"stage": 3, "reshard_after_backward": False},
+    {"stage": 3, "gradient_reduction": "per_step"},
+]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("settings", PLACEMENTS, ids=str)
+def test_gathers_and_reductions_wait_as_they_have_to(settings: dict[str, Any], dtype: torch.dtype | None) -> None:
+    with device() as recorder:
+        train(recorder, micro=2, dtype=dtype, **settings)
+    assert not recorder.races
+
+
+OFFLOADED: list[dict[str, Any]] = [
+    {"stage": 1, "offload": {"optimizer": "cpu"}},
+    {"stage": 2, "offload": {"optimizer": "cpu", "gradients": "cpu"}},
+    {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+    {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu"}},
+]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("settings", OFFLOADED, ids=str)
+def test_offloaded_state_waits_as_it_has_to(settings: dict[str, Any], dtype: torch.dtype | None) -> None:
+    with device() as recorder:
+        train(recorder, micro=2, dtype=dtype, **settings)
+    assert not recorder.races
+
+
+ACTIVATIONS = {"stage": 3, "activation_checkpointing": "selective", "offload": {"activations": "cpu"}}
+
+
+def test_offloaded_activations_wait_as_they_have_to() -> None:
+    with device() as recorder:
+        train(recorder, width=64, **ACTIVATIONS)
+    assert not recorder.races
+
+
+def keep_inputs(recorder: Recorder) -> None:
+    """Two calls of a function whose inputs wait on the host; one of them is not dense."""
+    settings = CheckpointSettings(checkpoint_in_cpu=True)
+    kept = KeptInputs(settings, Communicator(None, CommunicationCounters()), recorder)
+    with recorder:
+        records = [kept.keep([torch.ones(64, 64) * 2, (torch.ones(64, 65) * 2)[:, 1:]]) for _ in range(2)]
+        for record in reversed(records):
+            found = [record.fetch(number) * 1 for number in range(2)]
+            assert all(bool((one == 2).all()) for one in found)
+
+
+def test_inputs_on_the_host_wait_as_they_have_to() -> None:
+    with device() as recorder:
+        keep_inputs(recorder)
+    assert not recorder.races
+
+
+def copy_and_forget(recorder: Recorder) -> None:
+    """A copy to the host whose source nobody holds any more, and one back."""
+    copies, host = DeviceCopies(CPU, recorder), HostMemory(4096).bytes
+    with recorder:
+        landing = copies.down(torch.ones(4096, dtype=torch.uint8) * 3, host)
+        torch.zeros(1)  # another may get the memory
+        landing.on_host()
+        copies.up(host, found := torch.empty(4096, dtype=torch.uint8)).on_device()
+        assert bool((found == 3).all())
+
+
+def test_a_copy_of_what_nobody_holds_is_kept() -> None:
+    with device() as recorder:
+        copy_and_forget(recorder)
+    assert not recorder.races
+
+
+# ---------------------------------------------------------------------------------------------- planted defects
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Carries out what is left out."""
+
+
+def no_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecordedWork, "wait", nothing)
+
+
+def parameters_shown_before_they_are_in(patch: pytest.MonkeyPatch) -> None:
+    def finish(self: ParameterBucket) -> None:
+        if self._pending is not None:
+            self._point_at_flat()
+            self.gathered, self._late = True, self._pending  # type: ignore[attr-defined]
+            self._pending = None
+
+    patch.setattr(ParameterBucket, "finish_unshard", finish)
+
+
+def memory_of_a_gather_resized_early(patch: pytest.MonkeyPatch) -> None:
+    start = ParameterBucket.start_unshard
+
+    def start_and_free(self: ParameterBucket) -> None:
+        start(self)
+        if self._pending is not None and not self.placement.in_place:
+            self.flat.untyped_storage().resize_(0)
+            torch.zeros(1)  # another may get the memory
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+
+    patch.setattr(ParameterBucket, "start_unshard", start_and_free)
+
+
+def gradients_used_before_they_are_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reduction, "wait", nothing)
+
+
+def buffer_reused_while_it_is_sent(patch: pytest.MonkeyPatch) -> None:
+    launch = GradientBucket.launch
+
+    def launch_and_give(self: GradientBucket) -> None:
+        launch(self)
+        self.own.give_back()
+
+    patch.setattr(GradientBucket, "launch", launch_and_give)
+
+
+def mean_taken_before_the_sum(patch: pytest.MonkeyPatch) -> None:
+    finish = PendingWork._finish
+
+    def then_first(self: PendingWork, works: list[Any]) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        finish(self, works)
+
+    patch.setattr(PendingWork, "_finish", then_first)
+
+
+def updated_parameters_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    publish = ParameterBucket.publish
+
+    def begin_only(self: ParameterBucket, *, copied: bool = False) -> PendingWork:
+        publish(self, copied=copied)
+        return PendingWork([])
+
+    patch.setattr(ParameterBucket, "publish", begin_only)
+
+
+def copies_that_do_not_wait_for_computing(patch: pytest.MonkeyPatch) -> None:
+    def copy(streams: Any, stream: Any, source: Any, target: Any, on_device: Any) -> Landing:
+        with streams.within(stream):
+            target.copy_(source)
+        streams.keep(on_device, stream)
+        return Landing(streams, stream.record_event())
+
+    patch.setattr(DeviceCopies, "_copy", staticmethod(copy))
+
+
+def memory_not_kept_for_a_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Recorder, "keep", nothing)
+
+
+def host_that_reads_before_a_copy_has_landed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Landing, "on_host", nothing)
+
+
+def computing_that_does_not_wait_for_a_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Landing, "on_device", nothing)
+
+
+def activations_that_leave_too_early(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def leaving(self: Any, memory: Any) -> Iterator[None]:
+        with self._streams.within(self._out):
+            yield
+        self._streams.keep(memory, self._out)
+
+    patch.setattr(offload._Copies, "leaving", leaving)
+
+
+def activations_fetched_before_they_have_left(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def coming(self: Any) -> Iterator[None]:
+        with self._streams.within(self._in):
+            yield
+
+    patch.setattr(offload._Copies, "coming", coming)
+
+
+def activations_used_before_they_are_back(patch: pytest.MonkeyPatch) -> None:
+    def kept_only(self: Any, arrival: Any, memory: Any) -> None:
+        self._streams.keep(memory, self._streams.current())
+
+    patch.setattr(offload._Copies, "await_arrival", kept_only)
+
+
+def activations_freed_while_they_leave(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Recorder, "keep", nothing)
+
+
+def inputs_freed_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
+    """`KeptRecord.fill` did so: it kept the copy that its own stream had made."""
+    keep = Recorder.keep
+
+    def kept_if_dense(self: Recorder, tensor: torch.Tensor, stream: Any) -> None:
+        if tensor.is_contiguous():
+            keep(self, tensor, stream)
+
+    patch.setattr(Recorder, "keep", kept_if_dense)
+
+
+STAGE_2, STAGE_3, ON_HOST = {"stage": 2}, {"stage": 3, "prefetch": 1}, OFFLOADED[0]
+DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], None]]] = [
+    (no_wait_for_gathers, partial(train, **STAGE_3)),
+    (parameters_shown_before_they_are_in, partial(train, **STAGE_3)),
+    (memory_of_a_gather_resized_early, partial(train, **STAGE_3)),
+    (gradients_used_before_they_are_summed, partial(train, **STAGE_2)),
+    (buffer_reused_while_it_is_sent, partial(train, **STAGE_2)),
+    (mean_taken_before_the_sum, partial(train, **STAGE_2)),
+    (updated_parameters_not_waited_for, partial(train, **STAGE_2)),
+    (copies_that_do_not_wait_for_computing, partial(train, **ON_HOST)),
+    (memory_not_kept_for_a_copy, copy_and_forget),
+    (host_that_reads_before_a_copy_has_landed, partial(train, **ON_HOST)),
+    (computing_that_does_not_wait_for_a_copy, partial(train, **ON_HOST)),
+    (activations_that_leave_too_early, partial(train, width=64, **ACTIVATIONS)),
+    (activations_fetched_before_they_have_left, partial(train, width=64, **ACTIVATIONS)),
+    (activations_used_before_they_are_back, partial(train, width=64, **ACTIVATIONS)),
+    (activations_freed_while_they_leave, partial(train, width=64, **ACTIVATIONS)),
+    (inputs_freed_while_they_are_read, keep_inputs),
+]
+
+
+@pytest.mark.parametrize(("plant", "run"), DEFECTS, ids=[plant.__name__ for plant, _ in DEFECTS])
+def test_a_planted_defect_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], run: Callable[[Recorder], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with device() as recorder:
+        run(recorder)
+    assert recorder.races
+
+
+@pytest.mark.parametrize("settings", PLACEMENTS, ids=str)
+def test_the_host_never_waits_for_the_device(settings: dict[str, Any]) -> None:
+    """Forward, backward and step queue what they have to do, and go on."""
+    with device() as recorder:
+        train(recorder, micro=2, **settings)
+    assert not recorder.syncs
