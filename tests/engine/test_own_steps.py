@@ -56,10 +56,22 @@ def divided(state: dict[str, Any], place: slice) -> dict[str, Any]:
     return {key: value[place].clone() if value.dim() else value.clone() for key, value in state.items()}
 
 
+class Coupled(torch.optim.SGD):
+    """A step that looks at all of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
 def test_who_may_see_parts() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3))]
     own = Own(parameters)
-    assert isinstance(rule_for_parts(own, ["Own"]), OwnSteps) and rule_for_parts(own, []) is None
+    assert isinstance(rule_for_parts(own, ["Own"]), OwnSteps)
+    assert isinstance(rule_for_parts(own, []), OwnSteps)  # it was tried
+    assert rule_for_parts(Coupled(parameters), []) is None
     assert rule_for_parts(torch.optim.LBFGS(parameters), []) is None
     assert not isinstance(rule_for_parts(torch.optim.Adam(parameters, foreach=True), []), OwnSteps)
     assert not is_elementwise(FusedLamb(parameters, lr=0.1)) and "trust ratio" in str(

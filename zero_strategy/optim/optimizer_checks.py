@@ -1,17 +1,21 @@
 """Checks of optimizers: elementwise updates, and one optimizer for each parameter.
 
-An optimizer is elementwise if the update of an element needs that element alone.
+An optimizer is elementwise if the update of an element needs that element alone. Of torch's classes that is known; any
+other is tried once on a few numbers, as a matrix and in pieces.
 
 Each trainable parameter is in one optimizer at least, and in exactly one where states are offloaded.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.optim.fused import FusedOptimizer
@@ -81,13 +85,107 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     name = type(optimizer).__name__
     if whole and not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         return
-    reason = _REASONS.get(name, "its update may need more than the element it changes")
+    reason = _REASONS.get(name) or why_not_elementwise(optimizer)
+    if reason is None:
+        return
     supported = ", ".join(f"torch.optim.{known}" for known in ELEMENTWISE if hasattr(torch.optim, known))
     raise TypeError(
         f"optimizer {name} cannot run on sharded parameters: {reason}. Use one of {supported}; if {name} updates every "
         f"element from that element's own gradient and state alone, say so with elementwise_optimizers=[{name!r}], or "
         "use stage 0, where every rank holds full parameters."
     )
+
+
+_SHAPE, _CUT, _STEPS = (4, 6), 7, 4
+"""A matrix, the element before which it is cut, and how often it is updated."""
+_TOLERANCE = 1e-4
+"""Of the largest change: kernels round differently in the bodies and the tails of tensors."""
+
+
+def why_not_elementwise(optimizer: Optimizer) -> str | None:
+    """Try an optimizer on a few numbers, with the options of each of its groups; None if nothing speaks against it.
+
+    It updates a matrix, and the two pieces of the same numbers that two ranks would hold, each in an optimizer of its
+    own. Copies do so: the user's parameters, states and attributes stay as they are, and so do random numbers.
+    """
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    distinct = {repr(sorted((k, repr(v)) for k, v in group.items() if k != "params")): group for group in groups}
+    devices = [parameter.device for group in groups for parameter in group["params"]]
+    device = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"), torch.no_grad():
+        for group in distinct.values():
+            try:
+                reason = _try_group(optimizer, group, device)
+            except Exception as error:
+                text = str(error).partition("\n")[0]
+                return f"trying it on a few numbers failed ({type(error).__name__}: {text})"
+            if reason is not None:
+                return reason
+    return None
+
+
+def _try_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> str | None:
+    numel = _SHAPE[0] * _SHAPE[1]
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(numel, generator=generator)
+    # Of very different sizes, so that whatever is shared between elements shows.
+    sizes = torch.logspace(-3, 1, numel)[torch.randperm(numel, generator=generator)]
+    gradients = [torch.randn(numel, generator=generator) * sizes for _ in range(_STEPS)]
+    whole, again = (_tried(optimizer, group, values, gradients, _SHAPE, device, seed) for seed in (1, 2))
+    if not torch.equal(whole, again):
+        return "it draws random numbers, and each rank would draw others"
+    pieces = [
+        _tried(optimizer, group, values[cut], [gradient[cut] for gradient in gradients], None, device, 1)
+        for cut in (slice(None, _CUT), slice(_CUT, None))
+    ]
+    apart, limit = (torch.cat(pieces) - whole).abs(), _TOLERANCE * float((whole - values).abs().max())
+    worst = int(apart.argmax())
+    if bool(torch.isfinite(apart).all()) and float(apart[worst]) <= limit + 1e-6:
+        return None
+    return (
+        f"it was tried on a few numbers, and after {_STEPS} steps element {worst} of a matrix of {list(_SHAPE)} is "
+        f"{float(whole[worst]):.4g}, in pieces {float(torch.cat(pieces)[worst]):.4g}"
+    )
+
+
+def _tried(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    values: Tensor,
+    gradients: Sequence[Tensor],
+    shape: tuple[int, ...] | None,
+    device: torch.device,
+    seed: int,
+) -> Tensor:
+    """Values after some steps of a copy of the optimizer, flat, on the CPU."""
+    part = nn.Parameter(values.clone().view(shape or (-1,)).to(device))
+    held = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+    made: Any = type(optimizer).__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): made} | {id(parameter): part for parameter in held}
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):
+            made.__dict__[key] = OrderedDict()
+        elif key not in ("state", "param_groups", "step"):  # schedulers replace `step` by a function of the object's
+            made.__dict__[key] = copy.deepcopy(value, memo)
+    options = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+    made.__dict__ |= {"param_groups": [{**options, "params": [part]}], "state": defaultdict(dict)}
+    for parameter in group["params"]:
+        if parameter.dim() and (begun := optimizer.state.get(parameter)):  # by its constructor, or by earlier steps
+            made.state[part] = {key: _like(part, value, parameter) for key, value in begun.items()}
+            break
+    torch.manual_seed(seed)
+    for gradient in gradients:
+        part.grad = gradient.clone().view(part.shape).to(device)
+        inspect.unwrap(type(optimizer).step)(made)
+    return part.detach().flatten().cpu()
+
+
+def _like(part: Tensor, value: Any, parameter: Tensor) -> Any:
+    """A state for `part` like that of a parameter; per-element ones begin with one value."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
+        return copy.deepcopy(value)
+    dtype = part.dtype if value.is_floating_point() else value.dtype
+    return torch.full_like(part, value.detach().flatten()[0].item() if value.numel() else 0.0, dtype=dtype)
 
 
 Named = Iterable[tuple[str, nn.Parameter]]

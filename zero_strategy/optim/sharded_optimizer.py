@@ -55,7 +55,10 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, model: ShardedModel, declines: Callable[[ShardedOptimizer], bool]) -> None:
-        check_elementwise(optimizer, model.config.elementwise_optimizers, whole=not model.placement.shard_optimizer)
+        declared = model.config.elementwise_optimizers
+        check_elementwise(optimizer, declared, whole=not model.placement.shard_optimizer)
+        found = [type(optimizer).__name__] if model.placement.shard_optimizer else []  # known, declared, or tried
+        self._elementwise = [*declared, *found]
         if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
             raise ValueError(
                 f"{type(optimizer).__name__} keeps float32 master weights, which precision.master_weights=False rules "
@@ -192,7 +195,7 @@ class ShardedOptimizer:
         """Stepper in place of the optimizer's own code."""
         optimizer, model = self.optimizer, self.model
         if model.optimizer_store is not None:
-            return rule_for_parts(optimizer, model.config.elementwise_optimizers, self._begins_with)
+            return rule_for_parts(optimizer, self._elementwise, self._begins_with)
         masters = any(bucket.keeps_master and bucket.trainable for bucket in model.buckets)
         taken = model.config.fused_optimizers
         return rule_in_memory(optimizer, fused_optimizers=taken, devices=_devices(model), masters=masters)
