@@ -37,7 +37,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "reshard_after_forward": ("stage 3: free gathered parameters between forward and backward", "false"),
     "reshard_after_backward": ("stage 3: free them after backward; false: keep them until an optimizer steps", "false"),
     "nonfinite_gradients": ("a step whose gradients are not all finite is taken, skipped, or an error", "skip"),
-    "elementwise_optimizers": ("class names of your own optimizers that treat every element by itself; others are tried", "[MyAdam]"),
+    "elementwise_optimizers": ("own optimizers that treat every element by itself, and are not tried", "[MyAdam]"),
     "fused_optimizers": ("step torch's Adam, AdamW, SGD and Adagrad with the fused ops", "false"),
     "timeout_seconds": ("time limit of a collective of the process group", "600"),
     "barrier_seconds": ("time limit of this package's own waits for other ranks", "120"),
