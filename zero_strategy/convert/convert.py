@@ -288,6 +288,96 @@ def convert(
     return state
 
 
+def average(
+    sources: Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    *,
+    shares: Sequence[float] | None = None,
+    to_format: str = NATIVE,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    progress: Callable[[int], Progress] | None = None,
+) -> PortableState:
+    """Writes the mean of the weights of several checkpoints; the target appears whole or not at all.
+
+    Args:
+        sources: At least two, of any format, with weights of the same names, shapes and dtypes.
+        target: The new one, without optimizer states; nothing of that name exists.
+        shares: Positive, one per source; divided by their sum. Default: equal.
+        to_format, dtype, max_file_bytes, progress: See `convert`.
+
+    Returns:
+        What was written. Sums are taken in float64, of fp32 master weights where a source has them. Of weights that are
+        no floating-point numbers the last source's are taken.
+
+    Raises:
+        ValueError: If sources differ, naming the weight; if shares do not fit; else as `convert`.
+        OSError: If the file system fails.
+    """
+    place = Path(os.path.abspath(target))
+    if to_format not in TARGETS:
+        raise ValueError(f"cannot write {to_format!r}; known: {', '.join(TARGETS)}")
+    if os.path.lexists(place):
+        raise ValueError(f"{place} exists; it will not be overwritten: remove it, or give another name")
+    if len(sources) < 2:
+        raise ValueError(f"a mean is of at least two checkpoints, and {len(sources)} was given")
+    given = [1.0] * len(sources) if shares is None else list(shares)
+    if len(given) != len(sources) or not all(0 < share < float("inf") for share in given):
+        raise ValueError(f"shares {given} must be {len(sources)} positive numbers, one per checkpoint")
+    named = [(os.fspath(source), _read(source, None, {}, weights_only=False)) for source in sources]
+    _check_alike(named)
+    first = named[0][1]
+    factors = [share / sum(given) for share in given]
+    weights = {
+        name: _mean(tensor.spec, [_finest(state, name) for _, state in named], factors, dtype)
+        for name, tensor in first.weights.items()
+    }
+    state = PortableState(weights=weights, aliases=first.aliases)
+    total = sum(tensor.spec.nbytes for tensor in state.weights.values())
+    _write(state, place, to_format, max_file_bytes, progress(total) if progress else None, Path(sources[0]))
+    return state
+
+
+def _check_alike(named: Sequence[tuple[str, PortableState]]) -> None:
+    (source, first), *others = named
+    for other, state in others:
+        if missing := sorted(first.weights.keys() ^ state.weights.keys()):
+            where, lacking = (source, other) if missing[0] in first.weights else (other, source)
+            raise ValueError(f"weight {missing[0]!r} is in {where} and not in {lacking}")
+        for name, tensor in first.weights.items():
+            a, b = tensor.spec, state.weights[name].spec
+            if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
+                raise ValueError(
+                    f"weight {name!r} is {a.dtype} of shape {list(a.shape)} in {source}, {b.dtype} of shape "
+                    f"{list(b.shape)} in {other}"
+                )
+
+
+def _finest(state: PortableState, name: str) -> StoredTensor:
+    """A weight, or its fp32 master weight where there is one."""
+    masters = (optimizer.kinds.get("master", {}).get(name) for optimizer in state.optimizers)
+    return next((master for master in masters if master is not None), state.weights[name])
+
+
+def _mean(
+    spec: TensorSpec, tensors: Sequence[StoredTensor], factors: Sequence[float], dtype: torch.dtype | None
+) -> StoredTensor:
+    """The mean of tensors; real ones in `dtype`, where it is given."""
+    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        return tensors[-1]
+    if dtype is not None and spec.dtype.is_floating_point:
+        spec = TensorSpec(spec.name, dtype, spec.shape)
+    wide = torch.complex128 if spec.dtype.is_complex else torch.float64
+
+    def load() -> torch.Tensor:
+        total = torch.zeros(tuple(spec.shape), dtype=wide)
+        for tensor, factor in zip(tensors, factors, strict=True):
+            total.add_(loaded(tensor).to(wide), alpha=factor)
+        return total.to(spec.dtype)
+
+    return StoredTensor(spec, load)
+
+
 def cast_weights(state: PortableState, dtype: torch.dtype) -> PortableState:
     """The same state with floating-point weights of another dtype; other weights stay.
 
