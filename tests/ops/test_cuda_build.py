@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.ops.cuda_on_host import OPS
-from zero_strategy.ops.build import COMMON_ARCHITECTURES, Recipe, build, recipe
+from zero_strategy.ops.build import COMMON_ARCHITECTURES, Recipe, build, recipe, takes_cuda_sources
 from zero_strategy.ops.library import op_names
 
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
@@ -54,8 +54,11 @@ def test_it_needs_the_stable_abi_of_torch_and_shows_nothing_of_its_own(library: 
     assert all(name.startswith(("aoti_torch_", "torch_")) for name in wanted), wanted
     assert wanted - OF_CUDA <= symbols("--defined-only", TORCH_LIBRARIES / "libtorch_cpu.so")
     needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
-    assert "[libtorch.so]" in needed  # through which the loader finds those symbols
-    assert "libcudart" not in needed  # whose version would have to be torch's
+    if takes_cuda_sources(recipe("cuda").compiler):
+        assert "[libtorch_cuda.so]" in needed
+    else:
+        assert "[libtorch.so]" in needed  # through which the loader finds those symbols
+        assert "libcudart" not in needed  # whose version would have to be torch's
     assert not [name for name in symbols("--defined-only", library) if "2zs" in name]
 
 
