@@ -24,7 +24,7 @@ class Own(Optimizer):
 
     rule: Rule
 
-    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+    def __init__(self, params: Any, lr: float | Tensor = 0.1, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
         self.log: list[int] = []
 
@@ -34,7 +34,7 @@ class Own(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(type(self).rule(p, p.grad, self.state[p]), alpha=group["lr"])
+                    p.sub_(type(self).rule(p, p.grad, self.state[p]) * group["lr"])
 
 
 def own(rule: Rule) -> type[Own]:
@@ -111,6 +111,18 @@ def test_what_needs_more_is_found_out(rule: Rule) -> None:
     assert found is not None and "in pieces" in found
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e-8])
+def test_a_learning_rate_of_nothing_hides_nothing(lr: float) -> None:
+    """As after a scheduler has begun to warm up."""
+    assert all(reason(rule, lr=lr) is not None for rule in COUPLED)
+    assert all(reason(rule, lr=lr) is None for rule in ELEMENTWISE)
+    assert reason(plain_descent, lr=torch.tensor(lr)) is None
+
+
+def idle(p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    return torch.zeros_like(p)
+
+
 def noisy(p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
     return gradient + torch.randn_like(p)
 
@@ -122,6 +134,7 @@ def failing(p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
 def test_noise_and_errors_are_told() -> None:
     assert "draws random numbers" in str(reason(noisy))
     assert "KeyError: 'exp_avg'" in str(reason(failing))
+    assert "changed none of them" in str(reason(idle))
 
 
 class ByClosure(Own):
@@ -167,10 +180,6 @@ def test_steps_of_every_kind() -> None:
     assert "closure" in str(why_not_elementwise(ByClosure(parameters)))
     assert "in pieces" in str(why_not_elementwise(NormOfAll(parameters)))
     assert why_not_elementwise(StateOfItsConstructor(parameters)) is None
-
-
-def by_group(p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-    return gradient
 
 
 class CoupledInOneGroup(Own):

@@ -96,10 +96,13 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     )
 
 
+_RATES = ("lr", "initial_lr")
 _SHAPE, _CUT, _STEPS = (4, 6), 7, 4
 """A matrix, the element before which it is cut, and how often it is updated."""
 _TOLERANCE = 1e-4
 """Of the largest change: kernels round differently in the bodies and the tails of tensors."""
+_LEAST_RATE = 0.01
+"""Learning rate of a trial at least: after a scheduler's warm-up has begun, the group's own may be zero."""
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
@@ -109,7 +112,8 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
     own. Copies do so: the user's parameters, states and attributes stay as they are, and so do random numbers.
     """
     groups = [group for group in optimizer.param_groups if group["params"]]
-    distinct = {repr(sorted((k, repr(v)) for k, v in group.items() if k != "params")): group for group in groups}
+    differ = [sorted((k, repr(v)) for k, v in group.items() if k not in ("params", *_RATES)) for group in groups]
+    distinct = dict(zip(map(repr, differ), groups, strict=True))
     devices = [parameter.device for group in groups for parameter in group["params"]]
     device = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"), torch.no_grad():
@@ -138,9 +142,12 @@ def _try_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device
         _tried(optimizer, group, values[cut], [gradient[cut] for gradient in gradients], None, device, 1)
         for cut in (slice(None, _CUT), slice(_CUT, None))
     ]
-    apart, limit = (torch.cat(pieces) - whole).abs(), _TOLERANCE * float((whole - values).abs().max())
-    worst = int(apart.argmax())
-    if bool(torch.isfinite(apart).all()) and float(apart[worst]) <= limit + 1e-6:
+    changed = float((whole - values).abs().max())
+    if not changed > _TOLERANCE:
+        return f"it was tried on a few numbers, and {_STEPS} steps changed none of them by more than {_TOLERANCE:g}"
+    apart = (torch.cat(pieces) - whole).abs()
+    worst, rounding = int(apart.argmax()), 4 * torch.finfo(torch.float32).eps * float(whole.abs().max())
+    if bool(torch.isfinite(apart).all()) and float(apart[worst]) <= _TOLERANCE * changed + rounding:
         return None
     return (
         f"it was tried on a few numbers, and after {_STEPS} steps element {worst} of a matrix of {list(_SHAPE)} is "
@@ -168,6 +175,9 @@ def _tried(
         elif key not in ("state", "param_groups", "step"):  # schedulers replace `step` by a function of the object's
             made.__dict__[key] = copy.deepcopy(value, memo)
     options = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+    for key in _RATES:
+        if isinstance(rate := options.get(key), (int, float, Tensor)) and rate < _LEAST_RATE:
+            options[key] = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, Tensor) else _LEAST_RATE
     made.__dict__ |= {"param_groups": [{**options, "params": [part]}], "state": defaultdict(dict)}
     for parameter in group["params"]:
         if parameter.dim() and (begun := optimizer.state.get(parameter)):  # by its constructor, or by earlier steps
