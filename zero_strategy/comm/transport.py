@@ -410,8 +410,8 @@ class DeviceCollectives(Collectives):
         and nothing is left to do. Another multiple is taken by whoever has waited for the sum, on its own stream.
         """
         total = flat.chunk(self.size)[self.rank] if into is None else into
-        is_mean = factor == 1.0 / self.size and "nccl" in dist.get_backend(self.group)
-        op = dist.ReduceOp.AVG if is_mean and self.size > 1 else dist.ReduceOp.SUM
+        is_mean = self.size > 1 and factor == 1.0 / self.size and "nccl" in dist.get_backend(self.group)
+        op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
         run = partial(_native_reduce_scatter, total, flat, op=op, group=self.group, async_op=True)
         return Job(run, None if factor == 1.0 or is_mean else partial(total.mul_, factor))
 
