@@ -631,11 +631,21 @@ def test_an_order_that_is_refused_is_forgotten(ranks: Launcher, tmp_path: Path) 
     assert ranks(1)(odd_orders, tmp_path) == [["stepped"] * 3]
 
 
+class Coupled(torch.optim.SGD):
+    """A step that looks at all of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / p.grad.norm(), alpha=0.1)
+
+
 def refusals(folder: Path) -> list[str]:
     nvme = {"optimizer": "nvme", "nvme_path": [str(folder)], "probe_seconds": 0}
     said = []
     for make_optimizer, options in (
         (lambda p: FusedLamb(p, lr=0.1), {}),
+        (lambda p: Coupled(p), {"stage": 0}),
         (lambda p: Own(p), {"stage": 0}),
         (lambda p: torch.optim.AdamW(p, lr=0.1, differentiable=True), {}),
         (lambda p: torch.optim.AdamW(p, lr=0.1), {"precision": {"master_weights": False}}),
@@ -650,7 +660,7 @@ def refusals(folder: Path) -> list[str]:
 
 
 def test_optimizers_that_need_all_of_their_state_are_refused(ranks: Launcher, tmp_path: Path) -> None:
-    lamb, own, graph, master = ranks(1)(refusals, tmp_path)[0]
+    lamb, coupled, graph, master = ranks(1)(refusals, tmp_path)[0]
     assert "FusedLamb" in lamb and "trust ratio" in lamb and "offload.optimizer: none" in lamb
-    assert "Own" in own and "elementwise_optimizers" in own
+    assert "Coupled" in coupled and "in pieces" in coupled and "elementwise_optimizers" in coupled
     assert "AdamW" in graph and "differentiable" in graph and "master_weights" in master

@@ -57,8 +57,9 @@ def is_elementwise(optimizer: Optimizer, asserted: Sequence[str] = ()) -> bool:
 
 
 def reason_against(optimizer: Optimizer) -> str | None:
-    """Why the steps of a known optimizer need more than elements; None if nothing is known."""
-    return _REASONS.get(type(optimizer).__name__.removeprefix("Fused"))
+    """Why the steps of an optimizer need more than elements; None if nothing is known or found."""
+    known = _REASONS.get(type(optimizer).__name__.removeprefix("Fused"))
+    return known or (None if isinstance(optimizer, FusedOptimizer) else why_not_elementwise(optimizer))
 
 
 def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, whole: bool = False) -> None:

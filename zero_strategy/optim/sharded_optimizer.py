@@ -27,7 +27,7 @@ from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
-from zero_strategy.optim.optimizer_checks import check_elementwise
+from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise
 from zero_strategy.optim.streamed import Update
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
@@ -57,8 +57,9 @@ class ShardedOptimizer:
     def __init__(self, optimizer: Optimizer, model: ShardedModel, declines: Callable[[ShardedOptimizer], bool]) -> None:
         declared = model.config.elementwise_optimizers
         check_elementwise(optimizer, declared, whole=not model.placement.shard_optimizer)
-        found = [type(optimizer).__name__] if model.placement.shard_optimizer else []  # known, declared, or tried
-        self._elementwise = [*declared, *found]
+        divided = model.placement.shard_optimizer  # then it is known, declared, or was tried just now
+        found = divided or (model.optimizer_store is not None and is_elementwise(optimizer, declared))
+        self._elementwise = [*declared, *([type(optimizer).__name__] if found else [])]
         if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
             raise ValueError(
                 f"{type(optimizer).__name__} keeps float32 master weights, which precision.master_weights=False rules "
