@@ -59,8 +59,8 @@ class Work:
     length: int
     precision: str
     device: torch.device
-    folder: Path
-    """For state in files."""
+    folder: Path | None = None
+    """For state in files; zero3-nvme needs it."""
 
     @property
     def low(self) -> bool:
