@@ -113,7 +113,7 @@ def test_offloaded_activations_wait_as_they_have_to() -> None:
 def keep_inputs(recorder: Recorder) -> None:
     """Two calls of a function whose inputs wait on the host; one of them is not dense."""
     settings = CheckpointSettings(checkpoint_in_cpu=True)
-    kept = KeptInputs(settings, Communicator(None, CommunicationCounters()), recorder)
+    kept = KeptInputs(settings, Communicator(None, CommunicationCounters()))
     with recorder:
         records = [kept.keep([torch.ones(64, 64) * 2, (torch.ones(64, 65) * 2)[:, 1:]]) for _ in range(2)]
         for record in reversed(records):

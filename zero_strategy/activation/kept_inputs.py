@@ -205,16 +205,13 @@ class KeptInputs:
     Args:
         settings: The options.
         communicator: Of the model-parallel group: its ranks call a function with the same inputs, in the same order.
-        streams: The device's queues; default: its own.
 
     Attributes:
         prefetches: Records that were fetched from the host ahead of their use.
     """
 
-    def __init__(
-        self, settings: CheckpointSettings, communicator: Communicator, streams: Streams | None = None
-    ) -> None:
-        self._settings, self._communicator, self._given = settings, communicator, streams
+    def __init__(self, settings: CheckpointSettings, communicator: Communicator) -> None:
+        self._settings, self._communicator = settings, communicator
         self._memory = self._new_memory()
         self._records: weakref.WeakSet[KeptRecord] = weakref.WeakSet()
         self._last: weakref.ref[KeptRecord] | None = None
@@ -299,7 +296,7 @@ class KeptInputs:
         if not self.on_host:
             return None
         if device not in self._streams:
-            streams = streams_of(device) if self._given is None else self._given
+            streams = streams_of(device)
             self._streams[device] = None if streams is None else (streams, streams.new())
         return self._streams[device]
 

@@ -114,18 +114,17 @@ class ActivationStore:
     Args:
         device: Where the module computes.
         parameters: Memory that never moves.
-        streams: The device's queues; default: its own.
 
     Attributes:
         blocks: The host memory.
         fetched: How many blocks were brought back ahead of their use, and on demand.
     """
 
-    def __init__(self, device: torch.device, parameters: frozenset[int], streams: Streams | None = None) -> None:
+    def __init__(self, device: torch.device, parameters: frozenset[int]) -> None:
         self.blocks = HostBlocks(pinned=device.type == "cuda")
         self.parameters = parameters
         self.fetched = {"ahead": 0, "on demand": 0}
-        self.copies = _Copies(streams_of(device) if streams is None else streams)
+        self.copies = _Copies(streams_of(device))
         self.moved: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], _Moved] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_UnitMemory] | None = None
 

@@ -74,6 +74,13 @@ def progress_bar(options: argparse.Namespace, what: str) -> Iterator[Callable[[i
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+def _add_weights_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point weights; default: as they are")
+    parser.add_argument(
+        "--max-file-size", type=parse_size, default=5_000_000_000, metavar="5GB", help="of one file of weights"
+    )
+
+
 def add_convert(actions: Any) -> None:
     """Adds the action."""
     parser = parser_for(
@@ -94,10 +101,7 @@ def add_convert(actions: Any) -> None:
     parser.add_argument("target", metavar="OUT", help="the new one; must not exist")
     parser.add_argument("--from", dest="from_format", metavar="F", help="the format of IN")
     parser.add_argument("--to", dest="to_format", metavar="F", default="native", help="that of OUT; default native")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point weights; default: as they are")
-    parser.add_argument(
-        "--max-file-size", type=parse_size, default=5_000_000_000, metavar="5GB", help="of one file of weights"
-    )
+    _add_weights_options(parser)
     parser.add_argument("--tag", metavar="T", help="which checkpoint of a folder; default: the one that `latest` names")
     parser.add_argument("--prefix", metavar="P", help="take this off the beginnings of names; default: what DDP adds")
     parser.add_argument("--weights-only", action="store_true", help="leave all but the weights out")
@@ -154,10 +158,7 @@ def add_average(actions: Any) -> None:
     parser.add_argument("--to", dest="target", metavar="OUT", required=True, help="the new one; must not exist")
     parser.add_argument("--shares", type=float, nargs="+", metavar="X", help="of each, in any unit; default: equal")
     parser.add_argument("--format", dest="to_format", metavar="F", default="native", help="as of convert --to")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point weights; default: as they are")
-    parser.add_argument(
-        "--max-file-size", type=parse_size, default=5_000_000_000, metavar="5GB", help="of one file of weights"
-    )
+    _add_weights_options(parser)
 
 
 def run_average(options: argparse.Namespace) -> int:

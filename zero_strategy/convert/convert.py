@@ -269,11 +269,7 @@ def convert(
             is damaged.
         OSError: If the file system fails.
     """
-    place = Path(os.path.abspath(target))
-    if to_format not in TARGETS:
-        raise ValueError(f"cannot write {to_format!r}; known: {', '.join(TARGETS)}")
-    if os.path.lexists(place):
-        raise ValueError(f"{place} exists; it will not be overwritten: remove it, or give another name")
+    place = _free_place(target, to_format)
     state = _read(source, from_format, dict(options or {}), weights_only)
     if names is not None and state.optimizers:
         state.optimizers[0] = state.optimizers[0].with_names(names, state.weights)
@@ -314,11 +310,7 @@ def average(
         ValueError: If sources differ, naming the weight; if shares do not fit; else as `convert`.
         OSError: If the file system fails.
     """
-    place = Path(os.path.abspath(target))
-    if to_format not in TARGETS:
-        raise ValueError(f"cannot write {to_format!r}; known: {', '.join(TARGETS)}")
-    if os.path.lexists(place):
-        raise ValueError(f"{place} exists; it will not be overwritten: remove it, or give another name")
+    place = _free_place(target, to_format)
     if len(sources) < 2:
         raise ValueError(f"a mean is of at least two checkpoints, and {len(sources)} was given")
     given = [1.0] * len(sources) if shares is None else list(shares)
@@ -376,6 +368,20 @@ def _mean(
         return total.to(spec.dtype)
 
     return StoredTensor(spec, load)
+
+
+def _free_place(target: str | os.PathLike[str], to_format: str) -> Path:
+    """Place of a new checkpoint.
+
+    Raises:
+        ValueError: If there is something, or no such format.
+    """
+    place = Path(os.path.abspath(target))
+    if to_format not in TARGETS:
+        raise ValueError(f"cannot write {to_format!r}; known: {', '.join(TARGETS)}")
+    if os.path.lexists(place):
+        raise ValueError(f"{place} exists; it will not be overwritten: remove it, or give another name")
+    return place
 
 
 def cast_weights(state: PortableState, dtype: torch.dtype) -> PortableState:

@@ -1,7 +1,7 @@
 """Checks of optimizers: elementwise updates, and one optimizer for each parameter.
 
 An optimizer is elementwise if the update of an element needs that element alone. Of torch's classes that is known; any
-other is tried once on a few numbers, as a matrix and in pieces.
+other is tried once on a small matrix, whole and in pieces.
 
 Each trainable parameter is in one optimizer at least, and in exactly one where states are offloaded.
 """
@@ -98,8 +98,11 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
 
 
 _RATES = ("lr", "initial_lr")
-_SHAPE, _CUT, _STEPS = (4, 6), 7, 4
-"""A matrix, the element before which it is cut, and how often it is updated."""
+_SHAPE, _CUT, _STEPS = (132, 130), 8587, 8
+"""A matrix, the element before which it is cut, and how often it is updated.
+
+Large enough for classes that factor matrices from 128 rows and columns on, as Adafactors do.
+"""
 _TOLERANCE = 1e-4
 """Of the largest change: kernels round differently in the bodies and the tails of tensors."""
 _LEAST_RATE = 0.01
@@ -107,7 +110,7 @@ _LEAST_RATE = 0.01
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
-    """Try an optimizer on a few numbers, with the options of each of its groups; None if nothing speaks against it.
+    """Try an optimizer on a small matrix, with the options of each of its groups; None if nothing speaks against it.
 
     It updates a matrix, and the two pieces of the same numbers that two ranks would hold, each in an optimizer of its
     own. Copies do so: the user's parameters, states and attributes stay as they are, and so do random numbers.
@@ -117,13 +120,15 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
     distinct = dict(zip(map(repr, differ), groups, strict=True))
     devices = [parameter.device for group in groups for parameter in group["params"]]
     device = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"), torch.no_grad():
+    cpu = device.type == "cpu"
+    forked = torch.random.fork_rng(devices=[] if cpu else [device], device_type="cuda" if cpu else device.type)
+    with forked, torch.no_grad():
         for group in distinct.values():
             try:
                 reason = _try_group(optimizer, group, device)
             except Exception as error:
                 text = str(error).partition("\n")[0]
-                return f"trying it on a few numbers failed ({type(error).__name__}: {text})"
+                return f"trying it on a small matrix failed ({type(error).__name__}: {text})"
             if reason is not None:
                 return reason
     return None
@@ -145,13 +150,13 @@ def _try_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device
     ]
     changed = float((whole - values).abs().max())
     if not changed > _TOLERANCE:
-        return f"it was tried on a few numbers, and {_STEPS} steps changed none of them by more than {_TOLERANCE:g}"
+        return f"it was tried on a small matrix, and {_STEPS} steps changed no element by more than {_TOLERANCE:g}"
     apart = (torch.cat(pieces) - whole).abs()
     worst, rounding = int(apart.argmax()), 4 * torch.finfo(torch.float32).eps * float(whole.abs().max())
     if bool(torch.isfinite(apart).all()) and float(apart[worst]) <= _TOLERANCE * changed + rounding:
         return None
     return (
-        f"it was tried on a few numbers, and after {_STEPS} steps element {worst} of a matrix of {list(_SHAPE)} is "
+        f"it was tried on a matrix of {list(_SHAPE)}, and after {_STEPS} steps element {worst} is "
         f"{float(whole[worst]):.4g}, in pieces {float(torch.cat(pieces)[worst]):.4g}"
     )
 
