@@ -111,15 +111,16 @@ class PieceWriter(SaveWriter):
     """Common base of piece writers.
 
     Args:
+        target: the checkpoint, as the user named it.
         rank: this rank.
         world_size: number of ranks.
         token: names this save; equal on all ranks, different for every save.
         board: this rank's.
     """
 
-    def __init__(self, *, rank: int, world_size: int, token: str, board: Board) -> None:
+    def __init__(self, target: str, *, rank: int, world_size: int, token: str, board: Board) -> None:
         self.folder = folder_of(token)
-        super().__init__(self.folder, rank=rank, world_size=world_size, token=token)
+        super().__init__(target, rank=rank, world_size=world_size, token=token)
         self._board = board
         self._slices: dict[str, dict[str, list[Slice]]] = {}
         self._size, self._header = 0, ""
@@ -258,7 +259,7 @@ class HostPieceWriter(PieceWriter):
     def __init__(
         self, directory: str | os.PathLike[str], *, rank: int, world_size: int, token: str, board: Board, leader: int
     ) -> None:
-        super().__init__(rank=rank, world_size=world_size, token=token, board=board)
+        super().__init__(os.fspath(directory), rank=rank, world_size=world_size, token=token, board=board)
         self.directory = Path(os.path.abspath(directory))
         self.temporary = beside(self.directory, token, "tmp")
         self._shadow = beside(self.directory, token, "old")

@@ -298,7 +298,7 @@ class Saver:
         except BaseException as error:
             board.fail(f"{type(error).__name__}: {error}")
             raise
-        pending = self._last = PendingSave(place.path, job, before=self._last)
+        pending = self._last = PendingSave(job, before=self._last)
         if asynchronous:
             self._pending = pending
             pending.start(settings.bytes_per_second or None)

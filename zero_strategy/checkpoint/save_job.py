@@ -350,16 +350,15 @@ class PendingSave:
     """A save that may still be going on.
 
     Args:
-        directory: The checkpoint, as the user named it.
         job: What `run` or `start`, one of them once, carries out; it is let go of when all is done.
         before: The save before, which may still be cleaning up.
 
     Attributes:
-        directory: The checkpoint.
+        directory: The checkpoint, as the user named it.
     """
 
-    def __init__(self, directory: str, job: SaveJob, before: PendingSave | None) -> None:
-        self.directory = directory
+    def __init__(self, job: SaveJob, before: PendingSave | None) -> None:
+        self.directory = job.writer.target
         self._job: SaveJob | None = job
         self._before = before
         self._over, self._process = threading.Event(), os.getpid()

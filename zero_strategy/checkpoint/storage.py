@@ -318,7 +318,7 @@ class RemotePieceWriter(PieceWriter):
     """
 
     def __init__(self, url: str, *, rank: int, world_size: int, token: str, board: Board) -> None:
-        super().__init__(rank=rank, world_size=world_size, token=token, board=board)
+        super().__init__(url, rank=rank, world_size=world_size, token=token, board=board)
         self._remote = RemoteFolder(url)
         self._old: Manifest | None = None
         self._sent_manifest = False

@@ -122,16 +122,17 @@ class SaveWriter(ABC):
     """One rank's part in saving one checkpoint; `save_job.SaveJob` says in which order the ranks call it.
 
     Attributes:
+        target: The checkpoint, as the user named it.
         leads: Whether this rank, not being rank 0, is the first one of a host with a directory of its own.
     """
 
     leads = False
 
-    def __init__(self, target: object, *, rank: int, world_size: int, token: str) -> None:
+    def __init__(self, target: str, *, rank: int, world_size: int, token: str) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not within a world of {world_size}")
         self.rank, self.world_size = rank, world_size
-        self._target, self._token = target, token
+        self.target, self._token = target, token
         self._plan: CheckpointPlan | None = None
         self._checksums = Checksums()
         self._own_files: dict[str, int] = {}
@@ -196,7 +197,7 @@ class SaveWriter(ABC):
 
     def _prepared_plan(self) -> CheckpointPlan:
         if self._plan is None:
-            raise RuntimeError(f"{self._target}: prepare(plan) must come before write and commit")
+            raise RuntimeError(f"{self.target}: prepare(plan) must come before write and commit")
         return self._plan
 
     def _in_blocks(self, path: str, piece: Piece) -> Iterator[tuple[int, torch.Tensor, Seen]]:
@@ -293,7 +294,7 @@ class CheckpointWriter(SaveWriter):
         cleans_later: bool = False,
     ) -> None:
         self.directory = Path(os.path.abspath(directory))
-        super().__init__(self.directory, rank=rank, world_size=world_size, token=token)
+        super().__init__(os.fspath(directory), rank=rank, world_size=world_size, token=token)
         self.temporary = beside(self.directory, token, "tmp")
         self._shadow = beside(self.directory, token, "old")
         self._cleans_later = cleans_later
