@@ -49,6 +49,7 @@ from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.offload.stores import OffloadStores
 from zero_strategy.ops.library import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
+from zero_strategy.optim.averaging import Blend, ExponentialBlend, WeightAverage, equal_blend
 from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.grad_norm import GradientStats, OwnGradients, global_norm
@@ -150,6 +151,7 @@ class ZeroEngine:
         model: Units and buckets of the module.
         activations: What autograd keeps of its units, and which are computed again.
         optimizers: The attached optimizers.
+        average: A running average of the weights, see `average_weights`; None: none is kept.
         scaler: The loss scaler, for fp16 only.
         offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
@@ -222,6 +224,7 @@ class ZeroEngine:
         weights = deferred if weights is None else weights
         self.offloaded = OffloadStores(zero.offload, device or device_of(module), self.mesh)
         self.optimizers: list[ShardedOptimizer] = []
+        self.average: WeightAverage | None = None
         self._consistency = OptimizerConsistency(self.optimizers, self.mesh.control)
         self.saver = Saver(self)
         self.steps: StepWatch = StepWatch(self.saver)
@@ -377,6 +380,8 @@ class ZeroEngine:
         self.steps.before(self._flags_of_all(), skipped=sharded.skip_next)
         self._consistency.note_step(optimizer)
         self.activations.choose(self.mesh.control)
+        if self.average is not None:
+            self.average.before_step()
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
             self._check_observed()
@@ -387,9 +392,62 @@ class ZeroEngine:
         self._publish_copies()
         if optimizer is self.optimizers[-1].optimizer:
             self.steps.after(self.model.reducer.take_flags())
+            if self.average is not None and not self.sharded(optimizer).skipped:
+                self.average.after_step(self.steps.taken)
             self.observed.mark("step over", self.steps.taken)
         else:
             self.observed.mark("optimizer over")
+
+    # ---- averages of the weights ----
+
+    def average_weights(
+        self,
+        decay: float | None = 0.999,
+        *,
+        every_n_steps: int = 1,
+        start_step: int = 0,
+        warmup: bool = False,
+        bias_correction: bool = False,
+        blend: Blend | None = None,
+        buffers: bool = True,
+        device: torch.device | None = None,
+    ) -> WeightAverage:
+        """Keep a running average of the weights from now on, in place of an earlier one. A collective.
+
+        Args:
+            decay: Of an exponential moving average; None: the mean of all updates (SWA).
+            every_n_steps: Optimizer steps from one update to the next; 0: only its `update()` updates it.
+            start_step: Steps that are taken before the first update.
+            warmup, bias_correction: See `ExponentialBlend`.
+            blend: A function of your own instead of these, see `Blend`.
+            buffers: Average the module's buffers, too; otherwise they are copied at each update.
+            device: Where it lies, for state that is in memory; default: beside the weights.
+
+        Returns:
+            The average, which is `average` from now on. `with average.applied():` shows it.
+
+        Raises:
+            OSError: On all ranks, if a tier has no room.
+            TypeError: If `blend` is not elementwise.
+            ValueError: If an argument is out of range, or `blend` is given beside `warmup` or `bias_correction`.
+        """
+        if (blend is not None or decay is None) and (warmup or bias_correction):
+            raise ValueError("warmup and bias_correction belong to an exponential average: give a decay, and no blend")
+        if blend is None:
+            blend = equal_blend if decay is None else ExponentialBlend(decay, warmup, bias_correction)
+        if self.average is not None:
+            self.average.close()
+            self.average = None
+        self.average = WeightAverage(
+            self.model,
+            self._publish_copies,
+            blend,
+            every_n_steps=every_n_steps,
+            start_step=start_step,
+            buffers=buffers,
+            device=device,
+        )
+        return self.average
 
     def _publish_copies(self) -> None:
         """Bring new values to the other parts of the model. A collective where there are copies of weights."""
@@ -902,6 +960,7 @@ class ZeroEngine:
             "gradients": sum(bucket.persistent_bytes() for bucket in self.model.gradients),
             "optimizer": sum(bucket.master_bytes() for bucket in buckets)
             + sum(sharded.state_bytes() for sharded in self.optimizers),
+            **({} if self.average is None else {"average": sum(bucket.average_bytes() for bucket in buckets)}),
         }
 
     def ledger(self) -> Ledger:

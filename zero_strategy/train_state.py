@@ -16,6 +16,7 @@ from zero_strategy.config import ResolvedConfig
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.stores import OffloadStores
 from zero_strategy.optim import LossScaler, ShardedOptimizer
+from zero_strategy.optim.averaging import WeightAverage
 from zero_strategy.watchdog.diagnosis import RankLabels, rank_label
 
 
@@ -74,6 +75,7 @@ class TrainState(Protocol):
     optimizers: list[ShardedOptimizer]
     scaler: LossScaler | None
     offloaded: OffloadStores
+    average: WeightAverage | None
 
     @property
     def stage(self) -> int: ...

@@ -28,8 +28,10 @@ from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp import layout
 from zero_strategy.fsdp.dtensor import TensorPart, held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.offload.chunk_store import VectorReader, live_values
 from zero_strategy.offload.chunks import OffloadedPart
+from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -164,6 +166,10 @@ def _spread(
 
 EXTRA_STATE_FILE = "extra_state.pt"
 """What modules return from `get_extra_state`."""
+AVERAGE_BUFFERS_FILE = "average_buffers.pt"
+"""Averages of buffers, by name."""
+MASTER = "master"
+"""Kind of state: fp32 master weights."""
 
 
 @dataclass
@@ -199,6 +205,16 @@ def extra_state_file(engine: TrainState) -> dict[str, bytes]:
         for name, child in engine.module.named_modules()
         if type(child).get_extra_state is not nn.Module.get_extra_state
     }
+    return _file_of_all(engine, EXTRA_STATE_FILE, found)
+
+
+def average_file(engine: TrainState) -> dict[str, bytes]:
+    """Averages of buffers, as a file of its own, if averages are kept; else none. A collective as above."""
+    return {} if engine.average is None else _file_of_all(engine, AVERAGE_BUFFERS_FILE, engine.average.buffers())
+
+
+def _file_of_all(engine: TrainState, path: str, found: dict[str, Any]) -> dict[str, bytes]:
+    """A file with what was found by name, on all parts of the model."""
     if engine.is_part:
         found = {
             name: state
@@ -209,7 +225,7 @@ def extra_state_file(engine: TrainState) -> dict[str, bytes]:
         return {}
     buffer = io.BytesIO()
     torch.save(found, buffer)
-    return {EXTRA_STATE_FILE: buffer.getvalue()}
+    return {path: buffer.getvalue()}
 
 
 States = Mapping[str, tuple[torch.Size, Mapping[str, Any]]]
@@ -235,9 +251,9 @@ def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> 
     table, dtypes = OptimizerTable(), dict[torch.dtype, str]()
     parameters = {id(parameter) for parameter in sharded.parameters()}
     for bucket in engine.model.buckets:
-        if bucket.has_master:
-            held = zip(bucket.names, bucket.parameters, strict=True)
-            table.kinds.setdefault("master", {}).update((n, torch.float32) for n, p in held if id(p) in parameters)
+        names = [n for n, p in zip(bucket.names, bucket.parameters, strict=True) if id(p) in parameters]
+        for kind, storage in _storages(bucket).items():
+            table.kinds.setdefault(kind, {}).update(dict.fromkeys(names, storage.dtype))
     for name, (shape, state) in states.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() == 0:
@@ -255,6 +271,12 @@ def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> 
                     f"{type(value).__name__} that cannot be stored: only one value per element, or plain numbers"
                 )
     return table
+
+
+def _storages(bucket: ParameterBucket) -> dict[str, ShardStorage]:
+    """State that a bucket holds itself, by kind."""
+    found = {MASTER: bucket.master} if bucket.has_master else {}
+    return found | ({AVERAGE: bucket.average} if bucket.average is not None and bucket.average.numel else {})
 
 
 def stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -348,9 +370,10 @@ def _state_pieces(
             if name not in dtypes:
                 continue
             values: Callable[[int, int], Tensor]
-            if kind == "master":
-                at, held = lead + piece.offset - piece.start, bucket.master.vector
-                late, values = held is not None, bucket.master.read
+            if kind in (MASTER, AVERAGE):
+                storage = _storages(bucket)[kind]
+                at, held = lead + piece.offset - piece.start, storage.vector
+                late, values = held is not None, storage.read
             else:
                 value = states[name][1][kind] if name in states else torch.empty(0, dtype=dtypes[name])
                 held, at = (value.vector, value.start) if isinstance(value, OffloadedPart) else (None, 0)

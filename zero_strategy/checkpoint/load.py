@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries
-from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, wanted_in_whole
+from zero_strategy.checkpoint.contents import AVERAGE_BUFFERS_FILE, EXTRA_STATE_FILE, MASTER, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.piece_reader import check_one_save, supplied
 from zero_strategy.checkpoint.reader import StateReader, Wanted
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp.dtensor import held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.runtime.terminal import is_shown, progress
 
@@ -124,8 +126,29 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
         engine.model.forget_unsharded()
+    load_average(engine, reader)
     if engine.scaler is not None and own.get("loss_scaler"):
         engine.scaler.load_state_dict(own["loss_scaler"])
+
+
+def load_average(engine: TrainState, reader: StateReader) -> None:
+    """Let the engine's average go on with the checkpoint's, whose values are read; or begin anew, with a warning."""
+    facts, average = reader.manifest.user.get(OWN, {}).get(AVERAGE), engine.average
+    first = engine.mesh.world_group.rank == 0
+    if average is not None and facts is not None:
+        stored = AVERAGE_BUFFERS_FILE in reader.manifest.files
+        buffers = torch.load(io.BytesIO(reader.extra(AVERAGE_BUFFERS_FILE)), weights_only=True) if stored else {}
+        average.load(facts, buffers)
+    elif average is not None:
+        average.restart()
+        if first:
+            warnings.warn(f"{reader.directory} holds no average of the weights: it begins with these", stacklevel=3)
+    elif facts is not None and first:
+        warnings.warn(
+            f"{reader.directory} holds an average of the weights, after {facts['updates']} updates, which is not "
+            "loaded: call engine.average_weights(...) before loading, or give the Trainer its averaging callback",
+            stacklevel=3,
+        )
 
 
 def _read(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted], what: str) -> None:
@@ -281,8 +304,9 @@ def _load_state(
             (number, kind),
             itemsize=specs[name].dtype.itemsize,
         )
-        if kind == "master":
-            wanted.extend(want(write=_from(bucket.master.write, cut.offset)))
+        if kind in (MASTER, AVERAGE):
+            storage = bucket.master if kind == MASTER else bucket.average
+            wanted.extend(() if storage is None else want(write=_from(storage.write, cut.offset)))
         elif (offloaded := sharded.offloaded_place(parameter, kind)) is not None:
             wanted.extend(want(write=_from(offloaded.vector.write, offloaded.start)))
             values[kind] = offloaded

@@ -24,6 +24,7 @@ from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.agreement import Catalog, catalog_of, state_dict_entries, union_of_groups
 from zero_strategy.checkpoint.contents import (
     OptimizerTable,
+    average_file,
     extra_state_file,
     groups_of,
     pieces_of,
@@ -40,6 +41,7 @@ from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
 from zero_strategy.offload.tier import Tier
+from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 
 if TYPE_CHECKING:
@@ -264,6 +266,8 @@ class Saver:
         engine.mesh.world_group.barrier.wait_for_all(f"save({os.fspath(directory)!r})")
         engine.model.reducer.check_whole()
         engine.model.follow_edits()
+        if optimizers and engine.average is not None:
+            engine.average.check_not_shown("saving optimizer state")
         place = self.places.place_of(directory)
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
@@ -288,7 +292,7 @@ class Saver:
                 writer=self.places.writer(place, board, agreed.token, known=agreed.known),
                 board=board,
                 plan=plan,
-                extra_files={**extra_files, **extra_state_file(engine)},
+                extra_files={**extra_files, **extra_state_file(engine), **(average_file(engine) if saved else {})},
                 own_files={**own_files, random_state.path_of(engine.mesh.world_group.rank): random_state.capture()},
                 pieces=self._pieces(plan, pieces, fixed, asynchronous),
                 manifest=manifest,
@@ -355,6 +359,7 @@ class Saver:
             "scalar_dtypes": [table.scalar_dtypes for table in tables],
             "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
             REFERENCES: describe_references(whole, agreed.references),
+            **({AVERAGE: engine.average.facts()} if engine.average is not None and tables else {}),
         }
         return plan.manifest(
             world_size=engine.mesh.world_group.world_size,

@@ -57,6 +57,7 @@ class ParameterBucket:
         shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded.
         weights: The owned elements in the parameters' dtype: `shard`, or all of `flat`.
         master: What the optimizer updates, (owned elements,): an fp32 copy, or `weights` itself.
+        average: A running average of `master`, at least float32, (owned elements,); None: none is kept.
         kept: Sharded parameters that are whole, and up to date, stay so until they are let go, whoever uses them.
         kept_again: They will be kept when they have been brought up to date.
         tracks_edits: What is written to them while they are whole may have to be followed.
@@ -83,9 +84,11 @@ class ParameterBucket:
         self._keep_master = master_weights and dtype in LOW_PRECISION
         self._shard_site = StorageSite(shard_store, weights_name(self.names[0]))
         self._master_site = StorageSite(store, master_name(self.names[0]))
+        self._average_site = StorageSite(store, average_name(self.names[0]))
         self.shard: ShardStorage
         self.weights: ShardStorage
         self.master: ShardStorage
+        self.average: ShardStorage | None = None
         self.parts = [part_of(parameter, mesh.tensor.rank) for parameter in self.parameters]
         self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
         shapes = [(name, part.local_shape) for name, part in zip(self.names, self.parts, strict=True)]
@@ -218,6 +221,30 @@ class ParameterBucket:
             self.follow_edits()
         source = self.weights.read(0, self.weights.numel) if values is None else values
         self.master = self._master_site.copy_of(source, torch.float32, self.device)
+
+    @torch.no_grad()
+    def make_average(self, device: torch.device | None) -> None:
+        """Keep an average from now on, beginning with the present values; nothing if there is one.
+
+        Args:
+            device: Where it lies, if in memory; None: beside the values.
+
+        Raises:
+            OSError: If the tier has no room for it.
+        """
+        if self.average is None:
+            source, site = self.master, self._average_site
+            dtype = torch.promote_types(source.dtype, torch.float32)
+            place = self.device if device is None or not site.in_memory else device
+            self.average = site.unset(source.numel, dtype, place)
+            for start, stop in source.chunks:
+                self.average.write(start, source.read(start, stop))
+
+    def drop_average(self) -> None:
+        """Give the average up."""
+        if self.average is not None:
+            self._average_site.release(self.average)
+            self.average = None
 
     def _follow(self, start: int, stop: int) -> None:
         """Let a master weight whose parameter has changed take its value; others stay as fine as they are."""
@@ -411,6 +438,9 @@ class ParameterBucket:
         if self.has_master:
             for vector in self.master.offloaded():
                 yield "master weights", vector
+        if self.average is not None:
+            for vector in self.average.offloaded():
+                yield "averages", vector
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with memory of its own, with its category in the ledger; `flat` may be without memory.
@@ -426,6 +456,9 @@ class ParameterBucket:
         if self.has_master:
             for master in self.master.held():
                 yield "master weights", master
+        if self.average is not None:
+            for average in self.average.held():
+                yield "averages", average
         yield "handles", self._poison
 
     def relocate(self, move: Callable[[Tensor], Tensor], *, masters: bool, parameters: bool) -> None:
@@ -433,6 +466,8 @@ class ParameterBucket:
         has_master = self.has_master
         if masters and has_master:
             self.master = self.master.moved(move)
+        if masters and self.average is not None:
+            self.average = self.average.moved(move)
         if not parameters:
             return
         if self._slice_apart:
@@ -455,6 +490,10 @@ class ParameterBucket:
         """Bytes of the fp32 master copy on this rank, in whatever tier."""
         return self.master.nbytes if self.has_master else 0
 
+    def average_bytes(self) -> int:
+        """Bytes of the average on this rank, in whatever tier."""
+        return 0 if self.average is None else self.average.nbytes
+
     def _point_at_flat(self) -> None:
         for parameter in self.parameters:
             unshard_class(parameter)
@@ -470,6 +509,11 @@ def weights_name(first: str) -> str:
 def master_name(first: str) -> str:
     """The vector of a bucket's master weights, by the name of its first parameter."""
     return f"{first}/master"
+
+
+def average_name(first: str) -> str:
+    """The vector of a bucket's average, by the name of its first parameter."""
+    return f"{first}/average"
 
 
 def _poison_value(dtype: torch.dtype) -> float | int | bool:

@@ -290,6 +290,11 @@ class StorageSite:
             return InMemory(torch.empty(numel, dtype=dtype, device=device))
         return self.zeros(numel, dtype, device, device)
 
+    def release(self, made: ShardStorage) -> None:
+        """Give up a storage that was made here; its values are lost."""
+        if self.store is not None and made.vector is not None:
+            self.store.remove([made.vector])
+
     def copy_of(self, values: Tensor, dtype: torch.dtype, head: torch.device | None) -> ShardStorage:
         """A storage of its own with these values, in another dtype; where that is memory, on their device."""
         if self.store is None:

@@ -22,6 +22,7 @@ Category = Literal[
     "parameters",
     "gradients",
     "master weights",
+    "averages",
     "optimizer state",
     "buffers",
     "gather buffers",
