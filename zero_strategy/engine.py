@@ -409,7 +409,7 @@ class ZeroEngine:
         warmup: bool = False,
         bias_correction: bool = False,
         blend: Blend | None = None,
-        buffers: bool = True,
+        buffers: bool | None = True,
         device: torch.device | None = None,
     ) -> WeightAverage:
         """Keep a running average of the weights from now on, in place of an earlier one. A collective.
@@ -420,7 +420,7 @@ class ZeroEngine:
             start_step: Steps that are taken before the first update.
             warmup, bias_correction: See `ExponentialBlend`.
             blend: A function of your own instead of these, see `Blend`.
-            buffers: Average the module's buffers, too; otherwise they are copied at each update.
+            buffers: Average the module's buffers, too; False: copy them at each update; None: the average has none.
             device: Where it lies, for state that is in memory; default: beside the weights.
 
         Returns:
@@ -435,9 +435,7 @@ class ZeroEngine:
             raise ValueError("warmup and bias_correction belong to an exponential average: give a decay, and no blend")
         if blend is None:
             blend = equal_blend if decay is None else ExponentialBlend(decay, warmup, bias_correction)
-        if self.average is not None:
-            self.average.close()
-            self.average = None
+        self.drop_average()
         self.average = WeightAverage(
             self.model,
             self._publish_copies,
@@ -448,6 +446,16 @@ class ZeroEngine:
             device=device,
         )
         return self.average
+
+    def drop_average(self) -> None:
+        """Keep no average any more, if one was kept.
+
+        Raises:
+            RuntimeError: If the module has the average's values.
+        """
+        if self.average is not None:
+            self.average.close()
+            self.average = None
 
     def _publish_copies(self) -> None:
         """Bring new values to the other parts of the model. A collective where there are copies of weights."""

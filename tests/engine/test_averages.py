@@ -15,9 +15,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from tests.engine.nets import loss_of, net, seeded
 from tests.launcher import Launcher
+from tests.pipeline import test_engine as pipelines
 from zero_strategy import ZeroEngine
 from zero_strategy.optim.averaging import ExponentialBlend, WeightAverage
 from zero_strategy.optim.full_state import safe_get_full_fp32_param
+from zero_strategy.pipeline.engine import PipelineEngine
 
 State = dict[str, Tensor]
 
@@ -141,7 +143,7 @@ def test_it_is_torchs_average_to_the_bit(ranks: Launcher, tmp_path: Path, case: 
 
 
 def cost(stage: int, averaged: bool) -> tuple[list[Tensor], dict[str, int], list[int], list[int]]:
-    """Weights after four steps, bytes of state, elements owned and bytes that the ledger has, elements that each step sent."""
+    """Weights after four steps, bytes of state, elements owned, then bytes in the ledger and elements of each step."""
     engine, optimizer = made(stage, {})
     average = engine.average_weights(0.9) if averaged else None
     sent = []
@@ -229,6 +231,44 @@ def test_a_checkpoint_with_one_and_a_run_without_or_the_other_way_round(
     ranks: Launcher, tmp_path: Path, kept: bool
 ) -> None:
     assert ranks(2)(without_the_other, 2, str(tmp_path / "c"), kept) == [[], []]
+
+
+# ------------------------------------------------------------------------------------- parts of a model
+
+
+def in_a_pipeline(case: pipelines.Case, path: str, source: str | None) -> tuple[list[str], State, int]:
+    """Three steps with the averages by hand beside them; what a checkpoint holds of both."""
+    module = pipelines.module_of(case)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    engine = PipelineEngine(module, pipelines.config_of(case))
+    engine.attach(optimizer)
+    average = engine.average_weights(0.5)
+    if source is not None:
+        engine.load(source)
+    with average.applied():
+        wanted = engine.full_state_dict()
+    for number in range(3):
+        engine.forward_backward(pipelines.batches(number, case.micro_batches, module.mpu().data_parallel_id))
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = engine.full_state_dict()
+        wanted = {n: 0.5 * wanted[n] + 0.5 * weights[n] if average.updates > 1 else weights[n] for n in weights}
+    with average.applied():
+        found = engine.full_state_dict()
+        loss = engine.forward_backward(pipelines.batches(9, case.micro_batches, 0)) if source is None else None
+        optimizer.zero_grad()
+    engine.save(path).wait()
+    assert loss is None or loss > 0
+    return differing(found, wanted), found, average.updates
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_stages_of_a_pipeline_and_tied_weights(ranks: Launcher, tmp_path: Path, zero: int) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    two = ranks(2)(in_a_pipeline, pipelines.Case(2, 1, zero), first, None)
+    assert [wrong for wrong, *_ in two] == [[], []]
+    one = ranks(1)(in_a_pipeline, pipelines.Case(1, 1, 2), second, first)
+    assert one[0][0] == [] and one[0][2] == 6
 
 
 # ------------------------------------------------------------------------------------- uses and misuses

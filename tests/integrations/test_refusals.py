@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 
@@ -16,23 +15,6 @@ from tests.launcher import Launcher
 from zero_strategy import ZeroStrategy
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.integrations.strategy_setup import check_device
-
-
-def averaging() -> float:
-    for stage in (1, 2, 3):
-        for callback in (StochasticWeightAveraging(swa_lrs=1e-2), WeightAveraging()):
-            with raises(ValueError, type(callback).__name__, f"stage {stage}", "stage=0"):
-                trainer(zero(stage), callbacks=[callback]).fit(Module(), loader())
-    trainer("zero3", callbacks=[WeightAveraging()]).test(Module(), loader(8), verbose=False)  # averages nothing
-    flags: dict[str, Any] = {"max_epochs": 4}
-    swa = [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1) for _ in range(2)]
-    return error(train(Module(), 0, callbacks=[swa[0]], **flags), train(Module(), None, callbacks=[swa[1]], **flags))
-
-
-def test_averaging_callbacks_need_whole_parameters(ranks: Launcher) -> None:
-    """At stage 0, where they are allowed, they do what they do in one process."""
-    for found in ranks(2)(averaging):
-        assert found < 1e-5
 
 
 class Optimizing(Module):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries
-from zero_strategy.checkpoint.contents import AVERAGE_BUFFERS_FILE, EXTRA_STATE_FILE, MASTER, wanted_in_whole
+from zero_strategy.checkpoint.averages import average_buffers
+from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, MASTER, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.piece_reader import check_one_save, supplied
 from zero_strategy.checkpoint.reader import StateReader, Wanted
@@ -136,9 +137,7 @@ def load_average(engine: TrainState, reader: StateReader) -> None:
     facts, average = reader.manifest.user.get(OWN, {}).get(AVERAGE), engine.average
     first = engine.mesh.world_group.rank == 0
     if average is not None and facts is not None:
-        stored = AVERAGE_BUFFERS_FILE in reader.manifest.files
-        buffers = torch.load(io.BytesIO(reader.extra(AVERAGE_BUFFERS_FILE)), weights_only=True) if stored else {}
-        average.load(facts, buffers)
+        average.load(facts, average_buffers(reader))
     elif average is not None:
         average.restart()
         if first:

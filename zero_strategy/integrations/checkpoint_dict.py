@@ -31,11 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import StateReader
+from zero_strategy.checkpoint.averages import averages_of, has_averages
+from zero_strategy.checkpoint.contents import MASTER
 from zero_strategy.checkpoint.disk import beside, remove, replace_directory, sync
 from zero_strategy.checkpoint.storage import is_remote, is_remote_checkpoint
 from zero_strategy.checkpoint.writer import check_replaceable
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.runtime.torch_private import saves_tensors_itself, version_of
 
 if TYPE_CHECKING:
@@ -93,6 +96,10 @@ def pack(rest: Mapping[str, Any], module: nn.Module) -> bytes:
     return buffer.getvalue()
 
 
+AVERAGING_STATE = "averaging_state"
+"""Key of Lightning's checkpoints by which it is known that an averaging callback was at work."""
+
+
 def write_file(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a whole checkpoint dict as one file, in the place of a file or of a checkpoint directory.
 
@@ -134,10 +141,16 @@ def unpack(content: bytes, source: str, weights_only: bool | None) -> dict[str, 
     return dict(found)
 
 
-def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None, *, verify: bool = True) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], weights_only: bool | None, *, verify: bool = True, resumes: bool = False
+) -> dict[str, Any]:
     """The Trainer's checkpoint dict from a directory; weights and optimizer state come when they are looked into.
 
-    `verify`: compare checksums.
+    Args:
+        path: The checkpoint.
+        weights_only: See `unpack`.
+        verify: Compare checksums.
+        resumes: Training goes on: the weights are the model's, where else those of an averaging callback are averages.
 
     Raises:
         ValueError: If the directory is no complete checkpoint; names what is wrong.
@@ -147,7 +160,8 @@ def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None, *, 
     if reader.has_manifest and LIGHTNING_FILE in reader.manifest.files:
         rest = unpack(reader.extra(LIGHTNING_FILE), f"{reader.directory}/{LIGHTNING_FILE}", weights_only)
     rest.setdefault("pytorch-lightning_version", "2.6.0")  # plain weights: nothing to migrate
-    rest["state_dict"] = weights_on_demand(reader, rest)
+    averaged = not resumes and AVERAGING_STATE in rest and has_averages(reader)
+    rest["state_dict"] = weights_on_demand(averages_of(reader) if averaged else reader, rest)
     if reader.has_manifest and reader.manifest.optimizers:
         rest["optimizer_states"] = [
             StateOnDemand(lambda name=name: whole_optimizer_state(reader, name), nested=True, source=reader)  # type: ignore[misc]
@@ -179,7 +193,7 @@ def whole_optimizer_state(reader: StateReader, optimizer: str) -> dict[str, Any]
             for key, value in record.scalars.get(name, {}).items()
         }
         for kind, specs in states.items():
-            if kind != "master" and name in specs:
+            if kind not in (MASTER, AVERAGE) and name in specs:
                 values[kind] = reader.full(name, (optimizer, kind))
         if values:
             state[number] = values

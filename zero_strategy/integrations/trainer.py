@@ -48,11 +48,11 @@ from zero_strategy.integrations.strategy_setup import (
     trainer_facts,
     verify_settings,
 )
+from zero_strategy.integrations.trainer_averaging import average_on_shards, connect_averages
 from zero_strategy.integrations.trainer_callbacks import (
     FailureAgreement,
     SavesOnSignals,
     end_children_at_exit,
-    refuse_averaging,
 )
 from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
 from zero_strategy.integrations.uneven import TrainingBatches
@@ -222,7 +222,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self.lightning_module._device_mesh = self._device_mesh  # what its `device_mesh` shows to `configure_model`
         trainer = self.lightning_module.trainer
         if trainer.state.fn == "fit":
-            refuse_averaging(trainer.callbacks, self.config.stage)
+            average_on_shards(trainer.callbacks)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
@@ -256,6 +256,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self.model = module
         if fitting:
             self.setup_optimizers(trainer)
+            connect_averages(trainer.callbacks, self.engine, self.root_device)
         self.setup_precision_plugin()
 
     def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:

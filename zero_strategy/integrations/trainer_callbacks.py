@@ -1,7 +1,7 @@
 """Callbacks, signals and exceptions of a Trainer's run.
 
-Callbacks that cannot work on shards are refused; those that unfreeze are helped when a run resumes; `NormLogging` logs
-norms of every parameter's gradient and update.
+Callbacks that unfreeze are helped when a run resumes; `NormLogging` logs norms of every parameter's gradient and
+update.
 
 Signals by which a scheduler gives notice (`checkpoint.preemption_signals`): during a fit the handlers of
 `checkpoint.preemption` stand in for Lightning's own handler of SIGTERM, which begins a collective inside of the signal
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,30 +42,6 @@ else:
     _Base = object
 
 _NAMESPACES = ("lightning.", "pytorch_lightning.")
-
-_REFUSED = {
-    "StochasticWeightAveraging": "it averages module parameters in place, behind the optimizer's shards",
-    "WeightAveraging": "it copies the whole module before it is sharded, and swaps parameters in place",
-}
-
-
-def refuse_averaging(callbacks: Iterable[object], stage: int) -> None:
-    """Raise if a callback copies or swaps full parameters, which stages 1 to 3 do not keep.
-
-    Raises:
-        ValueError: Naming the callback, the stage and the way out.
-    """
-    if stage == 0:
-        return
-    for callback in callbacks:
-        for cls in type(callback).__mro__:
-            if cls.__name__ in _REFUSED and cls.__module__.startswith(_NAMESPACES):
-                raise ValueError(
-                    f"callback {type(callback).__name__} does not work at ZeRO stage {stage}: "
-                    f"{_REFUSED[cls.__name__]}. Remove it and average saved checkpoints after "
-                    "training, or use ZeroStrategy(stage=0) or strategy='ddp', "
-                    "where every rank keeps the whole model."
-                )
 
 
 def restore_param_groups(trainer: Any, module: Any) -> None:

@@ -156,6 +156,12 @@ class TrainerCheckpoints(_Base):
         if named:
             self.engine.saver.then(lambda: _free_name(path), failed=True)
 
+    def saves_whole_files(self, checkpoint: Mapping[str, Any]) -> bool:
+        """True if a checkpoint dict is saved as one whole file, as far as is known before all hooks have seen it."""
+        states = [checkpoint.get("state_dict"), *checkpoint.get("optimizer_states", ())]
+        engine_writes = self.engine is not None and all(state is None or untouched(state) for state in states)
+        return self._whole_files or self.config.checkpoint.format == "file" or not engine_writes
+
     def _save_whole(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any) -> None:
         """One file, with all in the host memory of rank 0; the others hold a unit at a time."""
         if not self._whole_files:
@@ -264,8 +270,9 @@ class TrainerCheckpoints(_Base):
         return checkpoint
 
     def _read_directory(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
-        found = read_checkpoint(path, weights_only, verify=self.config.checkpoint.verify)
-        if self.engine is not None and self.lightning_module.trainer.state.fn == "fit":
+        fits = self.engine is not None and self.lightning_module.trainer.state.fn == "fit"
+        found = read_checkpoint(path, weights_only, verify=self.config.checkpoint.verify, resumes=fits)
+        if self.engine is not None and fits:
             give_own_states(found, found["state_dict"].source.reader, self.engine, weights_only)
         return found
 

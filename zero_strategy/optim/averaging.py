@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.store import together
+from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import MASTERS, PARAMETERS, InMemory, ShardStorage
@@ -113,7 +114,7 @@ class WeightAverage:
         blend: See `Blend`.
         every_n_steps: Optimizer steps from one update to the next; 0: only `update()` updates it.
         start_step: Steps that are taken before the first update.
-        buffers: Average the module's buffers, too; otherwise they are copied at each update.
+        buffers: Average the module's buffers, too; False: copy them at each update; None: the average has none.
         device: Where it lies, for state that is in memory; None: beside the weights.
 
     Attributes:
@@ -134,7 +135,7 @@ class WeightAverage:
         *,
         every_n_steps: int = 1,
         start_step: int = 0,
-        buffers: bool = True,
+        buffers: bool | None = True,
         device: torch.device | None = None,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("start_step", start_step)):
@@ -149,7 +150,7 @@ class WeightAverage:
         self._model.moved.check("an average of the weights")
         model.follow_edits()
         together(model.mesh.control, self._make)
-        self._buffers = {name: _own(buffer) for name, buffer in self._named_buffers()}
+        self._buffers: dict[str, Tensor] = {name: _own(buffer) for name, buffer in self._named_buffers()}
         self._kept_buffers: dict[str, Tensor] = {}
 
     def _make(self) -> None:
@@ -158,7 +159,7 @@ class WeightAverage:
                 bucket.make_average(self._device)
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return self._model.module.named_buffers()
+        return iter(()) if self._averages_buffers is None else self._model.module.named_buffers()
 
     def _averaged(self) -> Iterator[tuple[ParameterBucket, ShardStorage]]:
         for bucket in self._model.buckets:
@@ -335,6 +336,26 @@ class WeightAverage:
             self._buffers[name] = (
                 average.copy_(stored) if stored is not None and stored.shape == buffer.shape else average
             )
+
+    @torch.no_grad()
+    def set_values(self, state: Mapping[str, Tensor], updates: int) -> None:
+        """Take in whole tensors, each rank its own parts; what is not there becomes the module's present values.
+
+        Args:
+            state: Parameters and buffers by name, on any device, the same on all ranks.
+            updates: How often the average was updated.
+        """
+        self.restart()
+        self.updates = updates
+        for bucket, average in self._averaged():
+            for index, name in enumerate(bucket.names):
+                piece = bucket.piece_of.get(index)
+                if piece is not None and name in state:
+                    mine = local_values(bucket.parts[index], bucket.parameters[index], state[name].detach())
+                    average.write(piece.offset, mine.reshape(-1)[piece.start : piece.stop])
+        for name, values in self._buffers.items():
+            if name in state:
+                values.copy_(state[name])
 
     def close(self) -> None:
         """Give it up; the weights are the module's own.
