@@ -15,8 +15,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from tests.engine.nets import loss_of, net, seeded
 from tests.launcher import Launcher
+from tests.models import build, loss_fn, make_batch
 from tests.pipeline import test_engine as pipelines
 from zero_strategy import ZeroEngine
+from zero_strategy.cli import main
+from zero_strategy.convert.averages import averages_of
+from zero_strategy.convert.convert import convert, open_any
 from zero_strategy.optim.averaging import ExponentialBlend, WeightAverage
 from zero_strategy.optim.full_state import safe_get_full_fp32_param
 from zero_strategy.pipeline.engine import PipelineEngine
@@ -401,3 +405,48 @@ def test_bias_correction_weighs_updates_as_an_average_that_began_with_zeros() ->
         average = blend(average.double(), weights, torch.tensor(updates)) if updates else weights
         assert abs(float(average) - zeros / (1 - decay ** (updates + 1))) < 1e-12
     assert [ExponentialBlend(0.5, warmup=True).decay_after(n) for n in (1, 100)] == [2 / 11, 0.5]
+
+
+# ------------------------------------------------------------------------------------- in checkpoints of any kind
+
+
+def saved_with_tied(path: str) -> tuple[State, State]:
+    """A tied weight, low precision with master weights, a frozen parameter."""
+    engine = ZeroEngine(build("transformer"), {"stage": 2}, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([p for p in engine.module.parameters() if p.requires_grad], lr=0.01)
+    engine.attach(optimizer)
+    average = engine.average_weights(0.6)
+    for number in range(3):
+        loss_fn(engine.module, make_batch("transformer", number, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(path)
+    found = shown(engine, average), engine.full_state_dict()
+    engine.close()
+    return found
+
+
+def test_averages_are_read_as_weights_and_written_as_such(ranks: Launcher, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    averaged, weights = ranks(2)(saved_with_tied, path)[0]
+    reader = averages_of(open_any(path))
+    assert differing(averaged, {name: reader.full(name) for name in averaged}) == []
+    assert main(["checkpoint", "average", path, "--to", str(tmp_path / "hf"), "--format", "hf", "--quiet"]) == 0
+    found = open_any(tmp_path / "hf")
+    assert differing(averaged, {name: found.full(name) for name in averaged}) == []
+    assert main(["checkpoint", "average", path, "--to", str(tmp_path / "b"), "--dtype", "bfloat16", "--quiet"]) == 0
+    assert {spec.dtype for spec in open_any(tmp_path / "b").weights.values() if spec.dtype.is_floating_point} == {
+        torch.bfloat16
+    }
+    for target in ("native", "torch", "dcp"):  # the weights are the model's; ours keeps both
+        convert(path, tmp_path / target, to_format=target)
+        again = open_any(tmp_path / target)
+        assert differing({name: again.full(name) for name in weights}, weights) == [], target
+        kinds = {kind for kind, tensors in again.states("0").items() if tensors}
+        assert kinds == {"exp_avg", "exp_avg_sq", "master"} | ({"average"} if target == "native" else set()), target
+    again = averages_of(open_any(tmp_path / "native"))
+    assert differing(averaged, {name: again.full(name) for name in averaged}) == []
+    with pytest.raises(ValueError, match="holds no averages"):
+        averages_of(open_any(tmp_path / "b"))
+    assert main(["checkpoint", "average", str(tmp_path / "b"), "--to", str(tmp_path / "x"), "--quiet"]) == 2
+    assert not (tmp_path / "x").exists()

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import zero_strategy
 from tests.integrations.trainers import Module, loader, raises, trainer, weights, zero
 from tests.launcher import Launcher
+from zero_strategy.convert.convert import convert
 from zero_strategy.engine import ZeroEngine
 
 FLAGS: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 1}
@@ -162,6 +163,30 @@ def test_a_run_resumes_from_a_whole_file(ranks: Launcher, tmp_path: Path) -> Non
 def test_a_stochastic_average_resumes(ranks: Launcher, tmp_path: Path) -> None:
     for wrong, _ in ranks(2)(resumed, "stochastic", 1, 3, str(tmp_path), False):
         assert wrong == []
+
+
+def taken_over(name: str, folder: str) -> list[str]:
+    """Saved by a sharded run as a directory, converted to a file of Lightning's, resumed under DDP."""
+    saves = ModelCheckpoint(folder, "first", save_last=False)
+    flags = {"enable_checkpointing": True, "max_epochs": 1}
+    run = trainer(zero(3, fused_optimizers=False), callbacks=[CALLBACKS[name](), saves], **flags)
+    run.fit(Counting(), loader(), loader(16, seed=1))
+    file = f"{folder}/converted.ckpt"
+    if run.is_global_zero:
+        convert(saves.best_model_path, file, to_format="lightning")
+    torch.distributed.barrier()
+    trained = []
+    for strategy, path in (("ddp", file), (zero(2, fused_optimizers=False), saves.best_model_path)):
+        module = Counting()
+        run = trainer(strategy, callbacks=[CALLBACKS[name]()], max_epochs=3)
+        run.fit(module, loader(), loader(16, seed=1), ckpt_path=path, weights_only=False)
+        trained.append(weights(module))
+    return [key for key in trained[0] if not torch.equal(trained[0][key], trained[1][key])]
+
+
+@pytest.mark.parametrize("name", ["exponential", "stochastic"])
+def test_ddp_goes_on_with_a_converted_checkpoint(ranks: Launcher, tmp_path: Path, name: str) -> None:
+    assert ranks(2)(taken_over, name, str(tmp_path)) == [[], []]
 
 
 # ------------------------------------------------------------------------------------- misuse

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint.manifest import FileKind
+from zero_strategy.checkpoint.manifest import AVERAGE, AVERAGE_BUFFERS_NAME, FileKind
 from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
@@ -31,7 +31,6 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.offload.chunk_store import VectorReader, live_values
 from zero_strategy.offload.chunks import OffloadedPart
-from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -166,8 +165,6 @@ def _spread(
 
 EXTRA_STATE_FILE = "extra_state.pt"
 """What modules return from `get_extra_state`."""
-AVERAGE_BUFFERS_FILE = "average_buffers.pt"
-"""Averages of buffers, by name."""
 MASTER = "master"
 """Kind of state: fp32 master weights."""
 
@@ -210,7 +207,7 @@ def extra_state_file(engine: TrainState) -> dict[str, bytes]:
 
 def average_file(engine: TrainState) -> dict[str, bytes]:
     """Averages of buffers, as a file of its own, if averages are kept; else none. A collective as above."""
-    return {} if engine.average is None else _file_of_all(engine, AVERAGE_BUFFERS_FILE, engine.average.buffers())
+    return {} if engine.average is None else _file_of_all(engine, AVERAGE_BUFFERS_NAME, engine.average.buffers())
 
 
 def _file_of_all(engine: TrainState, path: str, found: dict[str, Any]) -> dict[str, bytes]:

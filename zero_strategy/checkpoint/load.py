@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries
-from zero_strategy.checkpoint.averages import average_buffers
 from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, MASTER, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
+from zero_strategy.checkpoint.manifest import AVERAGE
 from zero_strategy.checkpoint.piece_reader import check_one_save, supplied
-from zero_strategy.checkpoint.reader import StateReader, Wanted
+from zero_strategy.checkpoint.reader import StateReader, Wanted, average_buffers
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp.dtensor import held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
-from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.runtime.terminal import is_shown, progress
 

@@ -30,6 +30,10 @@ from zero_strategy.checkpoint.ranges import Checksums, PieceTable, rank_path
 from zero_strategy.runtime.host_bytes import checksum_of
 from zero_strategy.runtime.regular_files import odd_entry, open_regular, read_regular, size_of
 
+AVERAGE = "average"
+"""Kind of state that is a running average of a weight; and its entry in the engine's user metadata."""
+AVERAGE_BUFFERS_NAME = "average_buffers.pt"
+"""Averages of buffers, by name."""
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 """The file of a folder of checkpoints that names the last one."""

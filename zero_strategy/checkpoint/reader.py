@@ -8,6 +8,7 @@ Without that, a disk would wait for each range's checksum and copy before it hea
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ import xxhash
 
 from zero_strategy.checkpoint.folders import locate, parse_aliases
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
-from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.checkpoint.manifest import AVERAGE_BUFFERS_NAME, FileKind, Manifest
 from zero_strategy.checkpoint.ranges import Block
 from zero_strategy.runtime.host_bytes import Transfer, checksum_of
 from zero_strategy.runtime.regular_files import open_regular, read_regular
@@ -247,6 +248,14 @@ class StateReader(ABC):
     def stored_name(self, name: str, stored: Mapping[str, object]) -> str:
         """The name itself where it is stored, else what it is an alias of."""
         return name if name in stored else self.aliases.get(name, name)
+
+
+def average_buffers(reader: StateReader) -> dict[str, torch.Tensor]:
+    """The averages of buffers in a checkpoint, by name."""
+    if AVERAGE_BUFFERS_NAME not in reader.manifest.files:
+        return {}
+    found: dict[str, torch.Tensor] = torch.load(io.BytesIO(reader.extra(AVERAGE_BUFFERS_NAME)), weights_only=True)
+    return found
 
 
 class LayoutReader(StateReader):

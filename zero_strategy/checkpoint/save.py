@@ -33,7 +33,7 @@ from zero_strategy.checkpoint.contents import (
 )
 from zero_strategy.checkpoint.folders import prune
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import FileKind, Manifest
+from zero_strategy.checkpoint.manifest import AVERAGE, FileKind, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
@@ -41,7 +41,6 @@ from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
 from zero_strategy.offload.tier import Tier
-from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 
 if TYPE_CHECKING:

@@ -146,15 +146,17 @@ def add_average(actions: Any) -> None:
     parser = parser_for(
         actions,
         "average",
-        "the mean of the weights of several checkpoints",
-        "Writes the mean of the weights of checkpoints of any format, without optimizer states. Sums are taken in\n"
+        "the mean of the weights of several checkpoints, or the running averages of one",
+        "Writes the mean of the weights of checkpoints of any format, without optimizer states; of one alone, the\n"
+        "running averages (EMA, SWA) that were saved with it, as weights. Sums are taken in\n"
         "float64, of fp32 master weights where there are some. Weights that are no floating-point numbers are the\n"
         "last checkpoint's. The target appears whole or not at all. Exit status: 0 done, 2 error.",
         "  zero-strategy checkpoint average runs/step100 runs/step200 runs/step300 --to averaged\n"
         "  zero-strategy checkpoint average a.ckpt b.ckpt --to soup --format hf --dtype bfloat16\n"
-        "  zero-strategy checkpoint average old new --shares 0.1 0.9 --to blended",
+        "  zero-strategy checkpoint average old new --shares 0.1 0.9 --to blended\n"
+        "  zero-strategy checkpoint average runs/step300 --to ema --format hf",
     )
-    parser.add_argument("sources", metavar="IN", nargs="+", help="two checkpoints or more")
+    parser.add_argument("sources", metavar="IN", nargs="+", help="two checkpoints or more, or one that holds averages")
     parser.add_argument("--to", dest="target", metavar="OUT", required=True, help="the new one; must not exist")
     parser.add_argument("--shares", type=float, nargs="+", metavar="X", help="of each, in any unit; default: equal")
     parser.add_argument("--format", dest="to_format", metavar="F", default="native", help="as of convert --to")
@@ -165,7 +167,7 @@ def run_average(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
     import torch
 
-    from zero_strategy.convert.convert import average
+    from zero_strategy.convert.averages import average
 
     with progress_bar(options, "average") as progress:
         state = average(
@@ -181,7 +183,9 @@ def run_average(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"target": options.target, "weights": len(state.weights), "bytes": total}, indent=1))
     else:
-        print(f"{options.target}: {options.to_format}, the mean of {len(options.sources)}, {size(total)}")
+        several = len(options.sources) > 1
+        what = f"the mean of {len(options.sources)}" if several else f"the averages of {options.sources[0]}"
+        print(f"{options.target}: {options.to_format}, {what}, {size(total)}")
     return 0
 
 

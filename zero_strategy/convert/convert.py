@@ -39,11 +39,16 @@ from zero_strategy.convert.portable import (
     StoredTensor,
     loaded,
     portable_of,
+    without_averages,
     write_portable,
 )
 from zero_strategy.runtime.regular_files import read_text
 
 _HERE = "zero_strategy.convert"
+
+
+LIGHTNING = "lightning"
+"""The one foreign format that has running averages."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ _ALL = (
     Format("deepspeed-universal", "universal_read", "DeepSpeed's universal checkpoint", writes=True, whole=True),
     Format("deepspeed", "deepspeed", "a checkpoint of DeepSpeed: any ZeRO stage, pipelines, tensor parallel ranks"),
     Format("accelerate", "accelerate", "a state directory of Accelerate: DDP or FSDP"),
-    Format("lightning", "lightning", "a checkpoint of Lightning: .ckpt, or a directory of FSDP (read)", writes=True),
+    Format(LIGHTNING, "lightning", "a checkpoint of Lightning: .ckpt, or a directory of FSDP (read)", writes=True),
     Format("dcp", "dcp", "a directory of torch.distributed.checkpoint", writes=True),
     Format("torch", "torch_file", "a file of torch.save with a state dict and, maybe, optimizer states", writes=True),
 )
@@ -269,8 +274,8 @@ def convert(
             is damaged.
         OSError: If the file system fails.
     """
-    place = _free_place(target, to_format)
-    state = _read(source, from_format, dict(options or {}), weights_only)
+    place = free_place(target, to_format)
+    state = read_state(source, from_format, dict(options or {}), weights_only)
     if names is not None and state.optimizers:
         state.optimizers[0] = state.optimizers[0].with_names(names, state.weights)
     if weights_only or to_format == HF:
@@ -280,97 +285,11 @@ def convert(
     if unnamed := [optimizer.unnamed for optimizer in state.optimizers if optimizer.unnamed]:
         raise ValueError(unnamed[0])
     total = sum(tensor.spec.nbytes for _, tensor in state.tensors())
-    _write(state, place, to_format, max_file_bytes, progress(total) if progress else None, Path(source))
+    write_state(state, place, to_format, max_file_bytes, progress(total) if progress else None, Path(source))
     return state
 
 
-def average(
-    sources: Sequence[str | os.PathLike[str]],
-    target: str | os.PathLike[str],
-    *,
-    shares: Sequence[float] | None = None,
-    to_format: str = NATIVE,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
-    progress: Callable[[int], Progress] | None = None,
-) -> PortableState:
-    """Writes the mean of the weights of several checkpoints; the target appears whole or not at all.
-
-    Args:
-        sources: At least two, of any format, with weights of the same names, shapes and dtypes.
-        target: The new one, without optimizer states; nothing of that name exists.
-        shares: Positive, one per source; divided by their sum. Default: equal.
-        to_format, dtype, max_file_bytes, progress: See `convert`.
-
-    Returns:
-        What was written. Sums are taken in float64, of fp32 master weights where a source has them. Of weights that are
-        no floating-point numbers the last source's are taken.
-
-    Raises:
-        ValueError: If sources differ, naming the weight; if shares do not fit; else as `convert`.
-        OSError: If the file system fails.
-    """
-    place = _free_place(target, to_format)
-    if len(sources) < 2:
-        raise ValueError(f"a mean is of at least two checkpoints, and {len(sources)} was given")
-    given = [1.0] * len(sources) if shares is None else list(shares)
-    if len(given) != len(sources) or not all(0 < share < float("inf") for share in given):
-        raise ValueError(f"shares {given} must be {len(sources)} positive numbers, one per checkpoint")
-    named = [(os.fspath(source), _read(source, None, {}, weights_only=False)) for source in sources]
-    _check_alike(named)
-    first = named[0][1]
-    factors = [share / sum(given) for share in given]
-    weights = {
-        name: _mean(tensor.spec, [_finest(state, name) for _, state in named], factors, dtype)
-        for name, tensor in first.weights.items()
-    }
-    state = PortableState(weights=weights, aliases=first.aliases)
-    total = sum(tensor.spec.nbytes for tensor in state.weights.values())
-    _write(state, place, to_format, max_file_bytes, progress(total) if progress else None, Path(sources[0]))
-    return state
-
-
-def _check_alike(named: Sequence[tuple[str, PortableState]]) -> None:
-    (source, first), *others = named
-    for other, state in others:
-        if missing := sorted(first.weights.keys() ^ state.weights.keys()):
-            where, lacking = (source, other) if missing[0] in first.weights else (other, source)
-            raise ValueError(f"weight {missing[0]!r} is in {where} and not in {lacking}")
-        for name, tensor in first.weights.items():
-            a, b = tensor.spec, state.weights[name].spec
-            if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
-                raise ValueError(
-                    f"weight {name!r} is {a.dtype} of shape {list(a.shape)} in {source}, {b.dtype} of shape "
-                    f"{list(b.shape)} in {other}"
-                )
-
-
-def _finest(state: PortableState, name: str) -> StoredTensor:
-    """A weight, or its fp32 master weight where there is one."""
-    masters = (optimizer.kinds.get("master", {}).get(name) for optimizer in state.optimizers)
-    return next((master for master in masters if master is not None), state.weights[name])
-
-
-def _mean(
-    spec: TensorSpec, tensors: Sequence[StoredTensor], factors: Sequence[float], dtype: torch.dtype | None
-) -> StoredTensor:
-    """The mean of tensors; real ones in `dtype`, where it is given."""
-    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-        return tensors[-1]
-    if dtype is not None and spec.dtype.is_floating_point:
-        spec = TensorSpec(spec.name, dtype, spec.shape)
-    wide = torch.complex128 if spec.dtype.is_complex else torch.float64
-
-    def load() -> torch.Tensor:
-        total = torch.zeros(tuple(spec.shape), dtype=wide)
-        for tensor, factor in zip(tensors, factors, strict=True):
-            total.add_(loaded(tensor).to(wide), alpha=factor)
-        return total.to(spec.dtype)
-
-    return StoredTensor(spec, load)
-
-
-def _free_place(target: str | os.PathLike[str], to_format: str) -> Path:
+def free_place(target: str | os.PathLike[str], to_format: str) -> Path:
     """Place of a new checkpoint.
 
     Raises:
@@ -421,7 +340,7 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(TensorSpec(spec.name, dtype, spec.shape), lambda: loaded(tensor).to(dtype))
 
 
-def _read(
+def read_state(
     source: str | os.PathLike[str], from_format: str | None, options: dict[str, Any], weights_only: bool
 ) -> PortableState:
     if from_format is None:
@@ -442,7 +361,7 @@ def _read(
     return state_of(open_any(source, source=entry.name, **options))
 
 
-def _write(
+def write_state(
     state: PortableState, place: Path, to_format: str, max_file_bytes: int, progress: Progress | None, source: Path
 ) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -467,7 +386,7 @@ def _write(
 
 
 def _write_foreign(state: PortableState, place: Path, to_format: str, progress: Progress | None) -> None:
-    write = format_named(to_format).load().write
+    write, state = format_named(to_format).load().write, state if to_format == LIGHTNING else without_averages(state)
     told = {"progress": progress} if "progress" in inspect.signature(write).parameters else {}
     write(state, place, **told)
 

@@ -32,11 +32,12 @@ from typing import IO, Any
 
 import torch
 
+from zero_strategy.checkpoint.manifest import AVERAGE, AVERAGE_BUFFERS_NAME
 from zero_strategy.convert import dcp, torch_file
 from zero_strategy.convert.optimizer_form import is_optimizer_state, is_state_dict, to_torch, whole_state_dict
 from zero_strategy.convert.pickle_globals import Record
 from zero_strategy.convert.pickles import load_restricted
-from zero_strategy.convert.portable import PortableState, Progress, StoredTensor
+from zero_strategy.convert.portable import PortableState, Progress, StoredTensor, without_averages
 from zero_strategy.runtime.regular_files import is_there, open_regular
 
 TRAINER_FILE = "lightning.pt"
@@ -79,10 +80,26 @@ def to_content(state: PortableState) -> dict[str, Any]:
         **rest,
         "state_dict": {**whole_state_dict(state), **extra},
     }
+    averages = {n: t for optimizer in state.optimizers for n, t in optimizer.kinds.get(AVERAGE, {}).items()}
+    if averages:
+        _place_averages(found, replace(state, weights={**state.weights, **averages}), extra)
     if state.optimizers:
+        state = without_averages(state)
         found["optimizer_states"] = [to_torch(optimizer) for optimizer in state.optimizers]
         found.setdefault("lr_schedulers", schedulers)
     return with_grad_scaler(found, state.loss_scaler)
+
+
+def _place_averages(content: dict[str, Any], averaged: PortableState, extra: Mapping[str, Any]) -> None:
+    """Put averages where Lightning's callbacks look for them; those of an engine's own are left out."""
+    buffers = averaged.extra_files.get(AVERAGE_BUFFERS_NAME)
+    stored = {} if buffers is None else torch.load(io.BytesIO(buffers), weights_only=True)
+    if "averaging_state" in content:
+        content["current_model_state"] = content["state_dict"]
+        content["state_dict"] = {**whole_state_dict(averaged), **stored, **extra}
+    for callback in content.get("callbacks", {}).values():
+        if isinstance(callback, dict) and callback.get("average_model_state", 0) is None:
+            callback["average_model_state"] = {**whole_state_dict(averaged), **extra}
 
 
 def with_grad_scaler(checkpoint: dict[str, Any], scaler: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,7 +25,15 @@ from typing import Any
 import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import INDEX_NAME, FileKind, Manifest, OptimizerRecord, Scalar, WeightRecord
+from zero_strategy.checkpoint.manifest import (
+    AVERAGE,
+    INDEX_NAME,
+    FileKind,
+    Manifest,
+    OptimizerRecord,
+    Scalar,
+    WeightRecord,
+)
 from zero_strategy.checkpoint.plan import DEFAULT_MAX_FILE_BYTES, CheckpointPlan
 from zero_strategy.checkpoint.reader import StateReader, check_out
 from zero_strategy.checkpoint.writer import CheckpointWriter, Piece
@@ -261,6 +269,15 @@ def portable_of(reader: StateReader) -> PortableState:
         source = f"{reader.directory}/{CLIENT_STATE_NAME}"
         state.client_state, state.lr_scheduler = parse_client_state(reader.extra(CLIENT_STATE_NAME), source)
     return state
+
+
+def without_averages(state: PortableState) -> PortableState:
+    """The same state without running averages of weights, which formats of others do not know."""
+    optimizers = [
+        replace(optimizer, kinds={kind: found for kind, found in optimizer.kinds.items() if kind != AVERAGE})
+        for optimizer in state.optimizers
+    ]
+    return replace(state, optimizers=optimizers)
 
 
 def client_state_file(state: PortableState) -> dict[str, bytes]:

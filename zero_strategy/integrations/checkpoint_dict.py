@@ -31,14 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import StateReader
-from zero_strategy.checkpoint.averages import averages_of, has_averages
 from zero_strategy.checkpoint.contents import MASTER
 from zero_strategy.checkpoint.disk import beside, remove, replace_directory, sync
+from zero_strategy.checkpoint.manifest import AVERAGE
 from zero_strategy.checkpoint.storage import is_remote, is_remote_checkpoint
 from zero_strategy.checkpoint.writer import check_replaceable
+from zero_strategy.convert.averages import averages_of, has_averages
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.optim.averaging import AVERAGE
 from zero_strategy.runtime.torch_private import saves_tensors_itself, version_of
 
 if TYPE_CHECKING:

@@ -33,8 +33,6 @@ from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import MASTERS, PARAMETERS, InMemory, ShardStorage
 
-AVERAGE = "average"
-"""Kind of state in checkpoints, beside "master"."""
 _AT_ONCE = 1 << 18
 """Elements that are blended at once."""
 _TRIED = 24
