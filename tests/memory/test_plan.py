@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,10 @@ class Case:
     optimizer: str = "adamw"
     options: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 1
+    average: bool = False
 
     def __str__(self) -> str:
-        return f"{self.stage} {self.dtype} {self.optimizer} {self.options} {self.accumulation}"
+        return f"{self.stage} {self.dtype} {self.optimizer} {self.options} {self.accumulation} {self.average}"
 
 
 def trained(case: Case) -> tuple[ZeroEngine, Any]:
@@ -82,6 +83,8 @@ def trained(case: Case) -> tuple[ZeroEngine, Any]:
     engine = ZeroEngine(model, config, compute_dtype=case.dtype)
     optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
     engine.attach(optimizer)
+    if case.average:
+        engine.average_weights()
     tokens = torch.arange(14).view(2, 7) % 13
     for _ in range(2):
         optimizer.zero_grad()
@@ -99,7 +102,7 @@ def planned(case: Case, optimizer: torch.optim.Optimizer) -> list[Entry]:
         model,
         world_size=dist.get_world_size(),
         compute_dtype=case.dtype,
-        optimizer=state_of(optimizer),
+        optimizer=replace(state_of(optimizer), average=case.average),
         device="cpu",
         snapshots=False,
         accumulation=case.accumulation,
@@ -147,6 +150,9 @@ def test_plan_is_the_ledger_to_the_byte(ranks: Launcher, world: int) -> None:
     ]
     waiting = {"gradient_reduction": "per_step"}
     cases += [Case(stage, options=waiting, accumulation=count) for stage in (2, 3) for count in (1, 2)]
+    cases += [
+        Case(stage, dtype, average=True) for stage, dtype in ((0, None), (1, torch.bfloat16), (3, torch.bfloat16))
+    ]
     cases += [Case(3, dtype, options={"reshard_after_backward": False}) for dtype in (None, torch.bfloat16)]
     if world % 2 == 0:
         cases += [Case(1, options={"mesh": {"replicate": 2}}, accumulation=count) for count in (1, 2)]
@@ -312,4 +318,5 @@ def test_what_is_offloaded_is_planned(ranks: Launcher, tmp_path: Path, world: in
     ]
     own = {"offload": common | {"optimizer": "nvme", "parameters": "nvme", "resident_bytes": 40_000}}
     cases += [Case(3, torch.bfloat16, name, own) for name in ("amsgrad", "nadam")]
+    cases += [Case(3, torch.bfloat16, options={"offload": common | tiers}, average=True) for tiers in TIERS[1:7:3]]
     check(ranks(world, timeout=180)(compared, cases), cases)

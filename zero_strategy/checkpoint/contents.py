@@ -207,7 +207,10 @@ def extra_state_file(engine: TrainState) -> dict[str, bytes]:
 
 def average_file(engine: TrainState) -> dict[str, bytes]:
     """Averages of buffers, as a file of its own, if averages are kept; else none. A collective as above."""
-    return {} if engine.average is None else _file_of_all(engine, AVERAGE_BUFFERS_NAME, engine.average.buffers())
+    if engine.average is None:
+        return {}
+    found = {name: average.cpu() for name, average in engine.average.held_buffers().items()}
+    return _file_of_all(engine, AVERAGE_BUFFERS_NAME, found)
 
 
 def _file_of_all(engine: TrainState, path: str, found: dict[str, Any]) -> dict[str, bytes]:

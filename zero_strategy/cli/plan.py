@@ -341,6 +341,7 @@ def _add_run(run: Any) -> None:
     run.add_argument("--dtype", choices=tuple(_DTYPES), help="of the parameters in computation; default: as built")
     run.add_argument("--optimizer", default=None, help="class name, such as AdamW (default), SGD, Lion")
     run.add_argument("--momentum", action="store_true", help="SGD or RMSprop with momentum")
+    run.add_argument("--average", action="store_true", help="a running average of the weights (EMA, SWA) is kept, too")
     run.add_argument("--optimizer-bytes", type=int, metavar="N", help="state of an optimizer of yours, per element")
     run.add_argument("--activations", type=parse_size, default=0, metavar="4GB", help="device bytes reserved, per rank")
     run.add_argument("--micro-batch", type=int, metavar="N", help="rows: computes activations, for plain numbers")
@@ -415,6 +416,7 @@ def _plan(options: argparse.Namespace) -> Any:
         state = OptimizerState(f"{options.optimizer_bytes} bytes per element", options.optimizer_bytes, 1, torch.uint8)
     else:
         state = optimizer_state(options.optimizer or settings.optimizer or "AdamW", momentum=options.momentum)
+    state = replace(state, average=options.average)
     present = torch.cuda.device_count() if options.gpu_mem is None else 0
     per_host = options.ranks_per_host
     if per_host is None:

@@ -321,9 +321,9 @@ class WeightAverage:
         """Record of it in a checkpoint's manifest."""
         return {"updates": self.updates}
 
-    def buffers(self) -> dict[str, Tensor]:
-        """The averages of buffers, on the host."""
-        return {name: average.cpu() for name, average in self._buffers.items()}
+    def held_buffers(self) -> dict[str, Tensor]:
+        """The averages of buffers, where they lie."""
+        return dict(self._buffers)
 
     @torch.no_grad()
     def load(self, facts: Mapping[str, int], buffers: Mapping[str, Tensor]) -> None:

@@ -531,6 +531,11 @@ def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:
     }
 
 
+def averaged_dtype(own: torch.dtype) -> torch.dtype:
+    """Dtype of a running average of floating-point numbers."""
+    return torch.promote_types(own, torch.float32)
+
+
 _SCALAR_BYTES = 4
 """Step counts and the like are 0-d float32 tensors on the CPU."""
 
@@ -544,12 +549,18 @@ class OptimizerState:
         moments: Tensors per parameter with an entry per element.
         scalars: 0-d tensors per parameter, or per piece of one.
         dtype: Of the moments; None: that of what the optimizer updates (fp32 where there are master weights).
+        average: A running average of the weights is kept besides, see `WeightAverage`.
     """
 
     name: str
     moments: int
     scalars: int
     dtype: torch.dtype | None = None
+    average: bool = False
+
+    def average_bytes(self, updated: torch.dtype) -> int:
+        """Bytes per element of the running average, if there is one."""
+        return averaged_dtype(updated).itemsize if self.average else 0
 
     def moment_bytes(self, updated: torch.dtype) -> int:
         """Bytes per element of all moments, for an optimizer that updates elements of dtype `updated`."""

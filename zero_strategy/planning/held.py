@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zero_strategy.offload.chunks import OffloadedVector
     from zero_strategy.offload.stores import OffloadStores
     from zero_strategy.optim import ShardedOptimizer
+    from zero_strategy.optim.averaging import WeightAverage
 
 
 EXCHANGES = ("gather", "reduce", "replicate")
@@ -59,6 +60,8 @@ class LedgeredEngine(Protocol):
     def model(self) -> ShardedModel: ...
     @property
     def activations(self) -> UnitActivations: ...
+    @property
+    def average(self) -> WeightAverage | None: ...
     @property
     def optimizers(self) -> list[ShardedOptimizer]: ...
     @property
@@ -104,6 +107,8 @@ def ledger_of(engine: LedgeredEngine) -> Ledger:
         nbytes = buffer.numel() * buffer.itemsize
         taken = allocated(nbytes, buffer.device.type)
         ledger.add(Entry("buffers", tier_of(buffer, device), Owner(name), nbytes, taken))
+    for name, average in ({} if engine.average is None else engine.average.held_buffers()).items():
+        ledger.add_tensor("averages", tier_of(average, device), Owner(name), average, average.nbytes)
     for name in EXCHANGES:
         kept = getattr(engine.mesh, name).buffer_bytes
         ledger.add(Entry("communication", tier_on_host(device), Owner(name), kept, kept))

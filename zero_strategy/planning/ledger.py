@@ -22,7 +22,6 @@ Category = Literal[
     "parameters",
     "gradients",
     "master weights",
-    "averages",
     "optimizer state",
     "buffers",
     "gather buffers",
@@ -31,11 +30,12 @@ Category = Literal[
     "snapshot",
     "communication",
     "handles",
+    "averages",
     "activations",
 ]
 """`gather buffers`: units that are whole under stage 3. `gradient buckets`: local gradients on their way into slices.
 `staging`: between tiers. `snapshot`: of a checkpoint being saved. `handles`: what stands for released parameters and
-gradients."""
+gradients. `averages`: running averages of the weights (EMA, SWA)."""
 
 Tier = Literal["device", "host", "nvme"]
 """`device`: where the module computes (its own memory, or the host's when it trains on the CPU)."""

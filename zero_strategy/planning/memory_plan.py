@@ -32,6 +32,7 @@ from zero_strategy.planning.buckets import (
     OptimizerState,
     Staying,
     Units,
+    averaged_dtype,
     facts_of,
     optimizer_state,
     peaks_of,
@@ -138,6 +139,10 @@ class MemoryPlan:
         for name, buffer in self.model.buffers.items():
             nbytes = self._buffer_bytes(buffer)
             ledger.add(Entry("buffers", "device", Owner(name), nbytes, self._allocated(nbytes)))
+            if self.optimizer.average:
+                own = self._buffer_dtype(buffer)
+                widened = buffer.numel * (averaged_dtype(own) if own.is_floating_point else own).itemsize
+                ledger.add(Entry("averages", "device", Owner(name), widened, self._allocated(widened)))
         for entry in (*self._exchange_buffers(units, rank), *self._staging(units, rank)):
             ledger.add(entry)
         if self.snapshots and rank < shard:  # the first replica writes for all
@@ -161,8 +166,10 @@ class MemoryPlan:
         return self.model.costs.in_tiers(self.tokens, itemsize, settings, offload=offload)
 
     def _buffer_bytes(self, buffer: BufferShape) -> int:
-        follows = self.compute_dtype is not None and buffer.dtype.is_floating_point
-        return buffer.numel * ((self.compute_dtype if follows else None) or buffer.dtype).itemsize
+        return buffer.numel * self._buffer_dtype(buffer).itemsize
+
+    def _buffer_dtype(self, buffer: BufferShape) -> torch.dtype:
+        return (self.compute_dtype if buffer.dtype.is_floating_point else None) or buffer.dtype
 
     def _allocated(self, nbytes: int) -> int:
         return allocated(nbytes, self.device_type)
@@ -265,8 +272,9 @@ class MemoryPlan:
             elements = sum(piece.numel for piece in found)
             tensors, itemsizes = 1, bucket.dtype.itemsize
             if bucket.trainable:
-                tensors += bucket.master + self.optimizer.moments
+                tensors += bucket.master + self.optimizer.moments + self.optimizer.average
                 itemsizes += 4 * bucket.master + self.optimizer.moment_bytes(bucket.updated_dtype)
+                itemsizes += self.optimizer.average_bytes(bucket.updated_dtype)
             asked += elements * itemsizes
             pieces += len(found) * tensors
         if rank == 0:
@@ -286,7 +294,8 @@ class MemoryPlan:
             bounds = bucket.layout.slice_bounds(shard_rank)
             pieces, owned = bucket.layout.pieces(*bounds), bucket.owned(placement, shard_rank)
             moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
-            states = ([4] * bucket.master + [moment] * self.optimizer.moments) if bucket.trainable else []
+            averages = [self.optimizer.average_bytes(bucket.updated_dtype)] * self.optimizer.average
+            states = [*[4] * bucket.master, *[moment] * self.optimizer.moments, *averages] if bucket.trainable else []
             for start, stop, tier, itemsizes in (
                 (*bounds, self.offload.parameters, [bucket.dtype.itemsize]),
                 (*owned, self.offload.optimizer, states),
@@ -349,6 +358,8 @@ class _BucketEntries:
         pieces = bucket.layout.pieces(*self.owned)
         if bucket.master:
             yield from self._state_buffers("master weights", tier, 4)
+        if state.average:
+            yield from self._state_buffers("averages", tier, state.average_bytes(bucket.updated_dtype))
         moment = (state.dtype or bucket.updated_dtype).itemsize
         asked = sum(piece.numel for piece in pieces) * moment * state.moments
         if tier == "device":
