@@ -22,12 +22,14 @@ import re
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.deferred import is_deferred
@@ -37,11 +39,14 @@ from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.config import Fact, ZeroConfig, batch_fact
 from zero_strategy.config.load import ConfigSource
 from zero_strategy.config.section import DEFAULT
+from zero_strategy.convert.averages import averages_of, has_averages
+from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.pretrained import from_pretrained
+from zero_strategy.optim.averaging import WeightAverage
 
-__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
+__all__ = ["WeightAveragingCallback", "ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
 
 _SCHEDULER = "scheduler.pt"
 _ARGUMENTS = "training_args.bin"
@@ -54,6 +59,51 @@ _OWN = re.compile(
 _MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
 _SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
 """DeepSpeed's names for the Trainer's schedules."""
+
+
+class WeightAveragingCallback(TrainerCallback):
+    """Keeps a running average of the weights, evaluates with it, and leaves it in the model at the end.
+
+        trainer = ZeroTrainer(model, args, callbacks=[WeightAveragingCallback(decay=0.999)], ...)
+
+    Checkpoints hold the weights and, beside the optimizer's state, the average; a run that resumes goes on with both.
+
+    Args:
+        decay: See `ZeroEngine.average_weights`; None: the mean of all updates.
+        leave: Let the model become its average when training ends (or that of the best checkpoint, if that is loaded);
+            False leaves its own weights, and `trainer.zero_engine.average` has the others.
+        **options: The other arguments of `ZeroEngine.average_weights`.
+    """
+
+    def __init__(self, decay: float | None = 0.999, *, leave: bool = True, **options: Any) -> None:
+        self.decay, self.leave, self.options = decay, leave, options
+        self.average: WeightAverage | None = None
+        self._engine: Callable[[], ZeroEngine | None] | None = None
+
+    def train(self, engine: Callable[[], ZeroEngine | None]) -> None:
+        """A training of `ZeroTrainer` begins, whose engine will be that."""
+        self._engine, self.average = engine, None
+
+    def begin(self) -> None:
+        """Keep an average from now on, unless that is done.
+
+        Raises:
+            ValueError: Under another Trainer.
+        """
+        engine = None if self._engine is None else self._engine()
+        if engine is None:
+            raise ValueError(f"{type(self).__name__} averages shards: give it to a ZeroTrainer, not to a plain Trainer")
+        if self.average is None:
+            self.average = engine.average_weights(self.decay, **self.options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        """Begin, unless a checkpoint was loaded, before which `ZeroTrainer` calls `begin`."""
+        self.begin()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        """Let the model become its average."""
+        if self.leave and self.average is not None and not args.load_best_model_at_end:
+            self.average.copy_to_model()
 
 
 class ZeroTrainerMixin:
@@ -137,7 +187,26 @@ class ZeroTrainerMixin:
         """As the Trainer's; `True` passes over a checkpoint that a run was killed in while it wrote it."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
+        if callback := self._averaging():
+            callback.train(lambda: self.zero_engine)
         return super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
+
+    # ---- averages of the weights ----
+
+    def _averaging(self) -> WeightAveragingCallback | None:
+        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        return next((each for each in callbacks if isinstance(each, WeightAveragingCallback)), None)
+
+    def _shown(self) -> AbstractContextManager[object]:
+        """The average in place of the weights, while training keeps one."""
+        callback = self._averaging()
+        kept = callback is not None and callback.average is not None and self.is_in_train  # type: ignore[attr-defined]
+        return callback.average.applied() if kept else nullcontext()  # type: ignore[union-attr]
+
+    def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the Trainer's; during training with the average, if one is kept."""
+        with self._shown():
+            return super().evaluate(*arguments, **keywords)  # type: ignore[misc]
 
     # ---- saving ----
 
@@ -210,7 +279,9 @@ class ZeroTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Each rank reads its part, whoever saved it."""
-        engine = self.zero_engine
+        engine, callback = self.zero_engine, self._averaging()
+        if engine is not None and callback is not None:
+            callback.begin()
         if checkpoint is None or engine is None:
             return
         if not (Path(checkpoint) / MANIFEST_NAME).is_file():
@@ -230,7 +301,9 @@ class ZeroTrainerMixin:
         engine = self.zero_engine
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         if engine is not None and best is not None and (Path(best) / MANIFEST_NAME).is_file():
-            engine.load_weights(best)
+            callback, reader = self._averaging(), open_any(best)
+            averaged = callback is not None and callback.leave and has_averages(reader)
+            engine.load_weights(averages_of(reader) if averaged else reader)
         else:
             super()._load_best_model()  # type: ignore[misc]
 
