@@ -18,6 +18,9 @@ FEATURES = {
     "quickstart/transformers.md": ["integrations/with_transformers/test_training.py"],
     "quickstart/scripts.md": ["engine/test_exactness.py"],
     "guides/activation_checkpointing.md": ["activation/test_units.py", "activation/test_budget.py"],
+    "guides/averages.md": [
+        "engine/test_averages.py", "integrations/test_averaging.py", "integrations/with_transformers/test_averages.py",
+    ],
     "guides/checkpoints.md": [
         "integrations/test_checkpoints.py", "saving/test_background.py", "saving/test_retention.py",
         "checkpoint/test_remote.py",

@@ -1,6 +1,6 @@
 """Averages of weights in checkpoints: those that one was saved with, and the mean of several.
 
-    reader = averages_of(zero_strategy.open_checkpoint("run/step-100", reader=True))
+    reader = averages_of("run/step-100")
     engine.load_weights(reader)             # or reader.full(name)
 
 What has no running average, such as frozen parameters, is as it is. Running averages are float32, also of weights in
@@ -29,12 +29,16 @@ def has_averages(reader: StateReader) -> bool:
     return reader.has_manifest and AVERAGE in reader.manifest.user.get(OWN_KEY, {})
 
 
-def averages_of(reader: StateReader) -> StateReader:
-    """The same checkpoint with the averages in place of the weights; its optimizers' state is as it was.
+def averages_of(source: str | os.PathLike[str] | StateReader) -> StateReader:
+    """A checkpoint with the averages in place of the weights; its optimizers' state is as it was.
+
+    Args:
+        source: The checkpoint, or its open reader.
 
     Raises:
         ValueError: If none were saved with it.
     """
+    reader = source if isinstance(source, StateReader) else open_any(source)
     if not has_averages(reader):
         raise ValueError(
             f"{reader.directory}: holds no averages of the weights; they are saved with the optimizer's state where "
@@ -145,7 +149,7 @@ def average(
     if len(given) != len(sources) or not all(0 < share < float("inf") for share in given):
         raise ValueError(f"shares {given} must be {len(sources)} positive numbers, one per checkpoint")
     if len(sources) == 1:
-        averaged = portable_of(averages_of(open_any(sources[0])))
+        averaged = portable_of(averages_of(sources[0]))
         named = [(os.fspath(sources[0]), replace(averaged, optimizers=[]))]
     else:
         named = [(os.fspath(source), read_state(source, None, {}, weights_only=False)) for source in sources]

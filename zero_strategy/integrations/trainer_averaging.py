@@ -87,7 +87,7 @@ class ShardedAverage:
 
     @property
     def n_averaged(self) -> Tensor:
-        """How often it was updated, 0-d int64."""
+        """The number of updates, 0-d int64."""
         return torch.tensor(self.average.updates)
 
     def update_parameters(self, model: object) -> None:
