@@ -104,6 +104,8 @@ class ZeroSettings(TypedDict, total=False):
         watchdog: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
         diagnostics: What is written down of a run.
         elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
+        matrix_optimizers: Class names of optimizers that need whole matrices, such as Muon.
+        matrix_parameters: Patterns of the names of these matrices; default: those of units below the root.
         fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
         timeout_seconds: Seconds until a collective times out.
         barrier_seconds: Seconds that our own waits on other ranks last at most.
@@ -127,6 +129,8 @@ class ZeroSettings(TypedDict, total=False):
     watchdog: WatchdogConfig | dict[str, Any] | str | None
     diagnostics: DiagnosticsConfig | dict[str, Any] | None
     elementwise_optimizers: list[str] | None
+    matrix_optimizers: list[str] | None
+    matrix_parameters: list[str] | None
     fused_optimizers: bool | None
     timeout_seconds: float | None
     barrier_seconds: float | None

@@ -454,6 +454,14 @@ class ZeroConfig(Section):
     """Class names of optimizers outside torch.optim that you assert to treat every element on its own, so
     that they can run on slices of parameters."""
 
+    matrix_optimizers: list[str] = field(default_factory=list, metadata=non_empty())
+    """Class names of optimizers that need whole matrices, such as Muon. At stages 1 to 3 each matrix then lies in
+    the slice of one rank, its owner, which takes its steps; slices are padded for that."""
+
+    matrix_parameters: list[str] = field(default_factory=list, metadata=non_empty())
+    """Shell-style patterns of the names of these matrices; empty: all trained ones of two dimensions that are in units
+    below the root, which leaves embeddings and heads out."""
+
     fused_optimizers: bool = True
     """Take the steps of torch.optim.Adam, AdamW, SGD and Adagrad in the fused ops, one pass over memory. False, or
     `foreach` or `fused` given to the optimizer, leaves the steps to torch."""

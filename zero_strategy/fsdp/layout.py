@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.config import PrecisionConfig
+from zero_strategy.fsdp.packing import pack
 
 if TYPE_CHECKING:
     from zero_strategy.config import ZeroConfig
@@ -184,6 +185,11 @@ class BucketLayout:
             end = segment.stop
         return [*lengths, self.numel - end]
 
+    def divides(self, index: int) -> bool:
+        """True if a parameter lies in more than one slice."""
+        segment = self.segments[index]
+        return segment.numel > 0 and segment.offset // self.slice_numel != (segment.stop - 1) // self.slice_numel
+
     def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a flat buffer of `numel` elements: of each parameter in its shape, and of the gaps between them."""
         parts = flat.split_with_sizes(self._lengths)
@@ -218,7 +224,13 @@ class BucketLayout:
 
 
 def build_layout(
-    named_shapes: Sequence[tuple[str, tuple[int, ...]]], itemsize: int, world_size: int, replicas: int = 1
+    named_shapes: Sequence[tuple[str, tuple[int, ...]]],
+    itemsize: int,
+    world_size: int,
+    replicas: int = 1,
+    *,
+    whole: Collection[str] = (),
+    turn: int = 0,
 ) -> BucketLayout:
     """Lay parameters of one dtype out in one bucket.
 
@@ -228,6 +240,8 @@ def build_layout(
             parameters) use the same element offsets and so are aligned as well.
         world_size: Number of equal slices.
         replicas: Ranks that hold the same slice; each slice divides evenly among them as well.
+        whole: Names of parameters that lie inside of one slice each; the bucket's order is then that of its elements.
+        turn: See `packing.pack`.
 
     Raises:
         ValueError: If a name occurs twice.
@@ -235,6 +249,12 @@ def build_layout(
     if len({name for name, _ in named_shapes}) != len(named_shapes):
         raise ValueError(f"a parameter name occurs twice in one bucket: {[name for name, _ in named_shapes]}")
     align = max(1, ALIGN_BYTES // itemsize)
+    if world_size > 1 and any(name in whole for name, _ in named_shapes):
+        sizes = [round_up(math.prod(shape), align) for _, shape in named_shapes]
+        kept = {position for position, (name, _) in enumerate(named_shapes) if name in whole}
+        placed, length = pack(sizes, kept, world_size, align * replicas, turn)
+        packed = tuple(Segment(named_shapes[p][0], tuple(named_shapes[p][1]), offset) for p, offset in placed)
+        return BucketLayout(packed, length * world_size, align, world_size)
     offset, segments = 0, []
     for name, shape in named_shapes:
         segments.append(Segment(name, tuple(shape), offset))

@@ -35,6 +35,7 @@ from zero_strategy.fsdp.layout import (
     group_parameters,
     placement_for,
 )
+from zero_strategy.fsdp.packing import Packing, stays_whole
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher
@@ -251,6 +252,7 @@ class ShardedModel:
         specs = find_units(
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
+        self._turns = {spec.name: number for number, spec in enumerate(specs)}
         self._reserve(specs)
         units = each("building units", specs, mesh.world_group.rank)
         self.units = [self._build_unit(spec, initialise, partly) for spec in units]
@@ -348,6 +350,11 @@ class ShardedModel:
         """Parameters of a unit that share a bucket, and their dtype."""
         return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves)
 
+    def _packing(self, spec: UnitSpec, named: Sequence[tuple[str, nn.Parameter]]) -> Packing:
+        """Parameters of a bucket that stay whole."""
+        whole = [n for n, p in named if stays_whole(self.config, spec.name, n, p.shape, p.requires_grad)]
+        return {"whole": whole, "turn": self._turns[spec.name]}
+
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Make room in tiers for all weights, master weights and gradients, before anything is built.
 
@@ -357,10 +364,11 @@ class ShardedModel:
         """
         wanted: dict[ChunkStore, dict[str, VectorSpec]] = {}
         replicas = self.mesh.world_size // self.mesh.shard_size
-        for dtype, named in (bucket for spec in specs for bucket in self._buckets_of(spec)):
+        for unit, dtype, named in ((spec, *bucket) for spec in specs for bucket in self._buckets_of(spec)):
             shapes = [(name, tuple(held_by(parameter).shape)) for name, parameter in named]
-            layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas)
-            first, trainable = named[0][0], named[0][1].requires_grad
+            packed = self._packing(unit, named)
+            layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas, **packed)
+            first, trainable = layout.segments[0].name, named[0][1].requires_grad
             if self._parameter_store is not None:
                 spec = VectorSpec(layout.slice_numel, dtype)
                 wanted.setdefault(self._parameter_store, {})[weights_name(first)] = spec
@@ -398,6 +406,7 @@ class ShardedModel:
                 blank=not initialise and not kept,
                 store=self.optimizer_store,
                 shard_store=self._parameter_store,
+                **self._packing(spec, named),
             )
             for dtype, named in self._buckets_of(spec)
             for kept in [any(id(parameter) in real for _, parameter in named)]

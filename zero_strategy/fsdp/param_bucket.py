@@ -12,7 +12,7 @@ refills the same storage object; nothing that autograd holds goes stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -34,7 +34,7 @@ class ParameterBucket:
     """Parameters of one unit with the same dtype and trainability, in one flat buffer.
 
     Args:
-        named_parameters: (name, parameter) in bucket order; all of one dtype and device.
+        named_parameters: (name, parameter); all of one dtype and device.
         mesh: Ranks that share the bucket.
         placement: What is divided among them.
         dtype: Dtype that the parameters take (their compute dtype).
@@ -42,6 +42,7 @@ class ParameterBucket:
         blank: The parameters' values are about to be loaded: do not look at the present ones.
         store: Where the master copy is kept; None: in memory.
         shard_store: Where the own slice is kept (sharded parameters); None: in memory.
+        whole, turn: See `build_layout`.
 
     Attributes:
         parameters: The parameter objects, in bucket order.
@@ -75,10 +76,19 @@ class ParameterBucket:
         blank: bool = False,
         store: ChunkStore | None = None,
         shard_store: ChunkStore | None = None,
+        whole: Collection[str] = (),
+        turn: int = 0,
     ) -> None:
+        self.mesh, self.placement, self.dtype = mesh, placement, dtype
+        parts = {name: part_of(parameter, mesh.tensor.rank) for name, parameter in named_parameters}
+        shapes = [(name, part.local_shape) for name, part in parts.items()]
+        self.layout: BucketLayout = build_layout(
+            shapes, dtype.itemsize, mesh.shard_size, self._replicas, whole=whole, turn=turn
+        )
+        by_name = dict(named_parameters)
+        named_parameters = [(segment.name, by_name[segment.name]) for segment in self.layout.segments]
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
-        self.mesh, self.placement, self.dtype = mesh, placement, dtype
         self.device = self.parameters[0].device
         self.trainable = self.parameters[0].requires_grad
         self._keep_master = master_weights and dtype in LOW_PRECISION
@@ -89,10 +99,8 @@ class ParameterBucket:
         self.weights: ShardStorage
         self.master: ShardStorage
         self.average: ShardStorage | None = None
-        self.parts = [part_of(parameter, mesh.tensor.rank) for parameter in self.parameters]
+        self.parts = [parts[name] for name in self.names]
         self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
-        shapes = [(name, part.local_shape) for name, part in zip(self.names, self.parts, strict=True)]
-        self.layout: BucketLayout = build_layout(shapes, dtype.itemsize, mesh.shard_size, self._replicas)
         self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
         self.owned = self.slice if placement.shard_optimizer else slice(0, self.layout.numel)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.optim.fused import FusedOptimizer
 
 ELEMENTWISE = (
@@ -38,7 +39,7 @@ ELEMENTWISE = (
 _REASONS = {
     "Adafactor": "it factors the second moment over rows and columns and needs whole matrices",
     "LBFGS": "it evaluates the loss several times per step and couples all elements",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalises whole matrices, which matrix_optimizers=['Muon'] keeps on one rank each",
     "SparseAdam": "it updates rows of sparse gradients; gradients here are dense",
     "LAMB": "its trust ratio needs the norm of each full parameter",
     "Lamb": "its trust ratio needs the norm of each full parameter",
@@ -54,6 +55,45 @@ def is_elementwise(optimizer: Optimizer, asserted: Sequence[str] = ()) -> bool:
     except TypeError:
         return False
     return not isinstance(optimizer, FusedOptimizer)
+
+
+def is_matrix_optimizer(optimizer: Optimizer, declared: Sequence[str]) -> bool:
+    """True if an optimizer's class, or a base of it, is declared to need whole matrices."""
+    return any(cls.__name__ in declared for cls in type(optimizer).__mro__)
+
+
+def check_matrices(optimizer: Optimizer, model: ShardedModel) -> None:
+    """Raise if an optimizer of matrices holds one that no rank has whole.
+
+    Param groups with `elementwise=True` or `use_muon=False` (of classes that step on other parameters as AdamW does)
+    are left out.
+
+    Raises:
+        ValueError: Naming the parameter, why it is divided, and the way out.
+    """
+    if not model.placement.shard_optimizer:
+        return
+    names = {id(parameter): name for name, parameter in model.names()}
+    for group in optimizer.param_groups:
+        if group.get("elementwise") or not group.get("use_muon", True):
+            continue
+        for parameter in group["params"]:
+            place = model.place(parameter)
+            assert place is not None
+            (bucket, index), name = place, names[id(parameter)]
+            kind = type(optimizer).__name__
+            if bucket.parts[index].dim is not None:
+                raise ValueError(
+                    f"{kind} needs whole matrices, and tensor parallelism divides {name!r}: train it with an "
+                    "elementwise optimizer such as AdamW"
+                )
+            if parameter.requires_grad and parameter.dim() > 1 and bucket.layout.divides(index):
+                raise ValueError(
+                    f"{kind} needs whole matrices, and {name!r} {tuple(parameter.shape)} is divided among ranks: let "
+                    f"matrix_parameters hold a pattern of its name, beside those of the others "
+                    f"({model.config.matrix_parameters or 'all matrices of units below the root'}), or train it with "
+                    "an elementwise optimizer such as AdamW, as is usual for embeddings and heads"
+                )
 
 
 def reason_against(optimizer: Optimizer) -> str | None:
@@ -92,8 +132,9 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     supported = ", ".join(f"torch.optim.{known}" for known in ELEMENTWISE if hasattr(torch.optim, known))
     raise TypeError(
         f"optimizer {name} cannot run on sharded parameters: {reason}. Use one of {supported}; if {name} updates every "
-        f"element from that element's own gradient and state alone, say so with elementwise_optimizers=[{name!r}], or "
-        "use stage 0, where every rank holds full parameters."
+        f"element from that element's own gradient and state alone, say so with elementwise_optimizers=[{name!r}]; if "
+        f"it needs whole matrices, with matrix_optimizers=[{name!r}]; or use stage 0, where every rank holds full "
+        "parameters."
     )
 
 

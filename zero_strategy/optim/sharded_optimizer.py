@@ -1,9 +1,10 @@
-"""Any elementwise torch optimizer, run on the pieces of parameters that this rank owns.
+"""Any elementwise torch optimizer, and those of whole matrices, run on the pieces that this rank owns.
 
 The user's optimizer object stays what it is: same instance, same `param_groups` with the module's own parameters, same
 hyper-parameter dicts (so schedulers work). Only while `step()` runs does each group list this rank's pieces instead:
-flat fp32 views into the master buffers, with flat views of the reduced gradients. The public step hooks of
-`torch.optim.Optimizer` do the exchange, so it does not matter who calls `step()`.
+flat fp32 views into the master buffers, with flat views of the reduced gradients. An optimizer of whole matrices
+(`matrix_optimizers`) gets these in their shape: the layout lets each lie in one rank's slice (`fsdp.packing`). The
+public step hooks of `torch.optim.Optimizer` do the exchange, so it does not matter who calls `step()`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
-from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise
+from zero_strategy.optim.optimizer_checks import (
+    check_elementwise,
+    check_matrices,
+    is_elementwise,
+    is_matrix_optimizer,
+)
 from zero_strategy.optim.streamed import Update
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
@@ -51,14 +57,18 @@ class ShardedOptimizer:
 
     Raises:
         TypeError: If the optimizer is not elementwise.
-        ValueError: If it holds a parameter that is not the model's; names its place.
+        ValueError: If it holds a parameter that is not the model's, or a divided one where it needs whole matrices;
+            names it.
     """
 
     def __init__(self, optimizer: Optimizer, model: ShardedModel, declines: Callable[[ShardedOptimizer], bool]) -> None:
         declared = model.config.elementwise_optimizers
-        check_elementwise(optimizer, declared, whole=not model.placement.shard_optimizer)
+        self._of_matrices = is_matrix_optimizer(optimizer, model.config.matrix_optimizers)
+        if not self._of_matrices:
+            check_elementwise(optimizer, declared, whole=not model.placement.shard_optimizer)
         divided = model.placement.shard_optimizer  # then it is known, declared, or was tried just now
-        found = divided or (model.optimizer_store is not None and is_elementwise(optimizer, declared))
+        found = divided and not self._of_matrices
+        found = found or (model.optimizer_store is not None and is_elementwise(optimizer, declared))
         self._elementwise = [*declared, *([type(optimizer).__name__] if found else [])]
         if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
             raise ValueError(
@@ -106,6 +116,8 @@ class ShardedOptimizer:
                         f"{tuple(parameter.shape)}, is not a parameter of the sharded module. Build the optimizer from "
                         "that module's parameters() (not from a copy, and not before the module was moved)."
                     )
+        if self._of_matrices:
+            check_matrices(self.optimizer, self.model)
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """This rank's part of `parameter` as the optimizer sees it, flat and fp32 where a master copy is kept."""
@@ -130,8 +142,9 @@ class ShardedOptimizer:
             self._pieces[id(parameter)] = (known[0], found, bucket.master)
             return known[0]
         view = bucket.master.tensor[found.offset : found.offset + found.numel]
-        if not bucket.placement.shard_optimizer and shape:  # all of this rank's part: show its shape
-            view = view.view(shape)
+        whole = not bucket.placement.shard_optimizer
+        if shape and (whole or (self._of_matrices and len(shape) > 1 and not bucket.layout.divides(index))):
+            view = view.view(shape)  # all of it is here: show its shape
         if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
             known = (nn.Parameter(view), found, bucket.master)
         self._pieces[id(parameter)] = (known[0], found, bucket.master)

@@ -40,6 +40,7 @@ from zero_strategy.fsdp.layout import (
     group_parameters,
     wants_master,
 )
+from zero_strategy.fsdp.packing import stays_whole
 from zero_strategy.fsdp.reduce import MAX_IN_FLIGHT
 from zero_strategy.offload.chunk_pass import Cuts, head_numel
 from zero_strategy.offload.chunk_store import Allowance
@@ -200,18 +201,22 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
     replicas = resolved.config.mesh.replicate
     return [
         [
-            _facts(unit.name, dtype, tuple(named), resolved, replicas)
+            _facts(unit.name, number, dtype, tuple(named), resolved, replicas)
             for dtype, named in group_parameters(unit.parameters, compute_dtype)
         ]
-        for unit in model.units
+        for number, unit in enumerate(model.units)
     ]
 
 
-def _facts(unit: str, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int) -> BucketFacts:
+def _facts(
+    unit: str, turn: int, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int
+) -> BucketFacts:
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
-    layout = build_layout([(name, shape.shape) for name, shape in named], dtype.itemsize, resolved.shard, replicas)
-    owner = Owner(unit, tuple(name for name, _ in named))
+    whole = [n for n, shape in named if stays_whole(resolved.config, unit, n, shape.shape, shape.requires_grad)]
+    shapes = [(name, shape.shape) for name, shape in named]
+    layout = build_layout(shapes, dtype.itemsize, resolved.shard, replicas, whole=whole, turn=turn)
+    owner = Owner(unit, tuple(segment.name for segment in layout.segments))
     master = trainable and wants_master(dtype, precision)
     handed = max((3 if shape.tied else 1) * shape.numel * dtype.itemsize for _, shape in named) if trainable else 0
     return BucketFacts(owner, dtype, trainable, layout, *gradient_dtypes(dtype, precision), master, handed)
