@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -185,11 +185,6 @@ class BucketLayout:
             end = segment.stop
         return [*lengths, self.numel - end]
 
-    def divides(self, index: int) -> bool:
-        """True if a parameter lies in more than one slice."""
-        segment = self.segments[index]
-        return segment.numel > 0 and segment.offset // self.slice_numel != (segment.stop - 1) // self.slice_numel
-
     def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a flat buffer of `numel` elements: of each parameter in its shape, and of the gaps between them."""
         parts = flat.split_with_sizes(self._lengths)
@@ -229,7 +224,7 @@ def build_layout(
     world_size: int,
     replicas: int = 1,
     *,
-    whole: Collection[str] = (),
+    whole: bool = False,
     turn: int = 0,
 ) -> BucketLayout:
     """Lay parameters of one dtype out in one bucket.
@@ -240,7 +235,7 @@ def build_layout(
             parameters) use the same element offsets and so are aligned as well.
         world_size: Number of equal slices.
         replicas: Ranks that hold the same slice; each slice divides evenly among them as well.
-        whole: Names of parameters that lie inside of one slice each; the bucket's order is then that of its elements.
+        whole: Each parameter lies inside of one slice; segments are then in the order of their elements.
         turn: See `packing.pack`.
 
     Raises:
@@ -249,10 +244,9 @@ def build_layout(
     if len({name for name, _ in named_shapes}) != len(named_shapes):
         raise ValueError(f"a parameter name occurs twice in one bucket: {[name for name, _ in named_shapes]}")
     align = max(1, ALIGN_BYTES // itemsize)
-    if world_size > 1 and any(name in whole for name, _ in named_shapes):
+    if whole and world_size > 1:
         sizes = [round_up(math.prod(shape), align) for _, shape in named_shapes]
-        kept = {position for position, (name, _) in enumerate(named_shapes) if name in whole}
-        placed, length = pack(sizes, kept, world_size, align * replicas, turn)
+        placed, length = pack(sizes, world_size, align * replicas, turn)
         packed = tuple(Segment(named_shapes[p][0], tuple(named_shapes[p][1]), offset) for p, offset in placed)
         return BucketLayout(packed, length * world_size, align, world_size)
     offset, segments = 0, []
@@ -311,7 +305,8 @@ def group_parameters(
     device: torch.device | None = None,
     *,
     everything: bool = False,
-) -> list[tuple[torch.dtype, Sequence[tuple[str, P]]]]:
+    apart: Callable[[str, P], bool] = lambda name, parameter: False,
+) -> list[tuple[torch.dtype, bool, Sequence[tuple[str, P]]]]:
     """Divide the parameters of one unit into buckets.
 
     Args:
@@ -319,20 +314,22 @@ def group_parameters(
         compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
         device: Where those on the meta device become real.
         everything: All are moved there.
+        apart: Says which share no bucket with the others.
 
     Returns:
-        By bucket, in the order of first parameters: the dtype that its parameters take, and its parameters.
+        By bucket, in the order of first parameters: the dtype that its parameters take, whether it is one of those
+        apart, and its parameters.
     """
-    keys: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[tuple[str, P]]] = {}
+    keys: dict[tuple[torch.dtype, bool, torch.dtype, torch.device, bool], list[tuple[str, P]]] = {}
     for name, parameter in parameters:
         target = parameter.dtype
         if compute_dtype is not None and parameter.dtype.is_floating_point:
             target = compute_dtype
         moves = device is not None and (everything or parameter.device.type == "meta")
         place = device if device is not None and moves else parameter.device
-        key = (target, parameter.dtype, place, parameter.requires_grad)
+        key = (target, apart(name, parameter), parameter.dtype, place, parameter.requires_grad)
         keys.setdefault(key, []).append((name, parameter))
-    return [(dtype, named) for (dtype, *_), named in keys.items()]
+    return [(dtype, separate, named) for (dtype, separate, *_), named in keys.items()]
 
 
 def gradient_dtypes(dtype: torch.dtype, precision: PrecisionConfig) -> tuple[torch.dtype, torch.dtype]:

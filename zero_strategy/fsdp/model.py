@@ -35,7 +35,7 @@ from zero_strategy.fsdp.layout import (
     group_parameters,
     placement_for,
 )
-from zero_strategy.fsdp.packing import Packing, stays_whole
+from zero_strategy.fsdp.packing import stays_whole
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher
@@ -346,14 +346,13 @@ class ShardedModel:
     def _step_unfinished(self) -> bool:
         return any(sharded.partially_applied for sharded in self.optimizers)
 
-    def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, Sequence[tuple[str, nn.Parameter]]]]:
-        """Parameters of a unit that share a bucket, and their dtype."""
-        return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves)
+    def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, bool, Sequence[tuple[str, nn.Parameter]]]]:
+        """Parameters of a unit that share a bucket, their dtype, and whether they stay whole."""
 
-    def _packing(self, spec: UnitSpec, named: Sequence[tuple[str, nn.Parameter]]) -> Packing:
-        """Parameters of a bucket that stay whole."""
-        whole = [n for n, p in named if stays_whole(self.config, spec.name, n, p.shape, p.requires_grad)]
-        return {"whole": whole, "turn": self._turns[spec.name]}
+        def whole(name: str, parameter: nn.Parameter) -> bool:
+            return stays_whole(self.config, spec.name, name, parameter.shape, parameter.requires_grad)
+
+        return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves, apart=whole)
 
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Make room in tiers for all weights, master weights and gradients, before anything is built.
@@ -364,10 +363,10 @@ class ShardedModel:
         """
         wanted: dict[ChunkStore, dict[str, VectorSpec]] = {}
         replicas = self.mesh.world_size // self.mesh.shard_size
-        for unit, dtype, named in ((spec, *bucket) for spec in specs for bucket in self._buckets_of(spec)):
+        for unit, dtype, whole, named in ((spec, *bucket) for spec in specs for bucket in self._buckets_of(spec)):
             shapes = [(name, tuple(held_by(parameter).shape)) for name, parameter in named]
-            packed = self._packing(unit, named)
-            layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas, **packed)
+            turn = self._turns[unit.name]
+            layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas, whole=whole, turn=turn)
             first, trainable = layout.segments[0].name, named[0][1].requires_grad
             if self._parameter_store is not None:
                 spec = VectorSpec(layout.slice_numel, dtype)
@@ -406,9 +405,10 @@ class ShardedModel:
                 blank=not initialise and not kept,
                 store=self.optimizer_store,
                 shard_store=self._parameter_store,
-                **self._packing(spec, named),
+                whole=whole,
+                turn=self._turns[spec.name],
             )
-            for dtype, named in self._buckets_of(spec)
+            for dtype, whole, named in self._buckets_of(spec)
             for kept in [any(id(parameter) in real for _, parameter in named)]
         ]
         unit = Unit(spec.name, spec.module, buckets)

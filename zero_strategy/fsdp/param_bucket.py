@@ -12,7 +12,7 @@ refills the same storage object; nothing that autograd holds goes stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -46,6 +46,7 @@ class ParameterBucket:
 
     Attributes:
         parameters: The parameter objects, in bucket order.
+        whole: Each lies inside of one rank's slice.
         parts: What this rank has of each: all of it, but for tensor-parallel ones.
         tensors: What holds these values: the parameters themselves, or what lies in those that are `DTensor`s.
         layout: Where each part lies.
@@ -76,10 +77,10 @@ class ParameterBucket:
         blank: bool = False,
         store: ChunkStore | None = None,
         shard_store: ChunkStore | None = None,
-        whole: Collection[str] = (),
+        whole: bool = False,
         turn: int = 0,
     ) -> None:
-        self.mesh, self.placement, self.dtype = mesh, placement, dtype
+        self.mesh, self.placement, self.dtype, self.whole = mesh, placement, dtype, whole
         parts = {name: part_of(parameter, mesh.tensor.rank) for name, parameter in named_parameters}
         shapes = [(name, part.local_shape) for name, part in parts.items()]
         self.layout: BucketLayout = build_layout(

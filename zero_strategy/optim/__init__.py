@@ -15,6 +15,7 @@ from zero_strategy.optim.fused import (
 )
 from zero_strategy.optim.grad_norm import GradientNorm
 from zero_strategy.optim.loss_scale import LossScaler
+from zero_strategy.optim.matrices import MatrixSplit, split_matrices
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
     "FusedSGD",
     "GradientNorm",
     "LossScaler",
+    "MatrixSplit",
     "ShardedOptimizer",
+    "split_matrices",
 ]
 
 _MEGATRON = ("clip_grad_norm_", "clip_tensors_by_global_norm", "get_global_norm_of_tensors", "get_grad_norm")

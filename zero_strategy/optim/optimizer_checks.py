@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.optim.fused import FusedOptimizer
 
 ELEMENTWISE = (
@@ -55,45 +54,6 @@ def is_elementwise(optimizer: Optimizer, asserted: Sequence[str] = ()) -> bool:
     except TypeError:
         return False
     return not isinstance(optimizer, FusedOptimizer)
-
-
-def is_matrix_optimizer(optimizer: Optimizer, declared: Sequence[str]) -> bool:
-    """True if an optimizer's class, or a base of it, is declared to need whole matrices."""
-    return any(cls.__name__ in declared for cls in type(optimizer).__mro__)
-
-
-def check_matrices(optimizer: Optimizer, model: ShardedModel) -> None:
-    """Raise if an optimizer of matrices holds one that no rank has whole.
-
-    Param groups with `elementwise=True` or `use_muon=False` (of classes that step on other parameters as AdamW does)
-    are left out.
-
-    Raises:
-        ValueError: Naming the parameter, why it is divided, and the way out.
-    """
-    if not model.placement.shard_optimizer:
-        return
-    names = {id(parameter): name for name, parameter in model.names()}
-    for group in optimizer.param_groups:
-        if group.get("elementwise") or not group.get("use_muon", True):
-            continue
-        for parameter in group["params"]:
-            place = model.place(parameter)
-            assert place is not None
-            (bucket, index), name = place, names[id(parameter)]
-            kind = type(optimizer).__name__
-            if bucket.parts[index].dim is not None:
-                raise ValueError(
-                    f"{kind} needs whole matrices, and tensor parallelism divides {name!r}: train it with an "
-                    "elementwise optimizer such as AdamW"
-                )
-            if parameter.requires_grad and parameter.dim() > 1 and bucket.layout.divides(index):
-                raise ValueError(
-                    f"{kind} needs whole matrices, and {name!r} {tuple(parameter.shape)} is divided among ranks: let "
-                    f"matrix_parameters hold a pattern of its name, beside those of the others "
-                    f"({model.config.matrix_parameters or 'all matrices of units below the root'}), or train it with "
-                    "an elementwise optimizer such as AdamW, as is usual for embeddings and heads"
-                )
 
 
 def reason_against(optimizer: Optimizer) -> str | None:

@@ -27,13 +27,9 @@ from zero_strategy.fsdp.shard_storage import ShardStorage, split_pieces
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
+from zero_strategy.optim.matrices import check_matrices, is_matrix_optimizer
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
-from zero_strategy.optim.optimizer_checks import (
-    check_elementwise,
-    check_matrices,
-    is_elementwise,
-    is_matrix_optimizer,
-)
+from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise
 from zero_strategy.optim.streamed import Update
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
@@ -142,8 +138,7 @@ class ShardedOptimizer:
             self._pieces[id(parameter)] = (known[0], found, bucket.master)
             return known[0]
         view = bucket.master.tensor[found.offset : found.offset + found.numel]
-        whole = not bucket.placement.shard_optimizer
-        if shape and (whole or (self._of_matrices and len(shape) > 1 and not bucket.layout.divides(index))):
+        if shape and (bucket.whole or not bucket.placement.shard_optimizer):
             view = view.view(shape)  # all of it is here: show its shape
         if known is None or known[0].data_ptr() != view.data_ptr() or known[0].dtype != view.dtype:
             known = (nn.Parameter(view), found, bucket.master)

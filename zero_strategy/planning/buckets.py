@@ -12,7 +12,7 @@ They are taken from a module on any device, the meta device included, or made of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -199,21 +199,24 @@ Units = Sequence[Sequence[BucketFacts]]
 def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.dtype | None) -> Units:
     """The buckets that an engine would make of a model."""
     replicas = resolved.config.mesh.replicate
+
+    def kept_in(unit: str) -> Callable[[str, ParameterShape], bool]:
+        return lambda name, shape: stays_whole(resolved.config, unit, name, shape.shape, shape.requires_grad)
+
     return [
         [
-            _facts(unit.name, number, dtype, tuple(named), resolved, replicas)
-            for dtype, named in group_parameters(unit.parameters, compute_dtype)
+            _facts(unit.name, number, dtype, whole, tuple(named), resolved, replicas)
+            for dtype, whole, named in group_parameters(unit.parameters, compute_dtype, apart=kept_in(unit.name))
         ]
         for number, unit in enumerate(model.units)
     ]
 
 
 def _facts(
-    unit: str, turn: int, dtype: torch.dtype, named: NamedShapes, resolved: ResolvedConfig, replicas: int
+    unit: str, turn: int, dtype: torch.dtype, whole: bool, named: NamedShapes, resolved: ResolvedConfig, replicas: int
 ) -> BucketFacts:
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
-    whole = [n for n, shape in named if stays_whole(resolved.config, unit, n, shape.shape, shape.requires_grad)]
     shapes = [(name, shape.shape) for name, shape in named]
     layout = build_layout(shapes, dtype.itemsize, resolved.shard, replicas, whole=whole, turn=turn)
     owner = Owner(unit, tuple(segment.name for segment in layout.segments))
@@ -586,6 +589,7 @@ _STATES: dict[str, tuple[int, int]] = {
     "asgd": (1, 3),
     "lamb": (2, 1),
     "lion": (1, 0),
+    "muon": (1, 0),
     "nadam": (2, 2),
     "radam": (2, 1),
     "rmsprop": (1, 1),
