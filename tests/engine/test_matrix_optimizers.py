@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 from tests.engine.nets import loss_of, net, seeded
 from tests.engine.trainings import DEFAULTS, PlainTraining, Setting, play
 from tests.launcher import Launcher
+from tests.pipeline import test_engine as pipelines
 from zero_strategy import ZeroEngine
 from zero_strategy.config import UnitsConfig
 from zero_strategy.fsdp.packing import pack
 from zero_strategy.optim import split_matrices
+from zero_strategy.pipeline.engine import PipelineEngine
 
 MUON = {"matrix_optimizers": ["Muon"]}
 
@@ -111,6 +114,60 @@ def test_an_own_class_of_matrices_and_others(ranks: Launcher) -> None:
     settings = [Setting(each.stage, each.order, {"matrix_optimizers": ["Whitening"]}) for each in DEFAULTS]
     for wrong in ranks(2)(play, with_own_class, settings):
         assert not wrong
+
+
+def in_low_precision(stage: int, dtype: torch.dtype, masters: bool) -> dict[str, Tensor]:
+    model = net()
+    options = {"units": {"min_numel": 0}, "precision": {"master_weights": masters}, "fused_optimizers": False, **MUON}
+    engine = ZeroEngine(model, {"stage": stage, **options}, compute_dtype=dtype)
+    matrices, others = split(model)
+    optimizers = [Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, foreach=False)]
+    engine.attach(*optimizers)
+    for number in range(3):
+        torch.manual_seed(10 * number + dist.get_rank())
+        engine.scale_loss(loss_of(model(torch.randn(2, 6).to(dtype)).float())).backward()
+        for optimizer in optimizers:
+            engine.unscale_gradients(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = engine.full_state_dict()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype, masters", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
+def test_low_precision_is_that_of_stage_0(ranks: Launcher, dtype: torch.dtype, masters: bool) -> None:
+    wanted = ranks(2)(in_low_precision, 0, dtype, masters)[0]
+    for stage in (1, 2, 3):
+        for found in ranks(2)(in_low_precision, stage, dtype, masters):
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def in_a_pipeline(case: pipelines.Case) -> dict[str, Tensor]:
+    module = pipelines.module_of(case)
+    blocks = [p for name, p in module.named_parameters() if name.endswith((".up.weight", ".down.weight"))]
+    kept = set(map(id, blocks))
+    optimizers = [
+        Muon(blocks, lr=0.02),
+        torch.optim.AdamW([p for p in module.parameters() if id(p) not in kept], lr=0.01, foreach=False),
+    ]
+    patterns: dict[str, Any] = {"matrix_parameters": ["*.up.weight", "*.down.weight"], "fused_optimizers": False}
+    patterns |= {"gradient_reduction": "per_micro_batch"}  # one order of sums: rounding grows in Newton-Schulz
+    engine = PipelineEngine(module, {**pipelines.config_of(case), **MUON, **patterns})
+    engine.attach(*optimizers)
+    for number in range(3):
+        engine.forward_backward(pipelines.batches(number, case.micro_batches, module.mpu().data_parallel_id))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_stages_of_a_pipeline(ranks: Launcher, zero: int) -> None:
+    wanted = ranks(4)(in_a_pipeline, pipelines.Case(2, 2, 0))[0]
+    for found in ranks(4)(in_a_pipeline, pipelines.Case(2, 2, zero)):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # ------------------------------------------------------------------------------------- bytes and messages

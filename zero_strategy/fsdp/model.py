@@ -6,6 +6,7 @@ It is the one object that knows where every parameter lies.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -180,6 +181,10 @@ class UpdatingOptimizer(Protocol):
     def reduction_begins(self) -> None: ...
 
 
+_MUCH_PADDING = 1.25
+"""Elements of slices over those of their matrices from which on a warning is due."""
+
+
 class ShardedModel:
     """Units, buckets and the machinery that moves them, for one module.
 
@@ -259,6 +264,7 @@ class ShardedModel:
         del self._constructions
         register(module.parameters(), self)
         self._share_buffers()
+        self._tell_padding()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self._places = {
             id(parameter): (bucket, index)
@@ -414,6 +420,20 @@ class ShardedModel:
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole
         return unit
+
+    def _tell_padding(self) -> None:
+        """Warn where matrices that stay whole divide badly into slices."""
+        packed = [bucket.layout for unit in self.units for bucket in unit.buckets if bucket.whole]
+        elements = sum(segment.numel for layout in packed for segment in layout.segments)
+        padded = sum(layout.numel for layout in packed)
+        if elements and padded > _MUCH_PADDING * elements and self.mesh.world_group.rank == 0:
+            warnings.warn(
+                f"matrices that stay whole for {', '.join(self.config.matrix_optimizers)} divide badly among "
+                f"{self.mesh.shard_size} ranks: slices are padded to {padded / elements:.2f} times their elements, "
+                "in memory and in messages. Shard among fewer ranks (mesh.replicate), or make larger units "
+                "(units.classes)",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
