@@ -37,6 +37,8 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "reshard_after_forward": ("stage 3: free gathered parameters between forward and backward", "false"),
     "reshard_after_backward": ("stage 3: free them after backward; false: keep them until an optimizer steps", "false"),
     "nonfinite_gradients": ("a step whose gradients are not all finite is taken, skipped, or an error", "skip"),
+    "matrix_optimizers": ("optimizers that need whole matrices, which then lie on one rank each", "[Muon]"),
+    "matrix_parameters": ("patterns of the names of these matrices", '["*.mlp.*.weight"]'),
     "elementwise_optimizers": ("own optimizers that treat every element by itself, and are not tried", "[MyAdam]"),
     "fused_optimizers": ("step torch's Adam, AdamW, SGD and Adagrad with the fused ops", "false"),
     "timeout_seconds": ("time limit of a collective of the process group", "600"),

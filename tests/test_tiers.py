@@ -43,7 +43,7 @@ FEATURES = {
     "guides/notebooks.md": ["integrations/test_registration.py"],
     "guides/offloading.md": ["engine/test_offload.py"],
     "guides/ops.md": ["ops/test_functions.py", "transformer/test_layer.py"],
-    "guides/optimizers.md": ["engine/test_optimizers.py"],
+    "guides/optimizers.md": ["engine/test_optimizers.py", "engine/test_matrix_optimizers.py"],
     "guides/other_checkpoints.md": [
         "checkpoint/interop/test_deepspeed.py", "checkpoint/interop/test_universal.py", "checkpoint/test_commands.py",
     ],

@@ -20,7 +20,7 @@ from tests.pipeline import test_engine as pipelines
 from zero_strategy import ZeroEngine
 from zero_strategy.config import UnitsConfig
 from zero_strategy.fsdp.packing import pack
-from zero_strategy.optim import split_matrices
+from zero_strategy.optim import MuonAdamW, split_matrices
 from zero_strategy.pipeline.engine import PipelineEngine
 
 MUON = {"matrix_optimizers": ["Muon"]}
@@ -97,6 +97,45 @@ class Whitening(Optimizer):
                     p.sub_((u @ v).float(), alpha=group["lr"])
                 else:
                     p.sub_(momentum.sign(), alpha=group["lr"])
+
+
+def as_one(training: PlainTraining, one: bool) -> None:
+    """One optimizer or two; the state is that of a parameter either way."""
+    model = net()
+    training.shard(model)
+    found = split_matrices(model, ["blocks.*.weight"])
+    options: dict[str, dict[str, Any]] = {"muon": {"lr": 0.02}, "adamw": {"lr": 0.01, "foreach": False}}
+    if one:
+        optimizer = MuonAdamW(found, **options)
+        training.attach(optimizer)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    else:
+        training.attach(Muon(found.matrices, **options["muon"]), torch.optim.AdamW(found.others, **options["adamw"]))
+    for step in range(3):
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.step()
+        training.zero_grad()
+        for group in training.optimizers[-1].param_groups[-1:] + training.optimizers[0].param_groups[:1]:
+            if not one:
+                group["lr"] = options["muon" if "ns_steps" in group else "adamw"]["lr"] / (2 + step)
+        if one:
+            schedule.step()
+
+
+def test_muon_and_adamw_as_one_optimizer(ranks: Launcher) -> None:
+    settings = [Setting(each.stage, each.order, {"matrix_optimizers": ["MuonAdamW"]}) for each in DEFAULTS]
+    for wrong in ranks(2)(play, partial(as_one, one=True), settings):
+        assert not wrong
+    both = [weights_of(one) for one in (True, False)]
+    assert all(map(torch.equal, *both))
+    with pytest.raises(ValueError, match="no matrices"):
+        MuonAdamW(split_matrices(nn.Linear(2, 2)))
+
+
+def weights_of(one: bool) -> list[Tensor]:
+    training = PlainTraining(Setting(0, "per_step"))
+    as_one(training, one)
+    return [parameter.detach() for parameter in training.module.parameters()]
 
 
 def with_own_class(training: PlainTraining) -> None:

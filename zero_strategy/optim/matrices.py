@@ -2,7 +2,8 @@
 
     split = split_matrices(model)
     print(split)
-    muon = torch.optim.Muon(split.matrices, lr=0.02)
+    optimizer = MuonAdamW(split, muon={"lr": 0.02}, adamw={"lr": 3e-4})      # one optimizer, for Trainers
+    muon = torch.optim.Muon(split.matrices, lr=0.02)                         # or two
     adamw = torch.optim.AdamW(split.others, lr=3e-4)
 
 `fsdp.packing` lets each matrix lie in one rank's slice, its owner's, if `matrix_optimizers` names the class.
@@ -10,10 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,12 +40,12 @@ class MatrixSplit:
 
     @property
     def matrices(self) -> list[nn.Parameter]:
-        """What the matrix optimizer takes."""
+        """Parameters of the matrix optimizer."""
         return list(self.named_matrices.values())
 
     @property
     def others(self) -> list[nn.Parameter]:
-        """What the other optimizer takes."""
+        """Parameters of the other optimizer."""
         return list(self.named_others.values())
 
     def __str__(self) -> str:
@@ -84,6 +87,47 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
 
     matrices = {name: parameter for name, parameter in trained.items() if is_matrix(name, parameter)}
     return MatrixSplit(matrices, {name: each for name, each in trained.items() if name not in matrices})
+
+
+class MuonAdamW(Optimizer):
+    """Muon for hidden matrices and AdamW for all else, in torch's own code: one optimizer of two param groups.
+
+    Args:
+        split: The parameters, see `split_matrices`.
+        muon: Options of `torch.optim.Muon`.
+        adamw: Options of `torch.optim.AdamW`.
+
+    Raises:
+        ValueError: If an option is none of theirs, or one of the two would have no parameters.
+    """
+
+    def __init__(
+        self, split: MatrixSplit, *, muon: Mapping[str, Any] | None = None, adamw: Mapping[str, Any] | None = None
+    ) -> None:
+        for what, parameters in (("matrices", split.matrices), ("other parameters", split.others)):
+            if not parameters:
+                raise ValueError(f"there are no {what}: take one of torch.optim.Muon and torch.optim.AdamW alone")
+        self._inner: list[Optimizer] = [
+            torch.optim.Muon(split.matrices, **(muon or {})),
+            torch.optim.AdamW(split.others, **(adamw or {})),
+        ]
+        groups = [group for inner in self._inner for group in inner.param_groups]
+        for group, use_muon in zip(groups, (True, False), strict=True):
+            group["use_muon"] = use_muon
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for inner, use_muon in zip(self._inner, (True, False), strict=True):
+            inner.param_groups = [group for group in self.param_groups if group["use_muon"] == use_muon]
+            inner.state = self.state
+            inner.step()
+        return loss
 
 
 def is_matrix_optimizer(optimizer: Optimizer, declared: Sequence[str]) -> bool:
