@@ -112,6 +112,8 @@ DEFAULTS = {
     "diagnostics.measure_peak": False,
     "diagnostics.log": True,
     "elementwise_optimizers": [],
+    "matrix_optimizers": [],
+    "matrix_parameters": [],
     "fused_optimizers": True,
     "timeout_seconds": 1800.0,
     "barrier_seconds": 60.0,

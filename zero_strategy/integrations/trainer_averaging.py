@@ -16,6 +16,7 @@ Lightning's own keys, so that a run with DDP goes on with them, and the other wa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.checkpoint_dict import AVERAGING_STATE, take_part, untouched, whole
-from zero_strategy.optim.averaging import Blend, WeightAverage, equal_blend
+from zero_strategy.optim.averaging import Blend, ExponentialBlend, WeightAverage, equal_blend
 
 _NAMESPACES = ("lightning.", "pytorch_lightning.")
 _CURRENT = "current_model_state"
@@ -67,7 +68,9 @@ class ShardedAverage:
         """The function of `AveragedModel`; its own differs between devices."""
         multi = self._multi
         if multi is None and self._avg_fn is not None:
-            return lambda average, weights, updates: self._avg_fn(average, weights, updates)
+            return _exponential(self._avg_fn) or (
+                lambda average, weights, updates: self._avg_fn(average, weights, updates)
+            )
         if multi is None and device.type == "cpu":
             return equal_blend
         multi = multi or get_swa_multi_avg_fn()
@@ -103,6 +106,16 @@ class ShardedAverage:
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def _exponential(avg_fn: Any) -> ExponentialBlend | None:
+    """The blend of `torch.optim.swa_utils.get_ema_avg_fn`, which a fused op carries out; None: it is another."""
+    decay = inspect.getclosurevars(avg_fn).nonlocals.get("decay") if inspect.isfunction(avg_fn) else None
+    if not isinstance(decay, float) or not 0 <= decay < 1:
+        return None
+    random, found = torch.Generator().manual_seed(0), ExponentialBlend(decay)
+    arguments = (torch.randn(1000, generator=random), torch.randn(1000, generator=random), torch.tensor(3))
+    return found if torch.equal(found(*arguments), avg_fn(*arguments)) else None
 
 
 class OnShards:

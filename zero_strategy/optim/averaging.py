@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zero_strategy import ops
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.model import ShardedModel
@@ -196,12 +197,31 @@ class WeightAverage:
         self._model.moved.check("an update of the average", (MASTERS, PARAMETERS))
         self._model.follow_edits()
         count = torch.tensor(self.updates)
+        fused = self._fused()
+        if fused:
+            decay = self._blend.decay_after(self.updates) if isinstance(self._blend, ExponentialBlend) else 0.0
+            averages, weights = [average.values for _, average in fused], [bucket.master.values for bucket, _ in fused]
+            ops.axpby_(averages, weights, averages, decay, 1 - decay)
+        done = {id(bucket) for bucket, _ in fused}
         for bucket, average in self._averaged():
-            for start, stop in _ranges(bucket.master):
+            for start, stop in _ranges(bucket.master) if id(bucket) not in done else ():
                 self._blend_range(bucket.master, average, start, stop, count)
         for name, buffer in self._named_buffers():
             self._blend_buffer(name, buffer, count)
         self.updates += 1
+
+    def _fused(self) -> list[tuple[ParameterBucket, ShardStorage]]:
+        """Buckets whose averages a fused op updates in one pass: exponential ones of float32, in memory."""
+        if not self.updates or not isinstance(self._blend, ExponentialBlend):
+            return []
+        found = []
+        for bucket, average in self._averaged():
+            kept, weights = average.tensor, bucket.master.tensor
+            if kept is None or weights is None or kept.device != weights.device:
+                continue
+            if kept.dtype == weights.dtype == torch.float32 and ops.ensure(kept.device.type).path is not None:
+                found.append((bucket, average))
+        return found
 
     def _blend_range(self, master: ShardStorage, average: ShardStorage, start: int, stop: int, count: Tensor) -> None:
         old = average.read(start, stop)
