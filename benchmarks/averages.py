@@ -84,12 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--contenders", default="stage 0,stage 1,stage 2,stage 3,ddp", help="of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     dist.init_process_group("gloo")
     dtype, shape = getattr(torch, options.dtype), (options.length, options.model)
     found = {}
-    for name in ("stage 0", "stage 1", "stage 2", "stage 3", "ddp"):
+    for name in options.contenders.split(","):
         made = ddp(dtype, *shape) if name == "ddp" else ours(int(name[-1]), dtype, *shape)
         found[name] = measure(made, options.rounds, options.batch, options.length)
         del made
