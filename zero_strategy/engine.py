@@ -816,6 +816,8 @@ class ZeroEngine:
 
     def _load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool) -> StateReader:
         self.model.moved.check("loading a checkpoint")
+        if self.average is not None:
+            self.average.check_not_shown("loading a checkpoint")
         self.saver.wait()
         reader = self._reader(source)
         with self.mesh.observed.span("load"):

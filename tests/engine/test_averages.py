@@ -351,12 +351,14 @@ def misused(path: str) -> list[str]:
     engine, optimizer = made(3, {})
     average = engine.average_weights(0.5)
     step(engine, optimizer, 0)
+    engine.save(path)
     said = []
     calls: list[Callable[[], object]] = [
         lambda: step(engine, optimizer, 1),
         average.update,
         lambda: engine.save(path),
         average.close,
+        lambda: engine.load(path),
     ]
     for call in calls:
         with average.applied(), pytest.raises(RuntimeError) as caught:
@@ -380,6 +382,7 @@ def test_misuse_is_refused_by_name(ranks: Launcher, tmp_path: Path) -> None:
             "an update of the average",
             "saving optimizer state",
             "giving up the average",
+            "loading a checkpoint",
         ]
 
 

@@ -25,7 +25,9 @@ from tests.integrations.with_transformers.training import (
 )
 from tests.launcher import Launcher
 from tests.warm import run_warm
+from zero_strategy.config import UnitsConfig
 from zero_strategy.integrations.transformers import ZeroTrainer
+from zero_strategy.optim import MuonAdamW, split_matrices
 
 STAGES = {"gpt2": [1, 2, 3], "llama": [3], "bert": [2, 3], "t5": [1, 3]}
 RELOAD = """
@@ -275,3 +277,21 @@ def refused(folder: str) -> str:
 def test_two_ways_of_sharding_are_refused(ranks: Launcher, tmp_path: Path) -> None:
     for message in ranks(2, timeout=120)(refused, str(tmp_path)):
         assert "fsdp" in message and "zero_config" in message
+
+
+def with_muon(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    options = {"matrix_optimizers": ["MuonAdamW"], "fused_optimizers": False, "gradient_reduction": "per_micro_batch"}
+    with fresh_state():
+        trainer = trainer_of(stage, "llama", Path(folder), zero=options)
+        split = split_matrices(trainer.model, units=UnitsConfig(min_numel=0))
+        assert len(split.matrices) == 14 and len(split.others) == 7
+        trainer.optimizer = MuonAdamW(split, muon={"lr": 0.02}, adamw={"lr": 1e-2})
+        trainer.train()
+        return whole(trainer)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_muon(ranks: Launcher, tmp_path: Path, stage: int) -> None:
+    wanted = ranks(2)(with_muon, 0, str(tmp_path / "plain"))[0]
+    for found in ranks(2)(with_muon, stage, str(tmp_path / "ours")):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
