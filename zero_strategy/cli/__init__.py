@@ -28,9 +28,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero_strategy.cli.accelerate_config import add_accelerate_config_command, run_accelerate_config_command
 from zero_strategy.cli.checkpoint import add_checkpoint_commands, run_checkpoint_command
-from zero_strategy.cli.config import add_config_commands, run_config_command
+from zero_strategy.cli.config import (
+    add_accelerate_config_command,
+    add_config_commands,
+    run_accelerate_config_command,
+    run_config_command,
+)
 from zero_strategy.cli.doctor import add_doctor_command, run_doctor_command
 from zero_strategy.cli.plan import add_plan_command, run_plan_command
 from zero_strategy.cli.report import add_report_commands, run_report_command

@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from zero_strategy.cli import main
-from zero_strategy.cli.accelerate_config import launch_file
+from zero_strategy.cli.config import launch_file
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
