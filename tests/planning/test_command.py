@@ -172,7 +172,7 @@ def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
         (("--params", "7e9", "--layers", "32"), "both of --layers and --hidden"),
         (("--params", "1e9", "--layers", "32", "--hidden", "4096"), r"more than --params 1e\+09; give --vocabulary"),
         (("--params", "0.5"), "--params is 0.5"),
-        (("--params", "1e8", "--optimizer", "Muon"), "'Muon' is not known.*--optimizer-bytes"),
+        (("--params", "1e8", "--optimizer", "Sophia"), "'Sophia' is not known.*--optimizer-bytes"),
         (("--params", "1e8", "--optimizer", "SGD", "--optimizer-bytes", "4"), "give one of them"),
         (("--params", "1e8", "--world", "4", "--replicate", "3"), "mesh.replicate is 3"),
         (("--params", "1e8", "--world", "4", "--rank", "4"), "rank 4 is not one of 4 ranks"),
