@@ -418,7 +418,8 @@ class ZeroEngine:
             decay: Of an exponential moving average; None: the mean of all updates (SWA).
             every_n_steps: Optimizer steps from one update to the next; 0: only its `update()` updates it.
             start_step: Steps that are taken before the first update.
-            warmup, bias_correction: See `ExponentialBlend`.
+            warmup: See `ExponentialBlend`.
+            bias_correction: See `ExponentialBlend`.
             blend: A function of your own instead of these, see `Blend`.
             buffers: Average the module's buffers, too; False: copy them at each update; None: the average has none.
             device: Where it lies, for state that is in memory; default: beside the weights.

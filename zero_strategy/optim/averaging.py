@@ -235,9 +235,7 @@ class WeightAverage:
             return
         values = buffer.detach().to(average.dtype)
         if self.updates and self._averages_buffers and values.numel():
-            dtype = torch.promote_types(
-                average.dtype, torch.float32
-            )  # averages of whole numbers are cut off, as torch's
+            dtype = torch.promote_types(average.dtype, torch.float32)  # whole numbers are cut off below, as by torch
             values = self._blend(average.to(dtype), values.to(dtype), count.to(average.device))
         average.copy_(values)
 
