@@ -67,7 +67,7 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
         units: The setting `units`, where it is not the default.
 
     Raises:
-        ValueError: If a pattern matches no trained parameter of two dimensions.
+        ValueError: If there is none, or a pattern matches no trained parameter of two dimensions.
     """
     chosen = units or UnitsConfig()
     owners = {
@@ -86,6 +86,12 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
         return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else owners[name] != ""
 
     matrices = {name: parameter for name, parameter in trained.items() if is_matrix(name, parameter)}
+    if not matrices:
+        raise ValueError(
+            "no trained matrix is in a unit below the root: units are the repeated members of containers, of at least "
+            f"units.min_numel={chosen.min_numel} elements each. Give patterns of the names of matrices, here and as "
+            f"matrix_parameters; names are {list(trained)[:5]} ..."
+        )
     return MatrixSplit(matrices, {name: each for name, each in trained.items() if name not in matrices})
 
 
