@@ -128,7 +128,7 @@ def test_muon_and_adamw_as_one_optimizer(ranks: Launcher) -> None:
         assert not wrong
     both = [weights_of(one) for one in (True, False)]
     assert all(map(torch.equal, *both))
-    with pytest.raises(ValueError, match="no trained matrix is in a unit below the root.*matrix_parameters"):
+    with pytest.raises(ValueError, match=r"no trained matrix is in a unit below the root.*matrix_parameters"):
         split_matrices(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no other parameters"):
         MuonAdamW(split_matrices(nn.Linear(2, 2, bias=False), ["weight"]))
