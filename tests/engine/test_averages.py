@@ -216,6 +216,33 @@ def test_a_checkpoint_goes_on_at_any_stage_and_number_of_ranks(
         assert differing(found[0], average) == [] and differing(found[1], weights) == [] and found[2] == updates == 3
 
 
+def frozen_when_saved(stage: int, path: str) -> list[str]:
+    """The head is frozen until the save, and trained by who loads, before whom it had other values."""
+    for frozen in (True, False):
+        model = seeded(Normed)
+        model.net.head.requires_grad_(not frozen)
+        if not frozen:
+            torch.nn.init.ones_(model.net.head.weight)
+        engine = ZeroEngine(model, {"stage": stage})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        engine.attach(optimizer)
+        average = engine.average_weights(0.5)
+        if frozen:
+            step(engine, optimizer, 0)
+            engine.save(path)
+            wanted = shown(engine, average)
+        else:
+            engine.load(path)
+            found = shown(engine, average)
+        engine.close()
+    return differing(found, wanted) if dist.get_rank() == 0 else []  # statistics are those of rank 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_frozen_is_averaged_from_the_loaded_weights_on(ranks: Launcher, tmp_path: Path, stage: int) -> None:
+    assert ranks(2)(frozen_when_saved, stage, str(tmp_path / "c")) == [[], []]
+
+
 def without_the_other(stage: int, path: str, kept: bool) -> list[str]:
     """Save with or without an average, load without or with one."""
     engine, optimizer = made(stage, {})

@@ -101,6 +101,8 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
     wanted: list[Wanted] = []
 
     def want() -> None:
+        if engine.average is not None:
+            engine.average.restart()  # what the checkpoint has no average of begins with the weights that are loaded
         for number, sharded in enumerate(engine.optimizers):
             groups = sharded.optimizer.param_groups
             reader.name_parameters(str(number), [names[id(p)] for group in groups for p in group["params"]])

@@ -131,18 +131,17 @@ class TrainerCheckpoints(_Base):
         if self.engine is not None:  # names the ranks that do not come, where a broadcast would wait for them
             self.engine.mesh.barrier.wait_for_all("Trainer.save_checkpoint()")
         path = str(self.broadcast(os.fspath(filepath)))
-        rest = dict(checkpoint)
-        weights, states = rest.pop("state_dict"), rest.pop("optimizer_states", None)
-        engine_writes = self.engine is not None and untouched(weights) and all(map(untouched, states or []))
-        asked = self._whole_files or self.config.checkpoint.format == "file"
-        if asked or not engine_writes:
-            if not asked:
+        if self.saves_whole_files(checkpoint):
+            if not self._asks_for_whole_files:
                 _warn(
                     f"{path}: a hook changed the weights or the optimizer state to be saved, so they are gathered on "
                     "rank 0 and saved as one whole file"
                 )
             self._save_whole(checkpoint, filepath, storage_options)
             return
+        rest = dict(checkpoint)
+        del rest["state_dict"]
+        states = rest.pop("optimizer_states", None)
         check_options(path, storage_options)
         assert self.engine is not None
         background = self._in_background(path)
@@ -160,7 +159,11 @@ class TrainerCheckpoints(_Base):
         """True if a checkpoint dict is saved as one whole file, as far as is known before all hooks have seen it."""
         states = [checkpoint.get("state_dict"), *checkpoint.get("optimizer_states", ())]
         engine_writes = self.engine is not None and all(state is None or untouched(state) for state in states)
-        return self._whole_files or self.config.checkpoint.format == "file" or not engine_writes
+        return self._asks_for_whole_files or not engine_writes
+
+    @property
+    def _asks_for_whole_files(self) -> bool:
+        return self._whole_files or self.config.checkpoint.format == "file"
 
     def _save_whole(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any) -> None:
         """One file, with all in the host memory of rank 0; the others hold a unit at a time."""
