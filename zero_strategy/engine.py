@@ -54,6 +54,7 @@ from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.grad_norm import GradientStats, OwnGradients, global_norm
 from zero_strategy.optim.loss_scale import IGNORE, NonfiniteSteps
+from zero_strategy.optim.muon import tell_shared_buckets
 from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
 from zero_strategy.planning.held import ledger_of
 from zero_strategy.planning.ledger import Ledger
@@ -354,6 +355,7 @@ class ZeroEngine:
             check_twice(attached, self.model.names())
         names = ((name, parameter) for name, parameter in self.model.names() if id(parameter) not in self.untrained)
         check_all_held(attached, names)
+        tell_shared_buckets(attached, self.model)
         self._checked = self._group_sizes()
 
     def _check_observed(self) -> None:

@@ -11,7 +11,7 @@ and must come after what streams do there by waits of the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -253,6 +253,20 @@ class RecordedCollectives(Collectives):
             return self._queue("reduce_scatter", [flat], [total])
 
         return Job(run, None if factor == 1.0 else lambda: total.mul_(factor))
+
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
+        """See `Collectives`."""
+        sent, wanted = (
+            [each for rank, each in enumerate(all_of) if rank != self.rank] for all_of in (outgoing, incoming)
+        )
+
+        def run() -> RecordedWork:
+            with torch.utils._python_dispatch._disable_current_modes():
+                for tensor in wanted:
+                    tensor.fill_(0.1)
+            return self._queue("all_to_all", sent, wanted)
+
+        return Job(run)
 
     def _queue(self, what: str, read: list[Tensor], written: list[Tensor]) -> RecordedWork:
         self.stream.wait_stream(self.recorder.current())

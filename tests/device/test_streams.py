@@ -28,6 +28,7 @@ from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
+from zero_strategy.optim import muon, split_matrices
 from zero_strategy.optim.streamed import StreamedStep
 
 CPU = torch.device("cpu")
@@ -48,22 +49,32 @@ def device(world: int = 2) -> Iterator[Recorder]:
 
 
 def train(
-    recorder: Recorder, micro: int = 1, width: int = 6, dtype: torch.dtype | None = None, **settings: Any
+    recorder: Recorder,
+    micro: int = 1,
+    width: int = 6,
+    dtype: torch.dtype | None = None,
+    matrices: bool = False,
+    **settings: Any,
 ) -> None:
     """Three steps of training; notes are taken of forward, backward and step."""
     model = seeded(Transformer, 3, 64) if width > 6 else net(depth=4)
     engine = ZeroEngine(model, load_config(units={"min_numel": 0}, watchdog="off", **settings), compute_dtype=dtype)
     if "activations" in settings.get("offload", ()):  # on the CPU they are where they are to go
         engine.activations.store = offload.ActivationStore(CPU, model_storages(engine.model))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine.attach(optimizer)
+    found = split_matrices(model)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(model.parameters(), fused=True)]
+    if matrices:
+        optimizers = [torch.optim.Muon(found.matrices), torch.optim.AdamW(found.others, fused=True)]
+    engine.attach(*optimizers)
     with recorder:
         for _ in range(3):
             for _ in range(micro):
                 shape = (4, 16, width) if width > 6 else (4, width)
                 loss_of(model(torch.ones(shape, dtype=dtype)).float()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not matrices or engine.counters.calls["all_to_all"]
     engine.close()
 
 
@@ -99,6 +110,17 @@ def test_offloaded_state_waits_as_it_has_to(settings: dict[str, Any], dtype: tor
     with device() as recorder:
         train(recorder, micro=2, dtype=dtype, **settings)
     assert not recorder.races
+
+
+@pytest.mark.parametrize("settings", PLACEMENTS[:3], ids=str)
+def test_matrices_wait_for_each_other_as_they_have_to(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "_ROUND_NUMEL", 1)  # several rounds, one of which is under way beside another
+    with device() as recorder:
+        train(recorder, width=64, matrices=True, matrix_parameters=["*.weight"], **settings)
+    assert not recorder.races
+    assert not recorder.syncs
 
 
 ACTIVATIONS = {"stage": 3, "activation_checkpointing": "selective", "offload": {"activations": "cpu"}}
@@ -277,6 +299,12 @@ def inputs_freed_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Recorder, "keep", kept_if_dense)
 
 
+def matrices_used_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
+    """The owner does not wait for the other ranks' parts of directions."""
+    wait = PendingWork.wait
+    patch.setattr(PendingWork, "wait", lambda self: None if "all_to_all" in self._kinds else wait(self))
+
+
 STAGE_2, STAGE_3, ON_HOST = {"stage": 2}, {"stage": 3, "prefetch": 1}, OFFLOADED[0]
 DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], None]]] = [
     (no_wait_for_gathers, partial(train, **STAGE_3)),
@@ -295,6 +323,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
     (activations_used_before_they_are_back, partial(train, width=64, **ACTIVATIONS)),
     (activations_freed_while_they_leave, partial(train, width=64, **ACTIVATIONS)),
     (inputs_freed_while_they_are_read, keep_inputs),
+    (matrices_used_before_they_are_there, partial(train, width=64, matrices=True, **STAGE_2)),
 ]
 
 

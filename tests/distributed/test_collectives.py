@@ -279,3 +279,41 @@ def test_each_rank_of_a_save_is_watched_and_each_watches_few() -> None:
     watched = Counter(other for board in boards for other in board._neighbours())
     assert set(watched) == set(range(world)) and sum(watched.values()) <= 10 * world
     assert SaveBoard(1, 4, 5.0, "t", object())._neighbours() == [0, 2, 3]
+
+
+def exchanged(numel: int, dtype: torch.dtype) -> tuple[list[str], CommunicationCounters]:
+    """Messages of any sizes, some of them empty, of `numel` elements at most."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    counters = CommunicationCounters()
+    group = Communicator(dist.group.WORLD, counters)
+
+    def size(source: int, target: int) -> int:
+        return 0 if source == target else numel * ((source + 2 * target) % world) // max(1, world - 1)
+
+    def message(source: int, target: int) -> Tensor:
+        return filled(10 * source + target, size(source, target), dtype)
+
+    wrong = []
+    for _ in range(2):  # one under way beside the other
+        pending = []
+        for _ in range(2):
+            incoming = [torch.empty(size(other, rank), dtype=dtype) for other in range(world)]
+            outgoing = [message(rank, other) for other in range(world)]
+            pending.append((group.all_to_all(outgoing, incoming, numel), incoming))
+        for work, incoming in pending:
+            work.wait()
+            wrong += [str(r) for r, values in enumerate(incoming) if not same(values, message(r, rank))]
+    sent = sum(size(rank, other) for other in range(world))
+    assert counters.elements["all_to_all"] == 4 * sent and counters.bytes["all_to_all"] == 4 * sent * dtype.itemsize
+    group.close()
+    return wrong, counters
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_messages_of_any_sizes_to_all(ranks: Launcher, world: int) -> None:
+    for numel in (7, 300_000):  # by gloo, and by shared memory in several rounds
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            for wrong, counters in ranks(world)(exchanged, numel, dtype):
+                assert not wrong and counters.calls["all_to_all"] == 4
+    for wrong, _ in ranks(world, env={"ZERO_STRATEGY_SHARED_MEMORY": "0"})(exchanged, 300_000, torch.float32):
+        assert not wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from zero_strategy import ZeroEngine
 from zero_strategy.config import UnitsConfig
 from zero_strategy.fsdp.packing import pack
 from zero_strategy.optim import MuonAdamW, split_matrices
+from zero_strategy.optim.muon import Matrix, owners, rounds
 from zero_strategy.pipeline.engine import PipelineEngine
 
 MUON = {"matrix_optimizers": ["Muon"]}
@@ -52,18 +54,31 @@ def trained(training: PlainTraining, accumulation: int, clip: bool) -> None:
         training.zero_grad()
 
 
-SETTINGS = [Setting(setting.stage, setting.order, MUON) for setting in DEFAULTS]
+def settings(options: dict[str, Any]) -> list[Setting]:
+    return [Setting(setting.stage, setting.order, options) for setting in DEFAULTS]
 
 
 @pytest.mark.parametrize("accumulation, clip", [(1, False), (3, False), (1, True), (2, True)])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_muon_has_the_bits_of_plain_torch(ranks: Launcher, world: int, accumulation: int, clip: bool) -> None:
     script = partial(trained, accumulation=accumulation, clip=clip)
-    for wrong in ranks(world)(play, script, SETTINGS):
+    for wrong in ranks(world)(play, script, settings({})):
+        assert not wrong
+
+
+LAYOUTS = {"apart": {"matrix_parameters": ["blocks.*"]}, "whole on one rank": MUON}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_muon_in_buckets_of_its_own(ranks: Launcher, world: int, layout: str) -> None:
+    for wrong in ranks(world)(play, partial(trained, accumulation=2, clip=True), settings(LAYOUTS[layout])):
         assert not wrong
 
 
 FURTHER = {
+    "copies, in slices": (4, Setting(3, "per_micro_batch", {"mesh": {"replicate": 2}})),
+    "three ranks, in slices": (3, Setting(2, "per_micro_batch", {})),
     "copies": (4, Setting(3, "per_micro_batch", {**MUON, "mesh": {"replicate": 2}})),
     "kept whole": (2, Setting(3, "per_micro_batch", {**MUON, "reshard_after_backward": False})),
     "three ranks": (3, Setting(2, "per_micro_batch", MUON)),
@@ -74,7 +89,7 @@ FURTHER = {
 @pytest.mark.parametrize("case", FURTHER)
 def test_muon_on_other_meshes_and_settings(ranks: Launcher, case: str) -> None:
     world, setting = FURTHER[case]
-    tolerance = 1e-6 if case == "copies" else 0.0  # whose sums over ranks have another order
+    tolerance = 1e-6 if case.startswith("copies") else 0.0  # whose sums over ranks have another order
     for wrong in ranks(world)(play, partial(trained, accumulation=2, clip=False), [setting], tolerance=tolerance):
         assert not wrong
 
@@ -123,12 +138,13 @@ def as_one(training: PlainTraining, one: bool) -> None:
 
 
 def test_muon_and_adamw_as_one_optimizer(ranks: Launcher) -> None:
-    settings = [Setting(each.stage, each.order, {"matrix_optimizers": ["MuonAdamW"]}) for each in DEFAULTS]
-    for wrong in ranks(2)(play, partial(as_one, one=True), settings):
+    for wrong in ranks(2)(play, partial(as_one, one=True), settings({})):
+        assert not wrong
+    for wrong in ranks(2)(play, partial(as_one, one=True), settings({"matrix_optimizers": ["MuonAdamW"]})):
         assert not wrong
     both = [weights_of(one) for one in (True, False)]
     assert all(map(torch.equal, *both))
-    with pytest.raises(ValueError, match=r"no trained matrix is in a unit below the root.*matrix_parameters"):
+    with pytest.raises(ValueError, match=r"no trained matrix is in a repeated member of a container.*patterns"):
         split_matrices(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no other parameters"):
         MuonAdamW(split_matrices(nn.Linear(2, 2, bias=False), ["weight"]))
@@ -152,15 +168,14 @@ def with_own_class(training: PlainTraining) -> None:
 
 
 def test_an_own_class_of_matrices_and_others(ranks: Launcher) -> None:
-    settings = [Setting(each.stage, each.order, {"matrix_optimizers": ["Whitening"]}) for each in DEFAULTS]
-    for wrong in ranks(2)(play, with_own_class, settings):
+    for wrong in ranks(2)(play, with_own_class, settings({"matrix_optimizers": ["Whitening"]})):
         assert not wrong
 
 
-def in_low_precision(stage: int, dtype: torch.dtype, masters: bool) -> dict[str, Tensor]:
+def in_low_precision(stage: int, dtype: torch.dtype, masters: bool, layout: dict[str, Any]) -> dict[str, Tensor]:
     model = net()
-    options = {"units": {"min_numel": 0}, "precision": {"master_weights": masters}, "fused_optimizers": False, **MUON}
-    engine = ZeroEngine(model, {"stage": stage, **options}, compute_dtype=dtype)
+    options = {"units": {"min_numel": 0}, "precision": {"master_weights": masters}, "fused_optimizers": False}
+    engine = ZeroEngine(model, {"stage": stage, **options, **layout}, compute_dtype=dtype)
     matrices, others = split(model)
     optimizers = [Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, foreach=False)]
     engine.attach(*optimizers)
@@ -178,10 +193,13 @@ def in_low_precision(stage: int, dtype: torch.dtype, masters: bool) -> dict[str,
 
 @pytest.mark.parametrize("dtype, masters", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
 def test_low_precision_is_that_of_stage_0(ranks: Launcher, dtype: torch.dtype, masters: bool) -> None:
-    wanted = ranks(2)(in_low_precision, 0, dtype, masters)[0]
-    for stage in (1, 2, 3):
-        for found in ranks(2)(in_low_precision, stage, dtype, masters):
-            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted = ranks(2)(in_low_precision, 0, dtype, masters, {})[0]
+    for stage, layout in ((1, MUON), (2, MUON), (3, MUON), (1, {}), (2, {}), (3, {})):
+        for found in ranks(2)(in_low_precision, stage, dtype, masters, layout):
+            # Of a transposed update torch's own sum rounds twice in bfloat16; a slice has it contiguous.
+            roundings = 2**-6 if not masters and not layout else 0.0
+            for name, values in wanted.items():
+                torch.testing.assert_close(found[name], values, rtol=0.0, atol=roundings)
 
 
 def in_a_pipeline(case: pipelines.Case) -> dict[str, Tensor]:
@@ -194,7 +212,7 @@ def in_a_pipeline(case: pipelines.Case) -> dict[str, Tensor]:
     ]
     patterns: dict[str, Any] = {"matrix_parameters": ["*.up.weight", "*.down.weight"], "fused_optimizers": False}
     patterns |= {"gradient_reduction": "per_micro_batch"}  # one order of sums: rounding grows in Newton-Schulz
-    engine = PipelineEngine(module, {**pipelines.config_of(case), **MUON, **patterns})
+    engine = PipelineEngine(module, {**pipelines.config_of(case), **patterns})
     engine.attach(*optimizers)
     for number in range(3):
         engine.forward_backward(pipelines.batches(number, case.micro_batches, module.mpu().data_parallel_id))
@@ -211,17 +229,56 @@ def test_stages_of_a_pipeline(ranks: Launcher, zero: int) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+# ------------------------------------------------------------------------------------- state in tiers
+
+
+def offloaded(training: PlainTraining, one: bool) -> None:
+    """Muon beside AdamW, whose states lie in a tier; the first two steps leave some matrices out."""
+    model = net()
+    training.shard(model)
+    found = split_matrices(model)
+    if one:
+        muon, adamw = {"lr": 0.02, "nesterov": False}, {"lr": 0.01, "foreach": False}
+        training.attach(MuonAdamW(found, muon=muon, adamw=adamw, ns_dtype="float32"))
+    else:
+        training.attach(Muon(found.matrices, lr=0.02), torch.optim.RMSprop(found.others, lr=0.01, foreach=False))
+    for step in range(4):
+        training.backward(loss_of(model(training.data(step, 2, 6))))
+        training.clip_exactly(0.5)
+        training.step()
+        training.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("one", [True, False])
+def test_state_in_host_memory_and_in_files(ranks: Launcher, tmp_path: Path, world: int, one: bool) -> None:
+    memory: dict[str, Any] = {"optimizer": "cpu"}
+    files = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(tmp_path), "staging_bytes": 65536}
+    apart = {"matrix_parameters": ["blocks.*"]}
+    cases = [(0, memory, {}), (1, memory, {}), (2, memory, apart), (3, files, {}), (3, files, apart), (2, memory, MUON)]
+    found = [
+        Setting(stage, "per_micro_batch" if stage > 1 else "per_step", {"offload": offload, **layout})
+        for stage, offload, layout in cases
+        if not (one and layout is MUON)
+    ]
+    tolerance = 1e-5 if one else 0.0  # in tiers AdamW takes fused steps, which round otherwise
+    for wrong in ranks(world)(play, partial(offloaded, one=one), found, tolerance=tolerance):
+        assert not wrong
+
+
 # ------------------------------------------------------------------------------------- bytes and messages
 
 
-def figures(stage: int, muon: bool) -> tuple[dict[str, int], int, int, int]:
+def figures(stage: int, muon: str) -> tuple[dict[str, int], int, int, int]:
     """Bytes of state, elements that a step sends, elements of matrices, and of all."""
     model = seeded(Wide)
-    options = MUON if muon else {}
+    options = MUON if muon == "whole" else {}
     engine = ZeroEngine(model, {"stage": stage, "units": {"min_numel": 0}, **options})
-    found = split_matrices(model, units=engine.config.config.units)
-    if muon:
+    found = split_matrices(model)
+    if muon == "whole":
         engine.attach(Muon(found.matrices, lr=0.02), torch.optim.AdamW(found.others, lr=0.01))
+    elif muon:
+        engine.attach(MuonAdamW(found, adamw={"lr": 0.01}))
     else:
         engine.attach(torch.optim.AdamW(model.parameters(), lr=0.01))
     for _ in range(2):
@@ -270,10 +327,11 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
-def test_moments_are_on_the_owner_alone_and_messages_are_those_of_adamw(
-    ranks: Launcher, stage: int, world: int
+@pytest.mark.parametrize("layout", ["slices", "whole"])
+def test_moments_are_on_one_rank_each_and_messages_are_hardly_more_than_adamws(
+    ranks: Launcher, stage: int, world: int, layout: str
 ) -> None:
-    ours, plain = ranks(world)(figures, stage, True), ranks(world)(figures, stage, False)
+    ours, plain = ranks(world)(figures, stage, layout), ranks(world)(figures, stage, "")
     matrices, all_elements = ours[0][2], ours[0][3]
     wanted = (4 * matrices + 8 * (all_elements - matrices)) / world
     for (nbytes, sent, *_), (_, plainly, *_) in zip(ours, plain, strict=True):
@@ -331,11 +389,12 @@ def test_a_checkpoint_goes_on_at_any_stage_and_number_of_ranks(
 def refused() -> list[str]:
     said = []
     model = net()
+    declared = {"matrix_optimizers": ["Whitening"]}
     cases: list[tuple[dict[str, Any], Any]] = [
-        ({}, lambda: Muon(split(model)[0])),
-        (MUON, lambda: Muon([*split(model)[0], model.stem.weight])),
-        ({**MUON, "matrix_parameters": ["*.up.weight"]}, lambda: Muon(split(model)[0])),
-        ({**MUON, "offload": {"optimizer": "cpu"}}, lambda: Muon(split(model)[0])),
+        ({}, lambda: Whitening(split(model)[0])),
+        (declared, lambda: Whitening([*split(model)[0], model.stem.weight])),
+        ({**declared, "matrix_parameters": ["*.up.weight"]}, lambda: Whitening(split(model)[0])),
+        ({**declared, "offload": {"optimizer": "cpu"}}, lambda: Whitening(split(model)[0])),
     ]
     for options, make in cases:
         model = net()
@@ -349,10 +408,10 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_is_refused_by_name_on_all_ranks(ranks: Launcher) -> None:
     for said in ranks(2)(refused):
-        assert "matrix_optimizers=['Muon']" in said[0]
+        assert "matrix_optimizers=['Whitening']" in said[0]
         assert "'stem.weight' (6, 6) is divided among ranks" in said[1] and "AdamW" in said[1]
         assert "'blocks.0.down.weight'" in said[2] and "['*.up.weight']" in said[2]
-        assert "offload.optimizer" in said[3] and "Muon" in said[3]
+        assert "offload.optimizer" in said[3] and "Whitening" in said[3]
 
 
 def test_groups_are_made_by_shape_and_place() -> None:
@@ -365,6 +424,53 @@ def test_groups_are_made_by_shape_and_place() -> None:
     assert list(split_matrices(model, ["stem.*"]).named_matrices) == ["stem.weight"]
     with pytest.raises(ValueError, match=r"'nothing\.\*' matches no trained matrix"):
         split_matrices(model, ["nothing.*"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_matrix_has_an_owner_and_owners_have_like_shares(ranks: int) -> None:
+    random = torch.Generator().manual_seed(ranks)
+    for _ in range(100):
+        shapes = torch.randint(1, 300, (int(torch.randint(1, 40, (), generator=random)), 2), generator=random).tolist()
+        numel = sum(rows * columns for rows, columns in shapes)
+        ends = [numel * rank // ranks for rank in range(ranks + 1)]  # slices of all of them, one after the other
+        matrices, at = list[Matrix](), 0
+        for rows, columns in shapes:
+            held = [max(0, min(at + rows * columns, ends[r + 1]) - max(at, ends[r])) for r in range(ranks)]
+            matrices.append(Matrix(nn.Parameter(torch.empty(0)), {}, (rows, columns), tuple(held)))
+            at += rows * columns
+        found = owners(matrices, ranks)
+        loads = [
+            sum(m.cost for m, owner in zip(matrices, found, strict=True) if owner == rank) for rank in range(ranks)
+        ]
+        mean, most = sum(loads) / ranks, max(m.cost for m in matrices)
+        assert max(loads) <= max(1.1 * mean, mean + most)
+        in_rounds = rounds(matrices, found, ranks)
+        assert sorted(position for one in in_rounds for position in one) == list(range(len(matrices)))
+        moved = sum(m.held[r] for m, owner in zip(matrices, found, strict=True) for r in range(ranks) if r != owner)
+        assert ranks > 1 or not moved
+
+
+def shared_buckets(stage: int, layout: dict[str, Any], one: bool) -> list[str]:
+    """Warnings of a first step of Muon and AdamW."""
+    model = net()
+    engine = ZeroEngine(model, {"stage": stage, **layout})
+    found = split_matrices(model)
+    optimizers = [MuonAdamW(found)] if one else [Muon(found.matrices), torch.optim.AdamW(found.others)]
+    engine.attach(*optimizers)
+    loss_of(model(torch.ones(2, 6))).backward()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for optimizer in optimizers:
+            optimizer.step()
+    engine.close()
+    return [str(each.message) for each in told if "share buckets" in str(each.message)]
+
+
+def test_two_optimizers_that_share_buckets_are_told_so_once_on_one_rank(ranks: Launcher) -> None:
+    said = ranks(2)(shared_buckets, 2, {}, False)
+    assert len(said[0]) == 1 and "MuonAdamW" in said[0][0] and "matrix_parameters" in said[0][0] and not said[1]
+    for stage, layout, one in ((3, {}, False), (1, {"matrix_parameters": ["blocks.*"]}, False), (1, {}, True)):
+        assert not any(ranks(2)(shared_buckets, stage, layout, one))
 
 
 @pytest.mark.parametrize("slices", [2, 3, 4, 8])

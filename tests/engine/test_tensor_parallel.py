@@ -75,6 +75,27 @@ def test_every_stage_trains_what_one_process_trains(
             torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def refused(stage: int) -> str:
+    """The message about a matrix of a block that two ranks divide, and none about what they all have whole."""
+    model = gpt()
+    mesh = make_device_mesh("cpu", tensor=2)
+    parallelize(model, mesh["tp"])
+    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2}
+    whole = [p for p in matrices.values() if not isinstance(p, torch.distributed.tensor.DTensor)]
+    engine.attach(torch.optim.Muon(whole))
+    with pytest.raises(ValueError, match="Muon needs whole matrices, and tensor parallelism divides") as caught:
+        engine.attach(torch.optim.Muon(matrices.values()))
+    engine.close()
+    return str(caught.value)
+
+
+def test_muon_refuses_what_is_divided_at_every_stage(ranks: Launcher) -> None:
+    for stage in (0, 1, 3):
+        said = ranks(2)(refused, stage)
+        assert said[0] == said[1] and ".weight'" in said[0] and "AdamW" in said[0]
+
+
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -94,16 +94,14 @@ def _share_rows(part: TensorPart, tensor: Communicator, start: int, values: Tens
         return
     share = -(-(last - first) // tensor.size)
     begins = [min(first + rank * share, last) for rank in range(tensor.size + 1)]
-    room = share * max(row[2] for row in table)
-    outgoing = []
-    for begin, end in pairwise(begins):
-        padded = values.new_zeros(room)
-        padded[: (end - begin) * part.row] = values[begin * part.row - start : end * part.row - start]
-        outgoing.append(padded)
+    outgoing = [values[begin * part.row - start : end * part.row - start] for begin, end in pairwise(begins)]
     begin, end = begins[tensor.rank], begins[tensor.rank + 1]
+    incoming = [values.new_empty((end - begin) * width) for _, _, width, _ in table]
+    incoming[tensor.rank] = outgoing[tensor.rank]
+    tensor.all_to_all(outgoing, incoming, share * max(row[2] for row in table)).wait()
     rows = values.new_empty(end - begin, part.whole_row)
-    for arrived, (_, _, width, column) in zip(tensor.all_to_all(outgoing), table, strict=True):
-        rows[:, column : column + width] = arrived[: (end - begin) * width].view(end - begin, width)
+    for arrived, (_, _, width, column) in zip(incoming, table, strict=True):
+        rows[:, column : column + width] = arrived.view(end - begin, width)
     if begin < end:
         yield begin * part.whole_row, rows.view(-1)
 

@@ -22,7 +22,7 @@ from zero_strategy.planning.ledger import CATEGORIES, TIERS
 
 MOST_POINTS = 400
 """Along a chart; steps beyond that are averaged in groups."""
-_WAITS = ("all_gather", "reduce_scatter", "broadcast", "control", "pipeline_bubble")
+_WAITS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "control", "pipeline_bubble")
 """What a rank does that waits for another one; the rest is its own work."""
 _MOST_INTERVALS = 3000
 """Of a rank in the picture of one step."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
 
 _UNWATCHED = nullcontext()
+
+
+class Sized(NamedTuple):
+    """The size of a collective by which ranks know that they are at the same one."""
+
+    nbytes: int
+    dtype: torch.dtype
 
 
 class Instrumentation:
@@ -52,7 +59,9 @@ class Instrumentation:
         self._closed = True
         self.track = self.exchange_card = None
 
-    def begin(self, kind: str, of: Subject, tensor: Tensor | Scattered | None = None) -> CollectiveRecord | None:
+    def begin(
+        self, kind: str, of: Subject, tensor: Tensor | Scattered | Sized | None = None
+    ) -> CollectiveRecord | None:
         """A collective begins; returns how a watchdog knows it.
 
         Raises:
@@ -397,18 +406,29 @@ class Communicator:
             self._instrumentation.compare(watched)
             return self._control.all_gather_small(value)
 
-    def all_to_all(self, outgoing: list[Tensor], of: Subject = "") -> list[Tensor]:
-        """Exchange tensors with all ranks: outgoing[r] goes to rank r; returns those sent here, in rank order.
+    def all_to_all(
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int, of: Subject = ""
+    ) -> PendingWork:
+        """Send outgoing[r] to each other rank r, while incoming[r] arrives from it. Messages may have any sizes.
 
-        On the CPU, contiguous; all tensors of all ranks have one shape and dtype.
+        Args:
+            outgoing: By rank: flat, contiguous, of one dtype. The own one is left alone; nobody changes them before
+                the end.
+            incoming: Likewise, of the size of what that rank sends.
+            most: Elements of the largest message between any two ranks; the same on all.
+            of: What is exchanged, for the watchdog's reports.
         """
-        if self.size == 1:
-            return outgoing
-        local = outgoing[self.rank]
-        self._count("control", local)
-        with self._instrumentation.begin_here("all_to_all", of, local) as watched:
-            self._instrumentation.compare(watched)
-            return self._host.all_to_all(outgoing)
+        if self.size == 1 or most == 0:
+            return PendingWork([])
+        own = outgoing[self.rank]
+        sent = sum(tensor.numel() for rank, tensor in enumerate(outgoing) if rank != self.rank)
+        self.counters.add("all_to_all", sent, own.itemsize)
+        carrier, instrumentation = self._carrier(own), self._instrumentation
+        watched = instrumentation.begin("all_to_all", of, Sized(most * own.itemsize, own.dtype))
+        job = carrier.all_to_all(outgoing, incoming, most)
+        run = instrumentation.around(job.run, "all_to_all", sent * own.itemsize, watched, own.device)
+        started = carrier.start(run)
+        return instrumentation.pending("all_to_all", [] if started is None else [started], watched, job.then)
 
     def all_gather_objects(self, value: Any, of: Subject = "") -> list[Any]:
         """Every rank's picklable `value`, in rank order."""

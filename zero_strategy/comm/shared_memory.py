@@ -53,15 +53,21 @@ class Message(Protocol):
 
 
 class TensorMessage:
-    """A contiguous tensor."""
+    """A contiguous tensor.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Args:
+        tensor: It.
+        nbytes: Of the message, of which the rest is not written; default: the tensor's.
+    """
+
+    def __init__(self, tensor: Tensor, nbytes: int | None = None) -> None:
         self._bytes = tensor.view(-1).view(torch.uint8)
-        self.nbytes = self._bytes.numel()
+        self.nbytes = tensor.nbytes if nbytes is None else nbytes
 
     def write(self, start: int, stop: int, target: Tensor) -> None:
         """See `Message`."""
-        target.copy_(self._bytes[start:stop])
+        values = self._bytes[start:stop]
+        target[: values.numel()].copy_(values)
 
 
 class Scattered:
@@ -377,12 +383,13 @@ class SharedMemoryExchange:
             parts = {peer: self._view(peer, slot + mine[peer] * step, size) for peer in peers}
             yield Round(start, stop, parts, spare)
 
-    def __call__(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Sends outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""
-        messages = {id(tensor): TensorMessage(tensor) for tensor in outgoing}
+    def __call__(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> None:
+        """Sends outgoing[r] to each other rank r while incoming[r] arrives from it; `most` bytes at most, on all."""
+        messages = {id(tensor): TensorMessage(tensor, most) for tensor in outgoing}
         for one in self.rounds([messages[id(tensor)] for tensor in outgoing]):
             for peer, part in one.parts.items():
-                incoming[peer].view(-1).view(torch.uint8)[one.start : one.stop].copy_(part)
+                wanted = incoming[peer].view(-1).view(torch.uint8)[one.start : one.stop]
+                wanted.copy_(part[: wanted.numel()])
 
     def _view(self, rank: int, offset: int, nbytes: int) -> Tensor:
         return torch.frombuffer(self._memory[rank], dtype=torch.uint8, offset=offset, count=nbytes)

@@ -34,7 +34,7 @@ import os
 import pickle
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -120,6 +120,16 @@ class Collectives(ABC):
             flat: The buffer.
             into: Takes the result (n elements); None: the slice itself does.
             factor: The sum is multiplied by it.
+        """
+
+    @abstractmethod
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
+        """Send outgoing[r] to each other rank r, while incoming[r] arrives from it; flat, contiguous, of one dtype.
+
+        Args:
+            outgoing: By rank; the own one is left alone.
+            incoming: Likewise, of the size of what that rank sends.
+            most: Elements of the largest message between any two ranks; the same on all.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -284,19 +294,25 @@ class HostCollectives(Collectives):
         self._exchange_by_gloo([card] * self.size, cards)
         return cards
 
-    def all_to_all(self, outgoing: list[Tensor]) -> list[Tensor]:
-        """Exchange tensors of one shape and dtype with all ranks; returns those sent here, in rank order."""
-        incoming = self._room_for_all(outgoing[self.rank])
-        sent = [tensor.view(torch.uint8) for tensor in outgoing]  # gloo does not know all dtypes
-        self.exchange(sent, [tensor.view(torch.uint8) for tensor in incoming])
-        return incoming
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
+        """See `Collectives`."""
+        # As bytes: gloo does not know all dtypes.
+        sent, wanted = ([tensor.view(-1).view(torch.uint8) for tensor in each] for each in (outgoing, incoming))
+        return Job(partial(self.exchange, sent, wanted, most * outgoing[self.rank].itemsize))
 
-    def exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-        """Send outgoing[r] to each other rank r while incoming[r] arrives from it; all have the same bytes."""
-        if (shared := self._shared_memory(outgoing[self.rank])) is not None:
-            shared(outgoing, incoming)
+    def exchange(self, outgoing: list[Tensor], incoming: list[Tensor], most: int | None = None) -> None:
+        """Send outgoing[r] to each other rank r while incoming[r] arrives from it.
+
+        Args:
+            outgoing: By rank.
+            incoming: Likewise.
+            most: Bytes of the largest message between any two ranks; None: all have the same.
+        """
+        nbytes = outgoing[self.rank].nbytes if most is None else most
+        if (shared := self._shared_memory(nbytes)) is not None:
+            shared(outgoing, incoming, nbytes)
         else:
-            self._exchange_by_gloo(outgoing, incoming)
+            self._exchange_by_gloo(outgoing, incoming, nbytes)
 
     def _room_for_all(self, local: Tensor) -> list[Tensor]:
         """By rank: this one's value, and room for each of the others'."""
@@ -304,7 +320,7 @@ class HostCollectives(Collectives):
 
     def _sum_in_rank_order(self, slices: list[Tensor], total: Tensor, factor: float) -> None:
         local, in_place = slices[self.rank], total is slices[self.rank]
-        if (shared := self._shared_memory(local)) is not None:
+        if (shared := self._shared_memory(local.nbytes)) is not None:
             for one in shared.rounds([TensorMessage(each) for each in slices]):
                 mine, sums = (
                     tensor.view(torch.uint8)[one.start : one.stop].view(local.dtype) for tensor in (local, total)
@@ -357,9 +373,9 @@ class HostCollectives(Collectives):
             self._buffers[rank] = buffer = torch.empty(needed, dtype=torch.uint8)
         return buffer[:needed].view(like.dtype)
 
-    def _shared_memory(self, message: Tensor) -> SharedMemoryExchange | None:
+    def _shared_memory(self, nbytes: int) -> SharedMemoryExchange | None:
         """The shared memory for large messages, if all ranks share a host."""
-        if message.numel() * message.element_size() < LEAST_BYTES:
+        if nbytes < LEAST_BYTES:
             return None
         if self._shared is None:
             self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo, self._timeout())
@@ -370,14 +386,16 @@ class HostCollectives(Collectives):
         assert self.group is not None
         return timeout_of(backend_of(self.group, self.device))
 
-    def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+    def _exchange_by_gloo(self, outgoing: list[Tensor], incoming: list[Tensor], most: int | None = None) -> None:
         # Messages of other lengths are kept apart: gloo ends the process that receives more than it asked for.
-        works, tag = [], 1 + outgoing[self.rank].numel() * outgoing[self.rank].element_size() % (1 << 30)
+        works, tag = [], 1 + (outgoing[self.rank].nbytes if most is None else most) % (1 << 30)
         try:
             for step in range(1, self.size):
                 target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-                works.append(dist.irecv(incoming[source], group=self.group, group_src=source, tag=tag))
-                works.append(dist.isend(outgoing[target], group=self.group, group_dst=target, tag=tag))
+                if incoming[source].numel():
+                    works.append(dist.irecv(incoming[source], group=self.group, group_src=source, tag=tag))
+                if outgoing[target].numel():
+                    works.append(dist.isend(outgoing[target], group=self.group, group_dst=target, tag=tag))
             for work in works:
                 assert work is not None  # every rank is a member
                 work.wait()
@@ -414,6 +432,28 @@ class DeviceCollectives(Collectives):
         op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
         run = partial(_native_reduce_scatter, total, flat, op=op, group=self.group, async_op=True)
         return Job(run, None if factor == 1.0 or is_mean else partial(total.mul_, factor))
+
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
+        """See `Collectives`."""
+        nothing = outgoing[self.rank].new_empty(0)
+        sent, wanted = ([*each[: self.rank], nothing, *each[self.rank + 1 :]] for each in (outgoing, incoming))
+        flat = torch.empty(sum(tensor.numel() for tensor in wanted), dtype=nothing.dtype, device=nothing.device)
+        parts = flat.split([tensor.numel() for tensor in wanted])
+
+        def arrived() -> None:
+            for tensor, part in zip(wanted, parts, strict=True):
+                tensor.copy_(part)
+
+        run = partial(
+            dist.all_to_all_single,
+            flat,
+            torch.cat(sent),
+            output_split_sizes=[tensor.numel() for tensor in wanted],
+            input_split_sizes=[tensor.numel() for tensor in sent],
+            group=self.group,
+            async_op=True,
+        )
+        return Job(run, arrived)
 
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """See `Collectives`; by way of the device, for groups that have no other."""

@@ -107,6 +107,7 @@ class Intervals:
 _PARTS: dict[Span, Part] = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
     "broadcast": "broadcast",
     "control": "control",
     "fetch": "copies",

@@ -34,6 +34,7 @@ Part = Literal[
     "compute",
     "all_gather",
     "reduce_scatter",
+    "all_to_all",
     "broadcast",
     "control",
     "pipeline_bubble",

@@ -36,7 +36,7 @@ from zero_strategy.fsdp.layout import (
     group_parameters,
     placement_for,
 )
-from zero_strategy.fsdp.packing import stays_whole
+from zero_strategy.fsdp.packing import lies_apart
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher
@@ -353,12 +353,14 @@ class ShardedModel:
         return any(sharded.partially_applied for sharded in self.optimizers)
 
     def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, bool, Sequence[tuple[str, nn.Parameter]]]]:
-        """Parameters of a unit that share a bucket, their dtype, and whether they stay whole."""
+        """Parameters of a unit that share a bucket, their dtype, and whether each stays whole."""
 
-        def whole(name: str, parameter: nn.Parameter) -> bool:
-            return stays_whole(self.config, spec.name, name, parameter.shape, parameter.requires_grad)
+        def apart(name: str, parameter: nn.Parameter) -> bool:
+            return lies_apart(self.config, spec.name, name, parameter.shape, parameter.requires_grad)
 
-        return group_parameters(spec.parameters, self.compute_dtype, self.device, everything=self._moves, apart=whole)
+        named = spec.parameters
+        found = group_parameters(named, self.compute_dtype, self.device, everything=self._moves, apart=apart)
+        return [(dtype, whole and bool(self.config.matrix_optimizers), members) for dtype, whole, members in found]
 
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Make room in tiers for all weights, master weights and gradients, before anything is built.
@@ -431,7 +433,7 @@ class ShardedModel:
                 f"matrices that stay whole for {', '.join(self.config.matrix_optimizers)} divide badly among "
                 f"{self.mesh.shard_size} ranks: slices are padded to {padded / elements:.2f} times their elements, "
                 "in memory and in messages. Shard among fewer ranks (mesh.replicate), or make larger units "
-                "(units.classes)",
+                "(units.classes); torch.optim.Muon and MuonAdamW run without matrix_optimizers, and unpadded",
                 stacklevel=2,
             )
 

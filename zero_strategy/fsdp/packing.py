@@ -1,8 +1,9 @@
 """Packing of a bucket whose parameters stay whole: each lies inside of one rank's slice.
 
-Optimizers such as Muon need whole matrices. A matrix that lies in one slice has an owner: the reduce-scatter brings it
-the whole reduced gradient, its state is on that rank alone, and the all-gather carries what it updates, as of any other
-slice. No message is added; what is paid is padding, for slices are equally long and matrices are not.
+Optimizers such as Shampoo need whole matrices (of Muon, `optim.muon` knows the part that does). A matrix that lies in
+one slice has an owner: the reduce-scatter brings it the whole reduced gradient, its state is on that rank alone, and
+the all-gather carries what it updates, as of any other slice. No message is added; what is paid is padding, for slices
+are equally long and matrices are not.
 
     rank 0                     rank 1
     [ gate ......... ][ q ]    [ up ........... ][ k ][ gap ]
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
     from zero_strategy.config import ZeroConfig
 
 
-def stays_whole(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], trainable: bool) -> bool:
-    """True if a parameter is to lie in one slice: a trained matrix that the settings ask for.
+def lies_apart(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], trainable: bool) -> bool:
+    """True if a parameter is to share no bucket but with its like: a trained matrix that the settings ask for.
 
     Args:
-        config: Its `matrix_optimizers` say whether there are any, its `matrix_parameters` which.
+        config: Its `matrix_optimizers` and `matrix_parameters` say whether there are any, the latter which.
         unit: Name of the parameter's unit, "" for the root.
         name: Of the parameter.
         shape: Of it, in one piece.
         trainable: Whether it is trained.
     """
-    if not config.matrix_optimizers or config.stage == 0 or len(shape) != 2 or not trainable:
-        return False
     patterns = config.matrix_parameters
+    if not (config.matrix_optimizers or patterns) or config.stage == 0 or len(shape) != 2 or not trainable:
+        return False
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else unit != ""
 
 

@@ -6,17 +6,16 @@
     muon = torch.optim.Muon(split.matrices, lr=0.02)                         # or two
     adamw = torch.optim.AdamW(split.others, lr=3e-4)
 
-`fsdp.packing` lets each matrix lie in one rank's slice, its owner's, if `matrix_optimizers` names the class.
+Muon runs on slices of matrices (`optim.muon`). For other classes `fsdp.packing` lets each matrix lie in one rank's
+slice, its owner's, if `matrix_optimizers` names the class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -63,8 +62,9 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
     Args:
         module: The module.
         patterns: Shell-style patterns of the names of matrices, those of the setting `matrix_parameters`. Default:
-            all of two dimensions in units below the root, which leaves embeddings, heads, norms and biases out.
-        units: The setting `units`, where it is not the default.
+            all of two dimensions in repeated members of containers (of whatever size), or in the units that `units`
+            names; that leaves embeddings, heads, norms and biases out.
+        units: The setting `units`, where it names classes or patterns.
 
     Raises:
         ValueError: If there is none, or a pattern matches no trained parameter of two dimensions.
@@ -72,7 +72,7 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
     chosen = units or UnitsConfig()
     owners = {
         name: spec.name
-        for spec in find_units(module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel)
+        for spec in find_units(module, classes=chosen.classes, patterns=chosen.patterns)
         for name, _ in spec.parameters
     }
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -88,52 +88,10 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
     matrices = {name: parameter for name, parameter in trained.items() if is_matrix(name, parameter)}
     if not matrices:
         raise ValueError(
-            "no trained matrix is in a unit below the root: units are the repeated members of containers, of at least "
-            f"units.min_numel={chosen.min_numel} elements each. Give patterns of the names of matrices, here and as "
-            f"matrix_parameters; names are {list(trained)[:5]} ..."
+            "no trained matrix is in a repeated member of a container (ModuleList, Sequential, ModuleDict). Give "
+            f"patterns of the names of matrices; names are {list(trained)[:5]} ..."
         )
     return MatrixSplit(matrices, {name: each for name, each in trained.items() if name not in matrices})
-
-
-class MuonAdamW(Optimizer):
-    """Muon for hidden matrices and AdamW for all else, in torch's own code: one optimizer of two param groups.
-
-    Args:
-        split: The parameters, see `split_matrices`.
-        muon: Options of `torch.optim.Muon`.
-        adamw: Options of `torch.optim.AdamW`.
-
-    Raises:
-        ValueError: If an option is none of theirs, or one of the two would have no parameters.
-    """
-
-    def __init__(
-        self, split: MatrixSplit, *, muon: Mapping[str, Any] | None = None, adamw: Mapping[str, Any] | None = None
-    ) -> None:
-        for what, parameters in (("matrices", split.matrices), ("other parameters", split.others)):
-            if not parameters:
-                raise ValueError(f"there are no {what}: take one of torch.optim.Muon and torch.optim.AdamW alone")
-        self._inner: list[Optimizer] = [
-            torch.optim.Muon(split.matrices, **(muon or {})),
-            torch.optim.AdamW(split.others, **(adamw or {})),
-        ]
-        groups = [group for inner in self._inner for group in inner.param_groups]
-        for group, use_muon in zip(groups, (True, False), strict=True):
-            group["use_muon"] = use_muon
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step of both."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for inner, use_muon in zip(self._inner, (True, False), strict=True):
-            inner.param_groups = [group for group in self.param_groups if group["use_muon"] == use_muon]
-            inner.state = self.state
-            inner.step()
-        return loss
 
 
 def is_matrix_optimizer(optimizer: Optimizer, declared: Sequence[str]) -> bool:
@@ -141,32 +99,37 @@ def is_matrix_optimizer(optimizer: Optimizer, declared: Sequence[str]) -> bool:
     return any(cls.__name__ in declared for cls in type(optimizer).__mro__)
 
 
-def check_matrices(optimizer: Optimizer, model: ShardedModel) -> None:
-    """Raise if an optimizer of matrices holds one that no rank has whole.
+def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) -> None:
+    """Raise if an optimizer of matrices holds one that no rank can have whole.
 
     Param groups with `elementwise=True` or `use_muon=False` (of classes that step on other parameters as AdamW does)
     are left out.
 
+    Args:
+        optimizer: The optimizer.
+        model: The sharded model.
+        whole: Each must lie on one rank; else slices of it may lie on several.
+
     Raises:
         ValueError: Naming the parameter, why it is divided, and the way out.
     """
-    if not model.placement.shard_optimizer:
-        return
-    names = {id(parameter): name for name, parameter in model.names()}
+    kind = type(optimizer).__name__
     for group in optimizer.param_groups:
         if group.get("elementwise") or not group.get("use_muon", True):
             continue
         for parameter in group["params"]:
             place = model.place(parameter)
             assert place is not None
-            (bucket, index), name = place, names[id(parameter)]
-            kind = type(optimizer).__name__
+            bucket, index = place
+            name = bucket.names[index]
             if bucket.parts[index].dim is not None:
                 raise ValueError(
                     f"{kind} needs whole matrices, and tensor parallelism divides {name!r}: train it with an "
                     "elementwise optimizer such as AdamW"
                 )
-            if parameter.requires_grad and parameter.dim() > 1 and not bucket.whole:
+            if not (whole and model.placement.shard_optimizer) or bucket.whole:
+                continue
+            if parameter.requires_grad and parameter.dim() > 1:
                 raise ValueError(
                     f"{kind} needs whole matrices, and {name!r} {tuple(parameter.shape)} is divided among ranks: let "
                     f"matrix_parameters hold a pattern of its name, beside those of the others "

@@ -19,6 +19,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, VectorSpec
 from zero_strategy.optim.fused import Combine, Segment, UpdateRule, rule_for
+from zero_strategy.optim.muon import MOMENTUM, Directions, Matrix, MuonParts, Orthogonaliser, muon_groups
 from zero_strategy.optim.optimizer_checks import is_elementwise, reason_against
 from zero_strategy.optim.streamed import StreamedStep, Update
 
@@ -162,6 +164,8 @@ def rule_for_parts(
         asserted: Class names that the user declares to be elementwise.
         begins_with: See `OwnSteps`.
     """
+    if muon_groups(optimizer):
+        return MuonParts()
     rule = rule_for(optimizer, any_implementation=True)  # torch's fused and foreach are the same algorithm
     return OwnSteps(optimizer, begins_with) if rule is None and is_elementwise(optimizer, asserted) else rule
 
@@ -175,6 +179,10 @@ def _scaled(segment: Segment, scale: float) -> Segment:
     if gradient is segment.grad:  # optimizers may change gradients in place
         gradient = gradient.clone()
     return Segment(segment.group, segment.param, gradient.to(segment.param.dtype), segment.state, like=segment.like)
+
+
+def _without(vectors: dict[str, OffloadedVector], keys: Sequence[str]) -> dict[str, OffloadedVector]:
+    return {key: vector for key, vector in vectors.items() if key not in keys}
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +220,7 @@ class OffloadedStates:
         self._number = store.new_number()
         self._rule = self._check(rule)
         self._step = StreamedStep(store)
+        self._momenta = StreamedStep(store) if muon_groups(optimizer) else None
         ops.ensure("cpu")  # wherever the model is
         self.reserve()
 
@@ -289,8 +298,21 @@ class OffloadedStates:
         vector = self._vectors.get(id(bucket), {}).get(key)
         return None if vector is None else vector.part(cut.offset if cut.numel else 0, shape)
 
-    def step(self, updates: Sequence[Update], scale: float) -> None:
-        """Take one step; see `StreamedStep.run`."""
+    def step(
+        self,
+        updates: Sequence[Update],
+        scale: float,
+        matrices: Sequence[Matrix] = (),
+        orthogonaliser: Orthogonaliser | None = None,
+    ) -> None:
+        """Take one step; see `StreamedStep.run`.
+
+        Args:
+            updates: All that it changes.
+            scale: What gradients are multiplied by first.
+            matrices: Those that are orthogonalised; the same on all ranks.
+            orthogonaliser: Does that; None: the step is elementwise.
+        """
         for update in updates:
             if isinstance(self._rule, OwnSteps):
                 self._rule.check_state(update.group, update.state)
@@ -300,11 +322,41 @@ class OffloadedStates:
                     assert place is not None
                     place.write(value)
                     update.state[key] = place
-        self._step.run(self._rule, updates, self._vectors, scale)
+        vectors = self._vectors
+        if orthogonaliser is not None and self._momenta is not None:
+            updates = self._orthogonal(updates, scale, matrices, orthogonaliser, self._momenta)
+            vectors = {key: _without(each, [MOMENTUM]) for key, each in vectors.items()}
+        self._step.run(self._rule, updates, vectors, scale)
+
+    def _orthogonal(
+        self,
+        updates: Sequence[Update],
+        scale: float,
+        matrices: Sequence[Matrix],
+        orthogonaliser: Orthogonaliser,
+        momenta: StreamedStep,
+    ) -> list[Update]:
+        """The updates with orthogonal ones in the place of gradients, after a pass over momenta. A collective."""
+        muon = {id(group) for group in muon_groups(self._optimizer)}
+        of_matrices = [update for update in updates if id(update.group) in muon]
+        vectors = {key: {k: v for k, v in each.items() if k == MOMENTUM} for key, each in self._vectors.items()}
+        directions, found = Directions(), dict[int, Tensor]()
+        momenta.run(directions, of_matrices, vectors, scale, weights=False)
+        orthogonaliser.run(
+            matrices,
+            lambda matrix: directions.take(matrix.parameter, self._model.device),
+            lambda matrix, values: found.update({id(matrix.parameter): values}),
+        )
+        return [
+            replace(update, gradient=found.get(id(update.parameter), torch.empty(0)), factor=1.0, state={})
+            if id(update.group) in muon
+            else update
+            for update in updates
+        ]
 
     def reduction_begins(self) -> None:
         """A backward begins: read what the next step begins with beside it."""
-        self._step.read_ahead()
+        (self._momenta or self._step).read_ahead()
 
     def vectors(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
         """All vectors of the state, and whose they are."""
@@ -319,11 +371,13 @@ class OffloadedStates:
     @property
     def staging_bytes(self) -> int:
         """Host memory that steps use."""
-        return self._step.staging_bytes
+        return self._step.staging_bytes + (0 if self._momenta is None else self._momenta.staging_bytes)
 
     def close(self) -> None:
         """Give the room back; the states are lost."""
         self._step.close()
+        if self._momenta is not None:
+            self._momenta.close()
         self._store.remove([vector for vectors in self._vectors.values() for vector in vectors.values()])
         self._vectors.clear()
 

@@ -28,6 +28,7 @@ from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.matrices import check_matrices, is_matrix_optimizer
+from zero_strategy.optim.muon import MOMENTUM, Matrix, Orthogonaliser, change, direction, muon_groups
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
 from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise
 from zero_strategy.optim.streamed import Update
@@ -52,18 +53,22 @@ class ShardedOptimizer:
         stopped_by: The exception, in words, that ended the last update of values half-way.
 
     Raises:
-        TypeError: If the optimizer is not elementwise.
+        TypeError: If the optimizer is neither elementwise nor Muon.
         ValueError: If it holds a parameter that is not the model's, or a divided one where it needs whole matrices;
             names it.
     """
 
     def __init__(self, optimizer: Optimizer, model: ShardedModel, declines: Callable[[ShardedOptimizer], bool]) -> None:
         declared = model.config.elementwise_optimizers
+        divided, offloaded = model.placement.shard_optimizer, model.optimizer_store is not None
+        self._orthogonaliser: Orthogonaliser | None = None
         self._of_matrices = is_matrix_optimizer(optimizer, model.config.matrix_optimizers)
-        if not self._of_matrices:
-            check_elementwise(optimizer, declared, whole=not model.placement.shard_optimizer)
-        divided = model.placement.shard_optimizer  # then it is known, declared, or was tried just now
-        found = divided and not self._of_matrices
+        if muon_groups(optimizer) and (offloaded or (divided and not self._of_matrices)):
+            self._orthogonaliser, self._of_matrices = Orthogonaliser(model), False
+        elif not self._of_matrices and not muon_groups(optimizer):
+            check_elementwise(optimizer, declared, whole=not divided and model.mesh.tensor.size == 1)
+        # In pieces it is known, declared, or was tried just now.
+        found = divided and not self._of_matrices and self._orthogonaliser is None
         found = found or (model.optimizer_store is not None and is_elementwise(optimizer, declared))
         self._elementwise = [*declared, *([type(optimizer).__name__] if found else [])]
         if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
@@ -112,8 +117,8 @@ class ShardedOptimizer:
                         f"{tuple(parameter.shape)}, is not a parameter of the sharded module. Build the optimizer from "
                         "that module's parameters() (not from a copy, and not before the module was moved)."
                     )
-        if self._of_matrices:
-            check_matrices(self.optimizer, self.model)
+        if self._of_matrices or muon_groups(self.optimizer):
+            check_matrices(self.optimizer, self.model, whole=self._of_matrices)
 
     def piece(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """This rank's part of `parameter` as the optimizer sees it, flat and fp32 where a master copy is kept."""
@@ -227,14 +232,17 @@ class ShardedOptimizer:
         if any(piece is not None and piece.dtype != torch.float32 for piece in trained):
             rule = None
         self._fused = rule is not None
+        matrices = self._matrices()
         self._swap_in()
-        if rule is not None and not self.skip_next:
+        if (rule is not None or self._orthogonaliser is not None) and not self.skip_next:
             scale = kwargs.get("grad_scale", 1.0)
             try:
                 with torch.no_grad():
                     if self._offloaded is not None:
-                        self._offloaded.step(self._updates, scale)
-                    else:
+                        self._offloaded.step(self._updates, scale, matrices, self._orthogonaliser)
+                    elif self._orthogonaliser is not None:
+                        self._step_matrices(self._orthogonaliser, matrices)
+                    elif rule is not None:
                         rule.update(_segments(self._updates), scale, self._combine)
             except Exception as error:
                 self.stopped_by = f"{type(error).__name__}: {error}"
@@ -256,7 +264,34 @@ class ShardedOptimizer:
             bucket.note_versions()
         self.model.forget_unsharded(buckets)
 
+    def _matrices(self) -> list[Matrix]:
+        """Those that this step orthogonalises, on whatever rank."""
+        if self._orthogonaliser is None:
+            return []
+        groups = muon_groups(self.optimizer)
+        return self._orthogonaliser.matrices(groups, [group["params"] for group in groups])
+
+    def _step_matrices(self, orthogonaliser: Orthogonaliser, matrices: Sequence[Matrix]) -> None:
+        """Muon's steps, whose state is in memory. A collective."""
+        updates = {id(update.parameter): update for update in self._updates}
+        for update in self._updates:
+            if MOMENTUM not in update.state:
+                update.state[MOMENTUM] = torch.zeros_like(update.piece)
+
+        def take(matrix: Matrix) -> Tensor:
+            update = updates[id(matrix.parameter)]
+            assert isinstance(update.gradient, Tensor)
+            gradient = update.gradient.to(update.piece.dtype).view(-1)
+            return direction(gradient, update.state[MOMENTUM].view(-1), matrix.group)
+
+        def give(matrix: Matrix, values: Tensor) -> None:
+            change(updates[id(matrix.parameter)].piece.view(-1), values, matrix.group, matrix.shape)
+
+        orthogonaliser.run(matrices, take, give)
+
     def _swap_in(self) -> None:
+        muon = [] if self._orthogonaliser is None else muon_groups(self.optimizer)
+        by_hand = {id(group) for group in (self.optimizer.param_groups if self._fused else muon)}
         stepped: dict[int, ParameterBucket] = {}
         self._stepped_parameters: list[nn.Parameter] = []
         self._updates: list[Update] = []
@@ -283,7 +318,7 @@ class ShardedOptimizer:
                 if index not in gradients[id(bucket)]:
                     continue
                 gradient, factor = gradients[id(bucket)][index]
-                if self._fused:
+                if id(group) in by_hand:
                     state = self.state.setdefault(piece, {})
                     cut = bucket.piece_of[index]
                     self._updates.append(Update(group, parameter, piece, bucket, cut, gradient, factor, state))

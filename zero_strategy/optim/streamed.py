@@ -165,10 +165,12 @@ class Work(Chunk[OffloadedVector]):
 
     Attributes:
         on_device: Its state is kept there.
+        weights: Weights are updated, too.
         updates: Of all parameters that have elements in it.
     """
 
     on_device: bool = False
+    weights: bool = True
     updates: list[Update] = field(default_factory=list)
 
 
@@ -220,6 +222,7 @@ class StreamedStep:
         updates: Sequence[Update],
         vectors: dict[int, dict[str, OffloadedVector]],
         scale: float,
+        weights: bool = True,
     ) -> None:
         """Take one step.
 
@@ -228,13 +231,14 @@ class StreamedStep:
             updates: All that it changes.
             vectors: By the id of a bucket: those of the optimizer's state, by key.
             scale: What gradients are multiplied by first.
+            weights: Whether it changes weights; if not, nothing of them is read, and the rule gets gradients instead.
 
         Raises:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
             refused until a checkpoint is loaded.
         """
         self._slots.tell_failure()
-        chunks = self.chunks(updates, vectors)
+        chunks = self.chunks(updates, vectors, weights)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
         self._slots.check_ahead(chunks)
@@ -281,7 +285,7 @@ class StreamedStep:
                 low, high = _overlap(update, chunk)
                 if isinstance(update.gradient, Tensor):
                     found.append(update.gradient[low - update.cut.offset : high - update.cut.offset])
-                if not chunk.vectors.keys() & {WEIGHTS, MASTER}:
+                if chunk.weights and not chunk.vectors.keys() & {WEIGHTS, MASTER}:
                     found.append(update.bucket.weights.values[low:high])
         return found
 
@@ -289,7 +293,7 @@ class StreamedStep:
         """Data of a chunk on the device, by the position of the update, with room for new weights."""
         away = [number for number, update in enumerate(chunk.updates) if self._is_away(chunk, update)]
         arrived, found = iter(copies.take()), {number: _Brought() for number in away}
-        if WEIGHTS not in chunk.vectors:
+        if chunk.weights and WEIGHTS not in chunk.vectors:
             places = {number: _overlap(chunk.updates[number], chunk) for number in away}
             targets = [chunk.updates[number].bucket.weights.values[slice(*places[number])] for number in away]
             for number, target, room in zip(away, targets, copies.new_weights(targets), strict=True):
@@ -324,24 +328,28 @@ class StreamedStep:
         self.forget()
         self._store.passes.remove(self._slots)
 
-    def chunks(self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]]) -> list[Work]:
-        """Those that hold something to update, in the order of buckets and elements."""
+    def chunks(
+        self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]], weights: bool = True
+    ) -> list[Work]:
+        """Those that hold something to update, in the order of buckets and elements; see `run`."""
         found: dict[ChunkKey, Work] = {}
+        held_by: dict[ChunkKey, dict[str, OffloadedVector]] = {}
         for update in updates:
             bucket, cut = update.bucket, update.cut
             cuts = self._store.cuts(bucket.owned.stop - bucket.owned.start)
             for number, *_ in cuts.overlapping(cut.offset, cut.offset + cut.numel) if cut.numel else ():
                 key = (id(bucket), number)
                 if key not in found:
-                    held = dict(vectors.get(id(bucket), {}))
-                    if bucket.has_master and bucket.master.vector is not None:
+                    held = held_by[key] = dict(vectors.get(id(bucket), {}))
+                    if weights and bucket.has_master and bucket.master.vector is not None:
                         held[MASTER] = bucket.master.vector
-                    if bucket.weights.vector is not None:
+                    if weights and bucket.weights.vector is not None:
                         held[WEIGHTS] = bucket.weights.vector
-                    if isinstance(update.gradient, OffloadedPart):
-                        held[GRADIENT] = update.gradient.vector
                     place, on_device = cuts.chunks[number], number < cuts.heads
-                    found[key] = Work(number, *place, held, unchanged=frozenset([GRADIENT]), on_device=on_device)
+                    unchanged = frozenset([GRADIENT])
+                    found[key] = Work(number, *place, held, unchanged=unchanged, on_device=on_device, weights=weights)
+                if isinstance(update.gradient, OffloadedPart):  # not those of all: Muon's may have come to memory
+                    held_by[key][GRADIENT] = update.gradient.vector
                 found[key].updates.append(update)
         return list(found.values())
 
@@ -354,14 +362,19 @@ class StreamedStep:
         steps: Numbers,
         copies: StepCopies | None,
     ) -> None:
-        segments, back = [], []
+        segments: list[Segment] = []
+        back: list[tuple[Tensor, Tensor]] = []
         brought = {} if copies is None else self._brought(chunk, copies)
         for number, update in enumerate(chunk.updates):
             low, high = _overlap(update, chunk)
             here = slice(low - chunk.start, high - chunk.start)
             home = update.bucket.device if chunk.on_device else _HOST
-            weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.weights.values[low:high]
-            if (here_too := brought.get(number)) is not None:
+            weights: Tensor | None = None
+            if chunk.weights:
+                weights = held[WEIGHTS][here] if WEIGHTS in held else update.bucket.weights.values[low:high]
+            if weights is None:
+                pass
+            elif (here_too := brought.get(number)) is not None:
                 weights = weights if here_too.weights is None else here_too.weights
             elif weights.device != home or (self._forced and chunk.on_device and WEIGHTS in held):
                 away, weights = weights, weights.to(home, copy=True)
@@ -402,7 +415,7 @@ def _segment(
     update: Update,
     low: int,
     high: int,
-    weights: Tensor,
+    weights: Tensor | None,
     held: dict[str, Tensor],
     home: torch.device,
     gradient: Tensor | None = None,
@@ -412,13 +425,16 @@ def _segment(
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }
-    param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
     if gradient is not None:
         assert gradient.numel() == high - low
     elif isinstance(update.gradient, Tensor):
         gradient = update.gradient[low - update.cut.offset : high - update.cut.offset].to(home)
     else:
         gradient = held[GRADIENT].to(home)
+    if weights is None:
+        param, copy = gradient, None
+    else:
+        param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
     return Segment(
         update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter
     )

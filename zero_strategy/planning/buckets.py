@@ -40,7 +40,7 @@ from zero_strategy.fsdp.layout import (
     group_parameters,
     wants_master,
 )
-from zero_strategy.fsdp.packing import stays_whole
+from zero_strategy.fsdp.packing import lies_apart
 from zero_strategy.fsdp.reduce import MAX_IN_FLIGHT
 from zero_strategy.offload.chunk_pass import Cuts, head_numel
 from zero_strategy.offload.chunk_store import Allowance
@@ -198,15 +198,15 @@ Units = Sequence[Sequence[BucketFacts]]
 
 def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.dtype | None) -> Units:
     """The buckets that an engine would make of a model."""
-    replicas = resolved.config.mesh.replicate
+    replicas, packed = resolved.config.mesh.replicate, bool(resolved.config.matrix_optimizers)
 
     def kept_in(unit: str) -> Callable[[str, ParameterShape], bool]:
-        return lambda name, shape: stays_whole(resolved.config, unit, name, shape.shape, shape.requires_grad)
+        return lambda name, shape: lies_apart(resolved.config, unit, name, shape.shape, shape.requires_grad)
 
     return [
         [
-            _facts(unit.name, number, dtype, whole, tuple(named), resolved, replicas)
-            for dtype, whole, named in group_parameters(unit.parameters, compute_dtype, apart=kept_in(unit.name))
+            _facts(unit.name, number, dtype, apart and packed, tuple(named), resolved, replicas)
+            for dtype, apart, named in group_parameters(unit.parameters, compute_dtype, apart=kept_in(unit.name))
         ]
         for number, unit in enumerate(model.units)
     ]

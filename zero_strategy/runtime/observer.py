@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 Span = Literal[
     "all_gather",
     "reduce_scatter",
+    "all_to_all",
     "broadcast",
     "control",
     "fetch",
@@ -29,7 +30,7 @@ Span = Literal[
 `fetch`: for the own slice of a unit to come from a tier, before a gather; `copy`: between device and host memory or
 within it; `disk`: waits for files; `bubble`: for another stage of a pipeline; the rest as it says."""
 
-Transfer = Literal["all_gather", "reduce_scatter", "disk_read", "disk_write"]
+Transfer = Literal["all_gather", "reduce_scatter", "all_to_all", "disk_read", "disk_write"]
 """What moves bytes in the background."""
 
 Mark = Literal["backward over", "step begins", "optimizer over", "step over", "loss", "batch", "timeline"]

@@ -6,7 +6,7 @@ const tip = document.getElementById("tip");
 
 const PART_NAMES = {
   compute: "compute", optimizer: "optimizer", all_gather: "all-gather (exposed)", reduce_scatter: "reduce-scatter (exposed)",
-  broadcast: "broadcast (exposed)", control: "flags and norms (exposed)", pipeline_bubble: "pipeline bubble",
+  all_to_all: "all-to-all (exposed)", broadcast: "broadcast (exposed)", control: "flags and norms (exposed)", pipeline_bubble: "pipeline bubble",
   copies: "copies (exposed)", disk: "disk (exposed)", data_wait: "data wait", evaluation: "evaluation",
   checkpoint: "checkpoint", diagnostics: "diagnostics", other: "other",
 };
@@ -16,7 +16,7 @@ const SPAN_PARTS = {
 };
 const PALETTE = [
   "compute", "optimizer", "all_gather", "copies", "data_wait", "control", "evaluation", "reduce_scatter", "checkpoint",
-  "disk", "diagnostics", "broadcast", "other",
+  "disk", "diagnostics", "broadcast", "all_to_all", "other",
 ];
 const color = (name) => `var(--${name})`;
 const nth = (index) => color(PALETTE[index % PALETTE.length]);
