@@ -68,7 +68,6 @@ def optimizers(stage: int) -> dict[str, str]:
         "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
         "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
         "SparseAdam": lambda model: torch.optim.SparseAdam(list(model.parameters())),
-        "Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]),
     }
     for name, maker in makers.items():
         model = net()
@@ -88,7 +87,6 @@ def test_optimizers_that_need_more_than_an_element(ranks: Launcher, stage: int) 
         "Adafactor": "whole matrices",
         "LBFGS": "couples all elements",
         "SparseAdam": "sparse gradients",
-        "Muon": "whole matrices",
         "Whitening": "in pieces",
     }
     for found in ranks(2)(optimizers, stage):

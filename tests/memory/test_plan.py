@@ -155,6 +155,7 @@ def test_plan_is_the_ledger_to_the_byte(ranks: Launcher, world: int) -> None:
     ]
     packed = {"matrix_optimizers": ["Muon"]}
     cases += [Case(1, None, options=packed), Case(3, torch.bfloat16, options=packed)]
+    cases += [Case(2, torch.bfloat16, options={"matrix_parameters": ["*.weight"]})]
     cases += [Case(3, dtype, options={"reshard_after_backward": False}) for dtype in (None, torch.bfloat16)]
     if world % 2 == 0:
         cases += [Case(1, options={"mesh": {"replicate": 2}}, accumulation=count) for count in (1, 2)]

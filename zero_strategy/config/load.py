@@ -104,8 +104,9 @@ class ZeroSettings(TypedDict, total=False):
         watchdog: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
         diagnostics: What is written down of a run.
         elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
-        matrix_optimizers: Class names of optimizers that need whole matrices, such as Muon.
-        matrix_parameters: Patterns of the names of these matrices; default: those of units below the root.
+        matrix_optimizers: Class names of optimizers that need whole matrices, such as Shampoo.
+        matrix_parameters: Patterns of the names of matrices that share buckets with each other alone; default: none,
+            or with matrix_optimizers those of units below the root.
         fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
         timeout_seconds: Seconds until a collective times out.
         barrier_seconds: Seconds that our own waits on other ranks last at most.

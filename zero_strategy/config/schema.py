@@ -455,12 +455,13 @@ class ZeroConfig(Section):
     that they can run on slices of parameters."""
 
     matrix_optimizers: list[str] = field(default_factory=list, metadata=non_empty())
-    """Class names of optimizers that need whole matrices, such as Muon. At stages 1 to 3 each matrix then lies in
-    the slice of one rank, its owner, which takes its steps; slices are padded for that."""
+    """Class names of optimizers that need whole matrices, such as Shampoo (Muon needs none of this). At stages 1 to 3
+    each matrix then lies in the slice of one rank, its owner, which takes its steps; slices are padded for that."""
 
     matrix_parameters: list[str] = field(default_factory=list, metadata=non_empty())
-    """Shell-style patterns of the names of these matrices; empty: all trained ones of two dimensions that are in units
-    below the root, which leaves embeddings and heads out."""
+    """Shell-style patterns of the names of matrices that share buckets with each other alone; empty: none, or with
+    matrix_optimizers all trained ones of two dimensions in units below the root, which leaves embeddings and heads
+    out. For Muon beside another optimizer, or with offloaded state."""
 
     fused_optimizers: bool = True
     """Take the steps of torch.optim.Adam, AdamW, SGD and Adagrad in the fused ops, one pass over memory. False, or

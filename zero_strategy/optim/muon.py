@@ -132,10 +132,16 @@ class MuonAdamW(Optimizer):
                         state[MOMENTUM] = torch.zeros_like(parameter.grad)
                     found = direction(parameter.grad, state[MOMENTUM], group)
                     change(parameter, newton_schulz(found, group), group, parameter.shape)
-        self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
-        self._adamw.state = self.state
-        self._adamw.step()
+        adamw = self.adamw
+        adamw.state = self.state
+        adamw.step()
         return loss
+
+    @property
+    def adamw(self) -> Optimizer:
+        """AdamW of the present groups of other parameters."""
+        self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        return self._adamw
 
 
 def muon_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -296,6 +302,11 @@ class Orthogonaliser:
                     found[piece.index][rank] = piece.numel
             self._held[id(bucket)] = list(map(tuple, found))
         return self._held[id(bucket)]
+
+    def owned(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """Those that this rank orthogonalises."""
+        plan = self._plan(matrices)
+        return [matrices[position] for one in plan for position, owner in one if owner == self._rank]
 
     def run(self, matrices: Sequence[Matrix], take: Take, give: Give) -> None:
         """Orthogonalise all of them. A collective.

@@ -28,7 +28,7 @@ from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.matrices import check_matrices, is_matrix_optimizer
-from zero_strategy.optim.muon import MOMENTUM, Matrix, Orthogonaliser, change, direction, muon_groups
+from zero_strategy.optim.muon import MOMENTUM, Matrix, MuonAdamW, Orthogonaliser, change, direction, muon_groups
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
 from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise
 from zero_strategy.optim.streamed import Update
@@ -212,6 +212,8 @@ class ShardedOptimizer:
             return rule_for_parts(optimizer, self._elementwise, self._begins_with)
         masters = any(bucket.keeps_master and bucket.trainable for bucket in model.buckets)
         taken = model.config.fused_optimizers
+        if isinstance(optimizer, MuonAdamW):
+            optimizer = optimizer.adamw
         return rule_in_memory(optimizer, fused_optimizers=taken, devices=_devices(model), masters=masters)
 
     def begin_step(self, args: Any, kwargs: Any) -> Any:
@@ -241,7 +243,7 @@ class ShardedOptimizer:
                     if self._offloaded is not None:
                         self._offloaded.step(self._updates, scale, matrices, self._orthogonaliser)
                     elif self._orthogonaliser is not None:
-                        self._step_matrices(self._orthogonaliser, matrices)
+                        self._step_matrices(self._orthogonaliser, matrices, rule, scale)
                     elif rule is not None:
                         rule.update(_segments(self._updates), scale, self._combine)
             except Exception as error:
@@ -271,21 +273,30 @@ class ShardedOptimizer:
         groups = muon_groups(self.optimizer)
         return self._orthogonaliser.matrices(groups, [group["params"] for group in groups])
 
-    def _step_matrices(self, orthogonaliser: Orthogonaliser, matrices: Sequence[Matrix]) -> None:
-        """Muon's steps, whose state is in memory. A collective."""
-        updates = {id(update.parameter): update for update in self._updates}
-        for update in self._updates:
-            if MOMENTUM not in update.state:
-                update.state[MOMENTUM] = torch.zeros_like(update.piece)
+    def _step_matrices(
+        self, orthogonaliser: Orthogonaliser, matrices: Sequence[Matrix], rule: UpdateRule | None, scale: float
+    ) -> None:
+        """Muon's steps, and those of a rule for other groups, whose state is in memory. A collective."""
+        segments, muon = _segments(self._updates), {id(group) for group in muon_groups(self.optimizer)}
+        others = [segment for segment in segments if id(segment.group) not in muon]
+        if rule is not None:
+            rule.update(others, scale, self._combine)
+        of_matrix = {id(segment.owner): segment for segment in segments if id(segment.group) in muon}
+        for segment in of_matrix.values():
+            if MOMENTUM not in segment.state:
+                segment.state[MOMENTUM] = torch.zeros_like(segment.like)
 
         def take(matrix: Matrix) -> Tensor:
-            update = updates[id(matrix.parameter)]
-            assert isinstance(update.gradient, Tensor)
-            gradient = update.gradient.to(update.piece.dtype).view(-1)
-            return direction(gradient, update.state[MOMENTUM].view(-1), matrix.group)
+            segment = of_matrix[id(matrix.parameter)]
+            gradient, factor = segment.grad.to(segment.param.dtype).view(-1), segment.scale * scale
+            gradient = gradient if factor == 1.0 else gradient * factor
+            return direction(gradient, segment.state[MOMENTUM].view(-1), matrix.group)
 
         def give(matrix: Matrix, values: Tensor) -> None:
-            change(updates[id(matrix.parameter)].piece.view(-1), values, matrix.group, matrix.shape)
+            segment = of_matrix[id(matrix.parameter)]
+            change(segment.param.view(-1), values, matrix.group, matrix.shape)
+            if segment.copy is not None:
+                segment.copy.copy_(segment.param.view(-1))
 
         orthogonaliser.run(matrices, take, give)
 

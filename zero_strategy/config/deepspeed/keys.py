@@ -207,7 +207,7 @@ ZERO = Group(
         "log_trace_cache_warnings": unneeded(BOOL, False, "there is no trace; the order of units is a hint only"),
         "enable_sanity_checks": unneeded(BOOL, False, "ranks always compare what they ran"),
         "save_muon_momentum_buffer_in_memory": refused(
-            BOOL, False, "Muon is not supported: it needs whole matrices; use AdamW"
+            BOOL, False, "momenta of Muon are divided among ranks; offload.optimizer moves them"
         ),
         "leaf_module": Group(
             {

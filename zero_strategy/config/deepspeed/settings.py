@@ -132,7 +132,7 @@ _REFUSED = {
     "MuAdam": _MU,
     "MuAdamW": _MU,
     "MuSGD": _MU,
-    "Muon": "it orthogonalises whole matrices, which slices do not hold; use AdamW",
+    "Muon": "its groups need the model; construct zero_strategy.optim.MuonAdamW in your code",
     "LBFGS": "it evaluates the loss several times per step and couples all elements; use AdamW",
     "SparseAdam": "gradients here are dense; use AdamW",
     "Adafactor": "it needs whole matrices; use AdamW, or construct it in your code at stage 0",
