@@ -24,9 +24,10 @@ SIZES = {
     "transformer-34m": GPTSize(width=512, depth=8, heads=8, vocabulary=16384),
     "transformer-46m": GPTSize(width=512, depth=12, heads=8, vocabulary=16384),
     "transformer-large": GPTSize(width=512, depth=16, heads=8, vocabulary=32768),
+    "transformer-98m": GPTSize(width=768, depth=12, heads=12, vocabulary=16384),
     "transformer-1b": GPTSize(width=2048, depth=20, heads=16, vocabulary=32768),
 }
-"""0.1, 16, 30, 34, 46, 67 and 1080 million parameters."""
+"""0.1, 16, 30, 34, 46, 67, 98 and 1080 million parameters."""
 
 
 class Block(nn.Module):

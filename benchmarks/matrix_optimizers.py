@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,34 @@ def owned_by(engine: ZeroEngine, optimizer: Optimizer) -> list[Matrix]:
     return orthogonaliser.owned(orthogonaliser.matrices(groups, [group["params"] for group in groups]))
 
 
+class DeepSpeedMuon:
+    """DeepSpeed's engine with its Muon, whose Newton-Schulz is given float32, too; it zeroes gradients itself."""
+
+    def __init__(self, module: nn.Module, stage: int) -> None:
+        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank()), "TORCH_COMPILE_DISABLE": "1"}
+        import deepspeed
+        from deepspeed.runtime.zero.muon import original_muon
+
+        original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
+        muon = {"lr": 1e-3, "momentum": 0.95, "ns_method": "standard"}
+        self.engine: Any
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=list(module.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "Muon", "params": muon},
+                "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True,
+            },
+            dist_init_required=False,
+        )
+
+    def step(self, rows: torch.Tensor) -> None:
+        self.engine.backward(loss_fn(self.engine(rows[:, :-1]), rows[:, 1:]))
+        self.engine.step()
+
+
 def slowest(call: Callable[[], object]) -> float:
     """Seconds of a call on the slowest rank."""
     dist.barrier()
@@ -82,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--deepspeed", action="store_true", help="beside DeepSpeed's Muon (from pip)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     dist.init_process_group("gloo")
@@ -93,11 +123,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "muon": (module, muon),
         "ddp": (DistributedDataParallel(plain), muon_and_adamw(plain)),
     }
+    deepspeed = DeepSpeedMuon(build(options.model, options.length), options.stage) if options.deepspeed else None
+    names = [*made, *(["deepspeed"] if deepspeed is not None else [])]
     group: dict[str, Any] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
     rows = torch.randint(_VOCABULARY, (options.batch, options.length + 1))
 
     def step(name: str) -> None:
+        if deepspeed is not None and name == "deepspeed":
+            deepspeed.step(rows)
+            return
         module, optimizer = made[name]
         loss_fn(module(rows[:, :-1]), rows[:, 1:]).backward()
         optimizer.step()
@@ -107,11 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shapes["ddp"] = [tuple(parameter.shape) for parameter in split_matrices(plain).matrices]
         optimizer.zero_grad()
 
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for name in made:
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
         step(name)
     for _ in range(options.rounds):
-        for name in (*made, *reversed(made)):
+        for name in (*names, *reversed(names)):
             seconds[name].append(slowest(lambda name=name: step(name)))  # type: ignore[misc]
     kernels = {}
     for name in ("muon", "ddp"):
