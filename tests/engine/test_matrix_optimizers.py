@@ -21,7 +21,7 @@ from tests.pipeline import test_engine as pipelines
 from zero_strategy import ZeroEngine
 from zero_strategy.config import UnitsConfig
 from zero_strategy.fsdp.packing import pack
-from zero_strategy.optim import MuonAdamW, split_matrices
+from zero_strategy.optim import MuonAdamW, muon, split_matrices
 from zero_strategy.optim.muon import Matrix, owners, rounds
 from zero_strategy.pipeline.engine import PipelineEngine
 
@@ -427,7 +427,8 @@ def test_groups_are_made_by_shape_and_place() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_every_matrix_has_an_owner_and_owners_have_like_shares(ranks: int) -> None:
+def test_every_matrix_has_an_owner_and_owners_have_like_shares(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "_ROUND_NUMEL", 20_000)
     random = torch.Generator().manual_seed(ranks)
     for _ in range(100):
         shapes = torch.randint(1, 300, (int(torch.randint(1, 40, (), generator=random)), 2), generator=random).tolist()
@@ -446,6 +447,11 @@ def test_every_matrix_has_an_owner_and_owners_have_like_shares(ranks: int) -> No
         assert max(loads) <= max(1.1 * mean, mean + most)
         in_rounds = rounds(matrices, found, ranks)
         assert sorted(position for one in in_rounds for position in one) == list(range(len(matrices)))
+        done = [0] * ranks
+        for number, one in enumerate(in_rounds, 1):  # nobody has much more in a round than others
+            for position in one:
+                done[found[position]] += matrices[position].cost
+            assert max(done) <= max(loads) * number / len(in_rounds) + 2 * most
         moved = sum(m.held[r] for m, owner in zip(matrices, found, strict=True) for r in range(ranks) if r != owner)
         assert ranks > 1 or not moved
 

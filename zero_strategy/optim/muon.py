@@ -219,20 +219,23 @@ def owners(matrices: Sequence[Matrix], ranks: int) -> list[int]:
 
 
 def rounds(matrices: Sequence[Matrix], owned_by: Sequence[int], ranks: int) -> list[list[int]]:
-    """Positions of the matrices in each round: of every owner the costliest that are left, up to `_ROUND_NUMEL`."""
-    queues: list[list[int]] = [[] for _ in range(ranks)]
+    """Positions of the matrices in each round, the costliest of every owner first.
+
+    Rounds are of about `_ROUND_NUMEL` elements per owner, or of one matrix if it has more. All owners have like shares
+    of their arithmetic in a round, since each waits there for what the others send.
+    """
+    sizes = [math.prod(matrix.shape) for matrix in matrices]
+    elements, loads, done = [0] * ranks, [0] * ranks, [0] * ranks
+    for matrix, numel, owner in zip(matrices, sizes, owned_by, strict=True):
+        elements[owner] += numel
+        loads[owner] += matrix.cost
+    count = -(-max(elements) // max(_ROUND_NUMEL, *sizes)) if matrices else 0
+    found: list[list[int]] = [[] for _ in range(count)]
     for position in sorted(range(len(matrices)), key=lambda position: (-matrices[position].cost, position)):
-        queues[owned_by[position]].append(position)
-    found = []
-    while any(queues):
-        one: list[int] = []
-        for queue in queues:
-            numel = 0
-            while queue and (not numel or numel + math.prod(matrices[queue[0]].shape) <= _ROUND_NUMEL):
-                numel += math.prod(matrices[queue[0]].shape)
-                one.append(queue.pop(0))
-        found.append(one)
-    return found
+        owner, cost = owned_by[position], matrices[position].cost
+        found[min(count - 1, (done[owner] + cost // 2) * count // max(loads))].append(position)
+        done[owner] += cost
+    return [one for one in found if one]
 
 
 Take = Callable[[Matrix], Tensor]
