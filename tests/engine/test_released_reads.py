@@ -44,6 +44,12 @@ def scattered(tensor: Tensor) -> None:
         dist.scatter(tensor, None, 0)
 
 
+def sent_by_address(tensor: Tensor) -> int:
+    """The address, as asked for by a package that hands it to NCCL."""
+    found: int = eval("tensor.data_ptr()", {"__name__": "vllm.distributed.pynccl", "tensor": tensor})
+    return found
+
+
 LEAVING: dict[str, Callable[[nn.Parameter], Any]] = {
     "numpy": lambda p: p.detach().numpy(),
     "asarray": lambda p: np.asarray(p.data),
@@ -57,6 +63,13 @@ LEAVING: dict[str, Callable[[nn.Parameter], Any]] = {
     "save data": lambda p: torch.save(p.data.clone(), io.BytesIO()),
     "pickle": lambda p: pickle.dumps(p.detach()),
     "deepcopy": lambda p: copy.deepcopy(p),
+    "copy_": lambda p: torch.empty(p.shape).copy_(p),
+    "copy of data": lambda p: torch.empty(p.shape).copy_(p.data.bfloat16()),
+    "elements": lambda p: torch.empty(p.shape).__setitem__(slice(None), p.data),
+    "foreach copy": lambda p: torch._foreach_copy_([torch.empty(p.shape)], [p.detach()]),
+    "load_state_dict": lambda p: nn.Linear(*reversed(p.shape), bias=False).load_state_dict({"weight": p.data}),
+    "shared": lambda p: p.data.share_memory_(),
+    "address": lambda p: sent_by_address(p.data),
     "assignment": lambda p: setattr(p, "data", torch.zeros(p.shape)),
     "broadcast": lambda p: dist.broadcast(p, 0),
     "broadcast data": lambda p: dist.broadcast(p.data, 0),
@@ -105,7 +118,8 @@ def uses() -> dict[str, Any]:
         same = [torch.equal(p, p), p.equal(p), isinstance(p, nn.Parameter), f"{p!r}".startswith(f"{NAME!r} of shape")]
         same += [any(p is other for other in model.parameters()), type(p.data + 0) is Tensor]
         silent = [str(each.message) for each in caught[:-1]]
-        values = [p.norm(), p.data.square().mean(), p.detach().abs().max(), torch.stack([p.data, p.data]).sum()]
+        values = [torch.zeros(p.shape).lerp_(p.data, 0.5).sum(), p.data.data_ptr() * p.norm()]
+        values += [p.data.square().mean(), p.detach().abs().max(), torch.stack([p.data, p.data]).sum()]
         texts = [str(each.message) for each in caught]
     with sharding.GatheredParameters(model.parameters()):
         whole = type(p) is nn.Parameter and type(p.data) is Tensor and bool(p.isfinite().all())

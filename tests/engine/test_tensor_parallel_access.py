@@ -229,3 +229,32 @@ def test_all_that_is_whole_in_plain_torch_is_whole(ranks: Launcher) -> None:
         torch.testing.assert_close(offloaded, [one[copy_] for one in losses], rtol=0, atol=1e-6)
         for name, value in after.items():
             close(value, trained[name])
+
+
+def released_reads() -> list[str]:
+    """Outcomes of reads of a divided parameter outside of its forward, at stage 3."""
+    model, _, _, _ = begin(3)
+    parameter = dict(model.named_parameters())["blocks.0.up.weight"]
+    assert isinstance(parameter, DTensor) and type(parameter) is not DTensor
+    outcomes = []
+    for read in (
+        lambda: parameter.full_tensor(),
+        lambda: parameter.data.to_local().numpy(),
+        lambda: torch.empty(parameter.to_local().shape).copy_(parameter.to_local()),
+        lambda: copy.deepcopy(parameter),
+    ):
+        with pytest.raises(RuntimeError) as refused:
+            read()
+        outcomes.append(str(refused.value))
+    with pytest.warns(UserWarning, match="blocks.0.up.weight") as caught:
+        total = parameter.detach().sum().to_local()
+        outcomes.append(f"{len(caught)} {bool(total.isnan())}")
+    with GatheredParameters([parameter]):
+        assert type(parameter) is DTensor and bool(parameter.to_local().isfinite().all())
+    return outcomes
+
+
+def test_reads_of_released_divided_parameters_are_found(ranks: Launcher) -> None:
+    for *refused, warned in ranks(4)(released_reads):
+        assert all("'blocks.0.up.weight' is released (stage 3)" in text for text in refused)
+        assert warned == "1 True"

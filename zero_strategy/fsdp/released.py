@@ -9,8 +9,9 @@ Torch counts writes to a parameter (`p.zero_()`), not those through `p.data` or 
 The values of a released parameter are not there; a read gives NaN.
 
 A parameter's class is `ReleasedParameter` while it is released, as torch swaps that of `UninitializedParameter`.
-Metadata is answered as ever. Where values leave the process (collectives, pickles, numpy, Python numbers, the host) an
-error names the parameter; any other use computes with NaN, as plain torch would, and is warned of once per run.
+Metadata is answered as ever. Where values leave the process (collectives, pickles, numpy, Python numbers, the host) or
+are copied into another tensor, an error names the parameter; any other use computes with NaN, as plain torch would, and
+is warned of once per run.
 `p.data`, `p.detach()` and copies of a released parameter remember whose values they lack.
 
 Metadata can be had at any time. Whatever else torch is asked to do with such a parameter arrives in
@@ -21,6 +22,7 @@ hooks and references stay what they are. `construction` decides when it is shard
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 import warnings
@@ -358,7 +360,7 @@ _OF_VALUES = {
     Tensor.numpy: "numpy()", Tensor.__array__: "numpy", Tensor.cpu: "cpu()", Tensor.tolist: "tolist()",
     Tensor.item: "item()", Tensor.__float__: "float()", Tensor.__int__: "int()", Tensor.__bool__: "bool()",
     Tensor.__index__: "an index", Tensor.__complex__: "complex()", Tensor.__reduce_ex__: "pickling",
-    Tensor.__format__: "format()", Tensor.__dlpack__: "dlpack",
+    Tensor.__format__: "format()", Tensor.__dlpack__: "dlpack", Tensor.share_memory_: "share_memory_()",
 }  # fmt: skip
 """Calls by which values leave the process, in words."""
 _COPIES = frozenset(
@@ -371,7 +373,11 @@ _COPIES = frozenset(
     }
 )  # fmt: skip
 """Functions whose result has a parameter's values, in another form."""
+_COPYING = frozenset({"copy_", "_foreach_copy_", "__setitem__", "index_copy_", "set_"})
+"""Names of functions that give another tensor a parameter's values: target networks, a server's `load_weights`."""
 _COLLECTIVES = "torch.distributed."
+_SENDERS = ("vllm.", "sglang.", "ray.", "cupy.", "nixl.")
+"""Packages that send what lies at an address, which is as good as a collective."""
 ANOTHER_STRATEGY = (
     "To train the module by another strategy, build it anew and load engine.full_state_dict() into it: a module keeps "
     "its sharding for life."
@@ -394,6 +400,7 @@ class _Released:
         with DisableTorchFunctionSubclass():
             if func in METADATA or func in _PLACES:
                 asked = func is Tensor.is_complex and _in_collective(sys._getframe(1))
+                asked = asked or (func is Tensor.data_ptr and _is_sender(sys._getframe(1)))
                 if asked or (func == _GET_DTYPE and _is_compared(sys._getframe(1))):
                     raise RuntimeError(_message(args[0], "sending it"))
                 return func(*args, **kwargs)
@@ -401,7 +408,11 @@ class _Released:
                 if args[0] is args[1]:
                     return True
             elif func == _SET_DATA:
-                raise RuntimeError(_message(args[0], "`p.data = ...`"))
+                raise RuntimeError(_message(_first(args, kwargs), "`p.data = ...`"))
+            elif (source := _written_elsewhere(func, args, kwargs)) is not None:
+                if func.__name__ in _COPYING:
+                    raise RuntimeError(_message(source, f"{func.__name__}() of it into another tensor"))
+                _warn(source, func)
             elif (call := _leaves(func, args, kwargs)) is not None:
                 raise RuntimeError(_message(_first(args, kwargs), call))
             elif func in _COPIES:
@@ -468,26 +479,64 @@ def _dtype(self: Tensor) -> torch.dtype:
         return cast(torch.dtype, _GET_DTYPE(self))
 
 
-for _name in ("grad", "requires_grad", "shape", "device", "is_leaf", "_version"):
+_QUICK = ("grad", "requires_grad", "shape", "device", "is_leaf", "_version")
+for _name in _QUICK:
     setattr(ReleasedParameter, _name, _quick(_name))
 ReleasedParameter.dtype = property(_dtype)  # type: ignore[assignment]
+
+
+@functools.cache
+def _dtensor_classes() -> tuple[type, type]:
+    """`DTensor`, and its subclass for released parameters; once there is one, for importing it takes seconds."""
+    from torch.distributed.tensor import DTensor
+
+    class ReleasedDTensor(_Released, DTensor):  # type: ignore[misc]
+        """A tensor-parallel parameter while it is released, or a copy of it."""
+
+        def full_tensor(self, **_: Any) -> Any:
+            raise RuntimeError(_message(self, "full_tensor()"))
+
+        def redistribute(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError(_message(self, "redistribute()"))
+
+        def to_local(self, *arguments: Any, **keywords: Any) -> Any:
+            return _copy(super().to_local(*arguments, **keywords), self)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            raise RuntimeError(_message(self, "deepcopy"))
+
+    for name in _QUICK:
+        setattr(ReleasedDTensor, name, _quick(name))
+    return DTensor, ReleasedDTensor
 
 
 def release_class(parameter: nn.Parameter) -> None:
     """The parameter's values are gone."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ReleasedParameter
+    elif type(parameter).__name__ == "DTensor":
+        plain, released = _dtensor_classes()
+        if type(parameter) is plain:
+            parameter.__class__ = released
 
 
 def unshard_class(parameter: nn.Parameter) -> None:
     """The parameter's values are there, or about to be."""
     if type(parameter) is ReleasedParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    elif type(parameter).__name__ == "ReleasedDTensor":
+        parameter.__class__ = _dtensor_classes()[0]
+
+
+def parameter_of(tensor: Tensor) -> nn.Parameter:
+    """The parameter itself, of it or of a copy."""
+    found: nn.Parameter = vars(tensor).get("parameter", tensor)
+    return found
 
 
 def name_of(tensor: Tensor) -> str:
     """The parameter's name in the module; "" where no engine is left that knows it."""
-    parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
+    parameter = parameter_of(tensor)
     model = owner_of(parameter)
     place = None if model is None else model.place(parameter)
     return "" if place is None else place[0].names[place[1]]
@@ -499,11 +548,17 @@ def _first(args: Any, kwargs: Any) -> Tensor:
 
 def _copy(values: Any, source: Any) -> Any:
     """Let a copy of what `source` has know whose values it lacks."""
-    if type(values) not in (Tensor, nn.Parameter) or not isinstance(source, _Released):
+    if not isinstance(source, _Released):
         return values
-    copy = values.as_subclass(ReleasedValues)
-    copy.parameter = source.parameter if isinstance(source, ReleasedValues) else cast(nn.Parameter, source)
-    return copy
+    parameter = parameter_of(cast(Tensor, source))
+    if type(values) in (Tensor, nn.Parameter):
+        copy = values.as_subclass(ReleasedValues)
+        copy.parameter = parameter
+        return copy
+    if type(values).__name__ == "DTensor" and type(values) is _dtensor_classes()[0]:
+        values.__class__ = _dtensor_classes()[1]
+        vars(values)["parameter"] = parameter
+    return values
 
 
 def _leaves(func: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
@@ -519,6 +574,17 @@ def _leaves(func: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
 
 def _is_cpu(value: Any) -> bool:
     return (isinstance(value, torch.device) and value.type == "cpu") or value == "cpu"
+
+
+def _is_sender(frame: FrameType | None) -> bool:
+    """True if a package that sends memory by its address asks for one."""
+    for _ in range(3):  # modes are between
+        if frame is None:
+            return False
+        if f"{frame.f_globals.get('__name__', '')}.".startswith(_SENDERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_collective(frame: FrameType | None) -> bool:
@@ -549,9 +615,16 @@ def _writes(func: Callable[..., Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delete__")
 
 
+def _written_elsewhere(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
+    """A source without values of a call that writes to other tensors; None for other calls."""
+    if not args or not _writes(func) or any(isinstance(leaf, _Released) for leaf in tree_leaves(args[0])):
+        return None
+    found = (leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, _Released))
+    return cast(Tensor, next(found, None))
+
+
 def _warn(tensor: Tensor, func: Callable[..., Any]) -> None:
-    parameter = tensor.parameter if isinstance(tensor, ReleasedValues) else cast(nn.Parameter, tensor)
-    model = owner_of(parameter)
+    model = owner_of(parameter_of(tensor))
     if model is None or model.told_of_reads:
         return
     model.told_of_reads = True
