@@ -84,6 +84,7 @@ _PACKAGES = (
     "optim",
     "pipeline",
     "planning",
+    "publish",
     "registration",
     "verify",
     "watchdog",

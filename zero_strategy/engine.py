@@ -58,6 +58,7 @@ from zero_strategy.optim.muon import tell_shared_buckets
 from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
 from zero_strategy.planning.held import ledger_of
 from zero_strategy.planning.ledger import Ledger
+from zero_strategy.publish.whole import WholeWeights
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.train_state import WHOLE, ModelPart
@@ -876,6 +877,30 @@ class ZeroEngine:
             name: copies[id(tensor)] if id(tensor) in copies else held_by(tensor).detach().to("cpu", copy=True)
             for name, tensor in entries.items()
         }
+
+    def weights(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        merge_adapters: bool = True,
+        module: nn.Module | None = None,
+    ) -> WholeWeights:
+        """The whole weights one by one, as an inference server loads them; see `WholeWeights`. All ranks iterate it.
+
+            server.update(engine.weights(dtype=torch.bfloat16))       # pairs (name, tensor)
+
+        Args:
+            names: Those that are wanted, equal on all ranks; default: all.
+            dtype: What floating-point tensors are converted to; default: as the forward computes with them.
+            merge_adapters: Give PEFT's layers merged, under the base model's names, and no adapters.
+            module: Part of the module by whose own names tensors go; default: the whole.
+
+        Raises:
+            ValueError: If a name is not one of them, a module is not the engine's, or adapters cannot be merged.
+            TypeError: If `dtype` is not one of floating point.
+        """
+        return WholeWeights(self, names, dtype=dtype, merge_adapters=merge_adapters, module=module)
 
     def optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
         """An attached optimizer's whole state, on the host of every rank, in the form of its own `state_dict()`.
