@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.conformance import offline
+from tests.conformance import inference_server, offline
 
 STEPS = 6
 COMPARED = ("loss", "grad_norm", "eval_loss", "reward", "kl", "rewards/margins", "completions/mean_length")
@@ -96,6 +96,24 @@ def grpo(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+def grpo_with_server(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any], **more: Any) -> Any:
+    """Group relative policy optimization (TRL): a stand-in for vLLM's server loads the weights at each step."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    inference_server.install()
+    options = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
+    arguments = GRPOConfig(**common(folder, num_generations=4, max_completion_length=8, beta=0.0, **options))
+    return wrap(GRPOTrainer)(
+        model=offline.causal_model(), reward_funcs=reward, args=arguments, train_dataset=texts(64, "prompt"),
+        processing_class=offline.tokenizer(), **more, **extra,
+    )  # fmt: skip
+
+
+def grpo_with_server_lora(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any]) -> Any:
+    """The same with a LoRA adapter (PEFT), which is merged for the server."""
+    return grpo_with_server(wrap, folder, extra, peft_config=adapter())
+
+
 def rewards(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any]) -> Any:
     """A reward model (TRL)."""
     from transformers import LlamaForSequenceClassification
@@ -141,6 +159,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "trl-sft-lora": sft_lora,
     "trl-dpo": dpo,
     "trl-grpo": grpo,
+    "trl-grpo-server": grpo_with_server,
+    "trl-grpo-server-lora": grpo_with_server_lora,
     "trl-reward": rewards,
 }
 """By the names of the command line."""
@@ -157,7 +177,9 @@ def main() -> None:
             from zero_strategy.integrations.transformers import make_zero_trainer
 
             trainer = KINDS[kind](make_zero_trainer, folder, {"zero_config": {"stage": int(stage)}})
+        compared = inference_server.compare_after_syncs(trainer) if hasattr(trainer, "vllm_generation") else None
         trainer.train()
+        assert compared is None or not trainer.is_world_process_zero() or len(compared) == STEPS
         logged = [{key: entry[key] for key in COMPARED if key in entry} for entry in trainer.state.log_history]
     if int(os.environ["RANK"]) == 0:
         Path(output).write_text(json.dumps([entry for entry in logged if entry]), encoding="utf-8")

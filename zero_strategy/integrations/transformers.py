@@ -133,6 +133,10 @@ class ZeroTrainerMixin:
         if self.accelerator.zero_config.stage == 3 and isinstance(self.model, PreTrainedModel):
             # transformers' own mark for "forwards are collective": ranks then generate for equally many tokens.
             vars(self.model)["_is_fsdp_managed_module"] = True
+        if "trl.distributed" in sys.modules:
+            from zero_strategy.integrations.trl import adopt
+
+            adopt(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Take the Accelerator that the Trainer makes for one that shards."""
