@@ -20,6 +20,7 @@ from tests.launcher import Launcher
 from tests.pipeline import test_engine as pipelines
 from zero_strategy import ZeroEngine
 from zero_strategy.config import UnitsConfig
+from zero_strategy.convert.convert import convert
 from zero_strategy.fsdp.packing import pack
 from zero_strategy.optim import MuonAdamW, muon, split_matrices
 from zero_strategy.optim.muon import Matrix, owners, rounds
@@ -491,3 +492,127 @@ def test_packing_keeps_whole_what_is_to_stay_whole(slices: int) -> None:
         assert all(end <= begin for (_, end, _), (begin, _, _) in pairwise(ends)) and ends[-1][1] <= slices * length
         assert all(begin // length == (end - 1) // length for begin, end, _ in ends)
         assert length <= sum(sizes) / slices + max(sizes) + 64
+
+
+# ------------------------------------------------------------------------------------- state of any form
+
+
+class Factored(Optimizer):
+    """Scales rows and columns of matrices by roots of sums of squares, as SOAP and Shampoo keep their factors."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    factors = [p.new_zeros(size, size) for size in (p.shape if p.dim() == 2 else ())]
+                    state |= {"step": 0, "factors": factors, "pair": (0.5, None)}
+                state["step"] += 1
+                update = p.grad
+                if p.dim() == 2:
+                    left, right = state["factors"]
+                    left.add_(p.grad @ p.grad.T), right.add_(p.grad.T @ p.grad)
+                    update = update / left.diagonal().sqrt().add(0.1)[:, None] / right.diagonal().sqrt().add(0.1)
+                p.sub_(update / (1 + update.norm()), alpha=group["lr"])
+
+
+KINDS: dict[str, Any] = {
+    "Factored": Factored,
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
+}
+
+
+def steps_with(kind: str, stage: int, path: str, do: str, bounds: tuple[int, int]) -> tuple[dict[str, Tensor], Any]:
+    """Steps with all parameters in an optimizer of whole tensors, from a checkpoint on, and a save."""
+    model = net()
+    options = {"matrix_optimizers": [kind], "matrix_parameters": ["*"]} if stage else {}
+    engine = ZeroEngine(model, {"stage": stage, "units": {"min_numel": 0}, **options})
+    optimizer = KINDS[kind](list(model.parameters()))
+    engine.attach(optimizer)
+    if "load" in do:
+        engine.load(path)
+    if "torch" in do:
+        engine.load_optimizer_state_dict(optimizer, torch.load(f"{path}.pt"))
+        model.load_state_dict(torch.load(f"{path}.weights.pt"))
+    for number in range(*bounds):
+        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(number))
+        loss_of(model(rows)).backward()  # the same on all ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    found = engine.full_state_dict(), engine.optimizer_state_dict(optimizer)
+    if "save" in do:
+        engine.save(path)
+        if dist.get_rank() == 0:
+            torch.save(found[1], f"{path}.pt")
+            torch.save(found[0], f"{path}.weights.pt")
+    engine.close()
+    return found
+
+
+def in_one_process(kind: str, steps: int) -> tuple[dict[str, Tensor], Any]:
+    model = net()
+    optimizer = KINDS[kind](list(model.parameters()))
+    for number in range(steps):
+        loss_of(model(torch.randn(12, 6, generator=torch.Generator().manual_seed(number)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict()), optimizer.state_dict()
+
+
+def same_state(found: Any, wanted: Any) -> bool:
+    """Equal in values, dtypes, shapes, and kinds of containers."""
+    if isinstance(wanted, Tensor):
+        return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found, wanted)
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(same_state(found[key], value) for key, value in wanted.items())
+    if isinstance(wanted, (list, tuple)):
+        return type(found) is type(wanted) and len(found) == len(wanted) and all(map(same_state, found, wanted))
+    return bool(found == wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage, world, saved", [(3, 2, 2), (2, 4, 0), (0, 2, 3), (1, 1, 1)])
+def test_state_that_is_not_per_element_is_saved_and_loaded(
+    ranks: Launcher, tmp_path: Path, kind: str, stage: int, world: int, saved: int
+) -> None:
+    path = str(tmp_path / "c")
+    wanted, last = in_one_process(kind, 3), in_one_process(kind, 5)
+    for weights, state in ranks(2)(steps_with, kind, saved, path, "save", (0, 3)):
+        assert same_state(weights, wanted[0]) and same_state(state["state"], wanted[1]["state"])
+    for do in ("load", "torch"):
+        for weights, state in ranks(world)(steps_with, kind, stage, path, do, (3, 3)):
+            assert same_state(weights, wanted[0]) and same_state(state["state"], wanted[1]["state"])
+        for weights, state in ranks(world)(steps_with, kind, stage, path, do, (3, 5)):
+            assert same_state(weights, last[0]) and same_state(state["state"], last[1]["state"])
+
+
+def test_such_state_is_converted_to_torchs_and_back(ranks: Launcher, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    ranks(2)(steps_with, "Factored", 3, path, "save", (0, 3))
+    wanted = in_one_process("Factored", 3)[1]["state"]
+    convert(path, tmp_path / "file.pt", to_format="torch")
+    stored = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert same_state(stored["optimizers"][0]["state"], wanted)
+    convert(tmp_path / "file.pt", tmp_path / "again")
+    for _, state in ranks(2)(steps_with, "Factored", 2, str(tmp_path / "again"), "load", (3, 3)):
+        assert same_state(state["state"], wanted)
+
+
+def vectors() -> str:
+    model = net()
+    engine = ZeroEngine(model, {"stage": 2, "matrix_optimizers": ["Adafactor"], "matrix_parameters": ["*weight"]})
+    with pytest.raises(ValueError, match="tried on a vector") as refused:
+        engine.attach(torch.optim.Adafactor(model.parameters(), lr=0.02))
+    return str(refused.value)
+
+
+def test_vectors_of_a_class_that_needs_them_whole_are_refused_unless_they_are(ranks: Launcher) -> None:
+    assert all(
+        "'stem.bias' (6,) is divided among ranks" in text and "'*' for all" in text for text in ranks(2)(vectors)
+    )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,17 +273,14 @@ class Agreement:
         """All ranks' tables with this rank's values, which are everybody's."""
         assert self._all is not None
         return [
-            OptimizerTable(
-                total.kinds,
-                {name: dict(next(iter(table.scalars.values()))) for name in total.scalars},
-                total.scalar_dtypes,
-            )
+            replace(total, scalars={name: dict(next(iter(table.scalars.values()))) for name in total.scalars})
             for table, total in zip(own, self._all, strict=True)
         ]
 
 
 def _same_form(a: OptimizerTable, b: OptimizerTable) -> bool:
-    return a.kinds == b.kinds and a.scalar_dtypes == b.scalar_dtypes and a.scalars.keys() == b.scalars.keys()
+    same = a.kinds == b.kinds and a.shapes == b.shapes and a.scalar_dtypes == b.scalar_dtypes
+    return same and a.scalars.keys() == b.scalars.keys()
 
 
 def _is_uniform(table: OptimizerTable) -> bool:

@@ -12,10 +12,10 @@ memory for a second copy of it.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +26,13 @@ from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp import layout
-from zero_strategy.fsdp.dtensor import TensorPart, held_by
+from zero_strategy.fsdp.dtensor import TensorPart, held_by, is_dtensor
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.offload.chunk_store import VectorReader, live_values
 from zero_strategy.offload.chunks import OffloadedPart
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.runtime.nested_state import flattened
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
@@ -175,11 +176,13 @@ class OptimizerTable:
         kinds: State kind -> parameter name -> dtype.
         scalars: Parameter name -> key -> number.
         scalar_dtypes: Key -> dtype name, for numbers that the optimizer keeps as 0-d tensors.
+        shapes: State kind -> parameter name -> shape, where that is not the parameter's.
     """
 
     kinds: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     scalar_dtypes: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def merge(self, other: OptimizerTable) -> None:
         """Take in another rank's entries."""
@@ -188,6 +191,8 @@ class OptimizerTable:
         for name, values in other.scalars.items():
             self.scalars.setdefault(name, {}).update(values)
         self.scalar_dtypes.update(other.scalar_dtypes)
+        for kind, shapes in other.shapes.items():
+            self.shapes.setdefault(kind, {}).update(shapes)
 
 
 def extra_state_file(engine: TrainState) -> dict[str, bytes]:
@@ -226,8 +231,23 @@ def _file_of_all(engine: TrainState, path: str, found: dict[str, Any]) -> dict[s
     return {path: buffer.getvalue()}
 
 
-States = Mapping[str, tuple[torch.Size, Mapping[str, Any]]]
-"""Parameter name -> shape of this rank's piece, and its live state."""
+@dataclass(frozen=True)
+class LiveState:
+    """This rank's state of a parameter.
+
+    Attributes:
+        shape: Of its piece.
+        whole: The piece is the whole parameter, so that any state of it can be stored.
+        values: Live ones, by kind; lists and tuples taken apart.
+    """
+
+    shape: torch.Size
+    whole: bool
+    values: Mapping[str, Any]
+
+
+States = Mapping[str, LiveState]
+"""By parameter name."""
 
 
 def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
@@ -236,7 +256,8 @@ def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
     for parameter in sharded.parameters():
         piece = sharded.piece(parameter)
         if piece is not None:
-            found[names[id(parameter)]] = (piece.shape, sharded.state.get(piece, {}))
+            whole = piece.numel() == parameter.numel() and not is_dtensor(parameter)
+            found[names[id(parameter)]] = LiveState(piece.shape, whole, flattened(sharded.state.get(piece, {})))
     return found
 
 
@@ -252,21 +273,25 @@ def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> 
         names = [n for n, p in zip(bucket.names, bucket.parameters, strict=True) if id(p) in parameters]
         for kind, storage in _storages(bucket).items():
             table.kinds.setdefault(kind, {}).update(dict.fromkeys(names, storage.dtype))
-    for name, (shape, state) in states.items():
-        for key, value in state.items():
+    for name, state in states.items():
+        for key, value in state.values.items():
             if isinstance(value, Tensor) and value.dim() == 0:
                 table.scalars.setdefault(name, {})[key] = value.item()
                 if value.dtype not in dtypes:
                     dtypes[value.dtype] = str(value.dtype).removeprefix("torch.")
                 table.scalar_dtypes[key] = dtypes[value.dtype]
-            elif isinstance(value, (Tensor, OffloadedPart)) and value.shape == shape:
+            elif isinstance(value, (Tensor, OffloadedPart)) and value.shape == state.shape:
                 table.kinds.setdefault(key, {})[name] = value.dtype
+            elif isinstance(value, Tensor) and state.whole:
+                table.kinds.setdefault(key, {})[name] = value.dtype
+                table.shapes.setdefault(key, {})[name] = tuple(value.shape)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 table.scalars.setdefault(name, {})[key] = value
             else:
                 raise TypeError(
                     f"state {key!r} of {type(sharded.optimizer).__name__} for parameter {name!r} is a "
-                    f"{type(value).__name__} that cannot be stored: only one value per element, or plain numbers"
+                    f"{type(value).__name__} that cannot be stored: only one value per element and plain numbers, and "
+                    "other tensors of parameters that lie whole on a rank (stage 0, or matrix_optimizers)"
                 )
     return table
 
@@ -317,7 +342,11 @@ def pieces_of(
                 yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, dtype)))
     for number, (states, table) in enumerate(zip(saved, tables, strict=True)):
         for kind, dtypes in table.kinds.items():
-            for state in _state_pieces(engine, states, kind, dtypes, values_of):
+            own = table.shapes.get(kind, {})
+            divided = {name: dtype for name, dtype in dtypes.items() if name not in own}
+            for state in chain(
+                _whole_states(engine, states, kind, own), _state_pieces(engine, states, kind, divided, values_of)
+            ):
                 yield (str(number), kind), state
 
 
@@ -358,6 +387,15 @@ def _weights_pieces(
     return pieces_in_whole(part, engine.mesh.tensor, name, bounds, stored, read, late=vector is not None)
 
 
+def _whole_states(engine: TrainState, states: States, kind: str, own: Collection[str]) -> Iterator[AnyPiece]:
+    """State of shapes of its own; written by the owner, or by the rank that writes the parameter's first element."""
+    for bucket in engine.model.buckets if own else ():
+        for piece in bucket.slice_pieces:
+            name = bucket.names[piece.index]
+            if name in own and piece.start == 0 < piece.stop:
+                yield Piece(name, 0, states[name].values[kind].detach().reshape(-1).contiguous())
+
+
 def _state_pieces(
     engine: TrainState, states: States, kind: str, dtypes: Mapping[str, torch.dtype], values_of: VectorReader
 ) -> Iterator[AnyPiece]:
@@ -373,7 +411,7 @@ def _state_pieces(
                 at, held = lead + piece.offset - piece.start, storage.vector
                 late, values = held is not None, storage.read
             else:
-                value = states[name][1][kind] if name in states else torch.empty(0, dtype=dtypes[name])
+                value = states[name].values[kind] if name in states else torch.empty(0, dtype=dtypes[name])
                 held, at = (value.vector, value.start) if isinstance(value, OffloadedPart) else (None, 0)
                 at -= 0 if whole else piece.start
                 late, values = engine.model.optimizer_store is not None, partial(_some, value)

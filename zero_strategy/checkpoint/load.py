@@ -26,6 +26,7 @@ from zero_strategy.comm.store import together
 from zero_strategy.fsdp.dtensor import held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.runtime.nested_state import nested
 from zero_strategy.runtime.terminal import is_shown, progress
 
 if TYPE_CHECKING:
@@ -295,7 +296,12 @@ def _load_state(
     for kind, specs in available.items():
         if name not in specs:
             continue
-        _check_shape(name, tuple(specs[name].shape), tuple(parameter.shape))
+        stored = tuple(specs[name].shape)
+        if stored != tuple(parameter.shape) and kind not in (MASTER, AVERAGE) and piece.numel() == parameter.numel():
+            values[kind] = torch.empty(stored, dtype=specs[name].dtype, device=piece.device)  # not per element
+            wanted.append(Wanted(name, 0, values[kind].numel(), (number, kind), out=values[kind].view(-1)))
+            continue
+        _check_shape(name, stored, tuple(parameter.shape))
         want = partial(
             wanted_in_whole,
             bucket.parts[index],
@@ -321,7 +327,7 @@ def _load_state(
             device = piece.device if on_device else torch.device("cpu")
             values[key] = torch.tensor(value, dtype=getattr(torch, scalar_dtypes[key]), device=device)
     if values:
-        sharded.set_state_of(parameter, values)
+        sharded.set_state_of(parameter, nested(values))
     return wanted
 
 

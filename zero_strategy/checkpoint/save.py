@@ -371,12 +371,16 @@ class Saver:
 
     def _plan(self, whole: Catalog, tables: Sequence[OptimizerTable], dtype: torch.dtype | None) -> CheckpointPlan:
         """The files; those of the last save if nothing has changed."""
-        key = (whole, [table.kinds for table in tables], dtype)
+        key = (whole, [(table.kinds, table.shapes) for table in tables], dtype)
         if self._last_plan is None or self._last_plan[0] != key:
             shapes = {spec.name: spec.shape for spec in whole.weights}
             states = {
                 str(number): {
-                    kind: [TensorSpec(name, dtypes[name], shapes[name]) for name in whole.names() if name in dtypes]
+                    kind: [
+                        TensorSpec(name, dtypes[name], table.shapes.get(kind, {}).get(name, shapes[name]))
+                        for name in whole.names()
+                        if name in dtypes
+                    ]
                     for kind, dtypes in sorted(table.kinds.items())
                 }
                 for number, table in enumerate(tables)

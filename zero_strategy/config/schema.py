@@ -461,7 +461,8 @@ class ZeroConfig(Section):
     matrix_parameters: list[str] = field(default_factory=list, metadata=non_empty())
     """Shell-style patterns of the names of matrices that share buckets with each other alone; empty: none, or with
     matrix_optimizers all trained ones of two dimensions in units below the root, which leaves embeddings and heads
-    out. For Muon beside another optimizer, or with offloaded state."""
+    out. With matrix_optimizers they choose parameters of any dimensions ("*": all). For Muon beside another optimizer,
+    or with offloaded state."""
 
     fused_optimizers: bool = True
     """Take the steps of torch.optim.Adam, AdamW, SGD and Adagrad in the fused ops, one pass over memory. False, or

@@ -24,6 +24,7 @@ import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec, is_text
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor, loaded
+from zero_strategy.runtime.nested_state import flattened, nested
 
 Shape = tuple[int, ...]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -168,7 +169,7 @@ def from_torch(
     numbers = _number_keys(entries, weights)
     rank = {name: place for place, name in enumerate(weights)}
     for name in sorted(entries, key=lambda name: rank.get(name, len(rank))):
-        for key, value in entries[name].items():
+        for key, value in flattened(entries[name]).items():
             _put(found, name, str(key), value, key in numbers, source)
     return found
 
@@ -206,7 +207,7 @@ def lazy_torch(optimizer: PortableOptimizer, *, named: bool) -> dict[str, Any]:
         }
         values |= {kind: tensors[name] for kind, tensors in optimizer.kinds.items() if name in tensors}
         if values:
-            state[name if named else number] = values
+            state[name if named else number] = nested(values)
     groups = [
         {**group, "params": [name if named else numbers[name] for name in group["params"]]}
         for group in optimizer.param_groups
@@ -215,6 +216,8 @@ def lazy_torch(optimizer: PortableOptimizer, *, named: bool) -> dict[str, Any]:
 
 
 def _loaded(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_loaded(item) for item in value)
     return loaded(value) if isinstance(value, StoredTensor) else value
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 def lies_apart(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], trainable: bool) -> bool:
     """True if a parameter is to share no bucket but with its like: a trained matrix that the settings ask for.
 
+    With `matrix_optimizers`, patterns choose parameters of any dimensions, such as vectors of which norms are taken.
+
     Args:
         config: Its `matrix_optimizers` and `matrix_parameters` say whether there are any, the latter which.
         unit: Name of the parameter's unit, "" for the root.
@@ -35,7 +37,9 @@ def lies_apart(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], t
         trainable: Whether it is trained.
     """
     patterns = config.matrix_parameters
-    if not (config.matrix_optimizers or patterns) or config.stage == 0 or len(shape) != 2 or not trainable:
+    if not (config.matrix_optimizers or patterns) or config.stage == 0 or not trainable:
+        return False
+    if len(shape) != 2 and not (patterns and config.matrix_optimizers and len(shape)):
         return False
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else unit != ""
 

@@ -20,38 +20,47 @@ from zero_strategy.fsdp.grad_view import assemble_segment
 from zero_strategy.fsdp.model import ShardedModel, sharded_model_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.runtime.nested_state import flattened, nested
 
 
 def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """Whole optimizer state, on the host, of every parameter that has any. A collective, bucket by bucket."""
+    """Whole optimizer state, on the host, of every parameter that has any. A collective, bucket by bucket.
+
+    State that has no value per element is its owner's, and is sent to all ranks as objects.
+    """
     held = {id(parameter) for parameter in sharded.parameters()}
     for bucket in model.buckets:
         local: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(bucket.parameters):
             if id(parameter) in held and (state := sharded.state_of(parameter)):
-                local[index] = state
-        summary = {index: {key: _describe(value) for key, value in state.items()} for index, state in local.items()}
+                local[index] = flattened(state)
+        pieces = {index: sharded.piece(bucket.parameters[index]) for index in local}
+        summary = {
+            index: {key: _describe(value, pieces[index]) for key, value in state.items()}
+            for index, state in local.items()
+        }
         merged: dict[int, dict[str, Any]] = {}
         for part in model.mesh.control.all_gather_objects(summary):
             for index, keys in part.items():
                 merged.setdefault(index, {}).update(keys)
         whole: dict[int, dict[str, Any]] = {index: {} for index in merged}
         for key, dtype in sorted({(k, d) for keys in merged.values() for k, (d, _) in keys.items() if d}, key=str):
-            flat = model.assemble(bucket, {i: s[key] for i, s in local.items() if key in s}, getattr(torch, dtype))
+            mine = {index: state[key] for index, state in local.items() if summary[index].get(key, ("",))[0]}
+            flat = model.assemble(bucket, mine, getattr(torch, dtype))
             for index, keys in merged.items():
-                if key in keys:
+                if keys.get(key, ("",))[0]:
                     segment = bucket.layout.segments[index]
-                    mine = flat[segment.offset : segment.stop].view(segment.shape)
-                    whole[index][key] = whole_of(bucket.parameters[index], mine).to("cpu", copy=True)
+                    values = flat[segment.offset : segment.stop].view(segment.shape)
+                    whole[index][key] = whole_of(bucket.parameters[index], values).to("cpu", copy=True)
         for index, keys in merged.items():
             whole[index].update({key: value for key, (dtype, value) in keys.items() if not dtype})
             order = list(keys)
-            yield bucket.parameters[index], {key: whole[index][key] for key in order}
+            yield bucket.parameters[index], nested({key: whole[index][key] for key in order})
 
 
-def _describe(value: Any) -> tuple[str, Any]:
-    """(dtype name, None) of a per-element state, ("", value) of a scalar one."""
-    if isinstance(value, Tensor) and value.dim():
+def _describe(value: Any, piece: Tensor | None) -> tuple[str, Any]:
+    """(dtype name, None) of a per-element state, ("", value) of another one."""
+    if isinstance(value, Tensor) and value.dim() and piece is not None and value.shape == piece.shape:
         return str(value.dtype).removeprefix("torch."), None
     return "", value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
@@ -108,8 +117,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         ValueError: If no attached optimizer holds `param`.
     """
     model, bucket, index = _find(param)
-    value = _holder(model, param).state_of(param).get(optim_state_key)
-    mine = None if value is None else _describe(value)
+    holder = _holder(model, param)
+    value = holder.state_of(param).get(optim_state_key)
+    mine = None if value is None else _describe(value, holder.piece(param))
     known = [found for found in model.mesh.control.all_gather_objects(mine) if found is not None]
     if not known:
         return None

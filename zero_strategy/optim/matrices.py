@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from zero_strategy.config import UnitsConfig
 from zero_strategy.fsdp.layout import find_units
 from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.optim.optimizer_checks import why_not_elementwise
 from zero_strategy.runtime.terminal import table
 
 
@@ -103,7 +104,7 @@ def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) ->
     """Raise if an optimizer of matrices holds one that no rank can have whole.
 
     Param groups with `elementwise=True` or `use_muon=False` (of classes that step on other parameters as AdamW does)
-    are left out.
+    are left out. Whether vectors may be divided is tried; see `why_not_elementwise`.
 
     Args:
         optimizer: The optimizer.
@@ -113,7 +114,7 @@ def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) ->
     Raises:
         ValueError: Naming the parameter, why it is divided, and the way out.
     """
-    kind = type(optimizer).__name__
+    kind, reason = type(optimizer).__name__, None
     for group in optimizer.param_groups:
         if group.get("elementwise") or not group.get("use_muon", True):
             continue
@@ -127,9 +128,18 @@ def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) ->
                     f"{kind} needs whole matrices, and tensor parallelism divides {name!r}: train it with an "
                     "elementwise optimizer such as AdamW"
                 )
-            if not (whole and model.placement.shard_optimizer) or bucket.whole:
+            if not (whole and model.placement.shard_optimizer) or bucket.whole or not parameter.requires_grad:
                 continue
-            if parameter.requires_grad and parameter.dim() > 1:
+            if parameter.dim() == 1 and parameter.numel() > 1 and model.mesh.shard_size > 1:
+                if reason is None:
+                    reason = why_not_elementwise(optimizer, vectors=True) or ""
+                if reason:
+                    raise ValueError(
+                        f"{kind} needs whole vectors, and {name!r} {tuple(parameter.shape)} is divided among ranks: "
+                        f"{reason}. Let matrix_parameters hold a pattern of its name ('*' for all), or mark its param "
+                        "group with elementwise=True if each element is updated by itself there"
+                    )
+            if parameter.dim() > 1:
                 raise ValueError(
                     f"{kind} needs whole matrices, and {name!r} {tuple(parameter.shape)} is divided among ranks: let "
                     f"matrix_parameters hold a pattern of its name, beside those of the others "

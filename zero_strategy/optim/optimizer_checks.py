@@ -110,13 +110,18 @@ _LEAST_RATE = 0.01
 """Learning rate of a trial at least: after a scheduler's warm-up has begun, the group's own may be zero."""
 
 
-def why_not_elementwise(optimizer: Optimizer) -> str | None:
+def why_not_elementwise(optimizer: Optimizer, *, vectors: bool = False) -> str | None:
     """Try an optimizer on a small matrix, with the options of each of its groups; None if nothing speaks against it.
+
+    With `vectors` it is tried on a vector, and with the options of groups that are not marked as elementwise.
 
     It updates a matrix, and the two pieces of the same numbers that two ranks would hold, each in an optimizer of its
     own. Copies do so: the user's parameters, states and attributes stay as they are, and so do random numbers.
     """
     groups = [group for group in optimizer.param_groups if group["params"]]
+    if vectors:
+        groups = [each for each in groups if each.get("use_muon", True) and not each.get("elementwise")]
+    kind = "vector" if vectors else "matrix"
     differ = [sorted((k, repr(v)) for k, v in group.items() if k not in ("params", *_RATES)) for group in groups]
     distinct = dict(zip(map(repr, differ), groups, strict=True))
     devices = [parameter.device for group in groups for parameter in group["params"]]
@@ -126,23 +131,24 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
     with forked, torch.no_grad():
         for group in distinct.values():
             try:
-                reason = _try_group(optimizer, group, device)
+                reason = _try_group(optimizer, group, device, kind)
             except Exception as error:
                 text = str(error).partition("\n")[0]
-                return f"trying it on a small matrix failed ({type(error).__name__}: {text})"
+                return f"trying it on a small {kind} failed ({type(error).__name__}: {text})"
             if reason is not None:
                 return reason
     return None
 
 
-def _try_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> str | None:
+def _try_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device, kind: str) -> str | None:
     numel = _SHAPE[0] * _SHAPE[1]
+    shape = _SHAPE if kind == "matrix" else (numel,)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(numel, generator=generator)
     # Of very different sizes, so that whatever is shared between elements shows.
     sizes = torch.logspace(-3, 1, numel)[torch.randperm(numel, generator=generator)]
     gradients = [torch.randn(numel, generator=generator) * sizes for _ in range(_STEPS)]
-    whole, again = (_tried(optimizer, group, values, gradients, _SHAPE, device, seed) for seed in (1, 2))
+    whole, again = (_tried(optimizer, group, values, gradients, shape, device, seed) for seed in (1, 2))
     if not torch.equal(whole, again):
         return "it draws random numbers, and each rank would draw others"
     pieces = [
@@ -151,13 +157,13 @@ def _try_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device
     ]
     changed = float((whole - values).abs().max())
     if not changed > _TOLERANCE:
-        return f"it was tried on a small matrix, and {_STEPS} steps changed no element by more than {_TOLERANCE:g}"
+        return f"it was tried on a small {kind}, and {_STEPS} steps changed no element by more than {_TOLERANCE:g}"
     apart = (torch.cat(pieces) - whole).abs()
     worst, rounding = int(apart.argmax()), 4 * torch.finfo(torch.float32).eps * float(whole.abs().max())
     if bool(torch.isfinite(apart).all()) and float(apart[worst]) <= _TOLERANCE * changed + rounding:
         return None
     return (
-        f"it was tried on a matrix of {list(_SHAPE)}, and after {_STEPS} steps element {worst} is "
+        f"it was tried on a {kind} of {list(shape)}, and after {_STEPS} steps element {worst} is "
         f"{float(whole[worst]):.4g}, in pieces {float(torch.cat(pieces)[worst]):.4g}"
     )
 

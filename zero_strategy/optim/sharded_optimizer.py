@@ -9,6 +9,7 @@ public step hooks of `torch.optim.Optimizer` do the exchange, so it does not mat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -191,7 +192,7 @@ class ShardedOptimizer:
                 dtype = piece.dtype if value.dtype == parameter.dtype else value.dtype
                 kept[key] = torch.empty(part.shape, dtype=dtype, device=piece.device).copy_(part).view(piece.shape)
             else:
-                kept[key] = value.clone() if isinstance(value, Tensor) else value
+                kept[key] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         self.state[piece] = kept
 
     def offloaded_place(self, parameter: nn.Parameter, key: str) -> OffloadedPart | None:
