@@ -10,7 +10,8 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tests.engine.nets import net
+from tests.engine.nets import loss_of, net
+from tests.engine.test_tensor_parallel import begin
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine
 
@@ -164,3 +165,76 @@ def tied() -> list[str]:
 def test_tied_weights_come_once(ranks: Launcher) -> None:
     for names in ranks(2)(tied):
         assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+def elsewhere(case: str) -> None:
+    """Weights of a trained model, of which parts lie in other places."""
+    options: dict[str, Any] = {
+        "replicas": {"mesh": {"replicate": 2}},
+        "host memory": {"offload": {"parameters": "cpu", "optimizer": "cpu"}},
+        "averages": {},
+        "left early": {},
+        "gathered": {"reshard_after_forward": False},
+    }[case]
+    model = net()
+    engine = ZeroEngine(model, {"stage": 3, "units": {"min_numel": 1}, **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    average = engine.average_weights(0.5) if case == "averages" else None
+    for step in range(3):
+        loss_of(model(torch.full((2, 6), step + 1.0))).backward()
+        if step == 1:
+            assert_same(given(engine), engine.full_state_dict())  # between a backward and its step
+        optimizer.step()
+        optimizer.zero_grad()
+    if average is not None:
+        with average.applied():
+            averaged = engine.full_state_dict()
+            assert_same(given(engine), averaged)
+        assert any(not torch.equal(tensor, averaged[name]) for name, tensor in given(engine).items())
+    if case == "left early":
+        for number, _ in enumerate(engine.weights()):
+            if number == 3:
+                break
+        assert not any(unit.gathered for unit in engine.model.units)
+    assert_same(given(engine), engine.full_state_dict())
+    loss_of(model(torch.ones(2, 6))).backward()  # training goes on
+    optimizer.step()
+    if case == "gathered":
+        engine.offload_states(["lp_params"])
+        with pytest.raises(RuntimeError, match="reload_states"):
+            given(engine)
+        engine.reload_states()
+    assert_same(given(engine), engine.full_state_dict())
+
+
+@pytest.mark.parametrize("case", ["replicas", "host memory", "averages", "left early", "gathered"])
+def test_weights_come_from_wherever_they_lie(ranks: Launcher, case: str) -> None:
+    ranks(4 if case == "replicas" else 2)(elsewhere, case)
+
+
+def divided() -> None:
+    model, engine, _, _ = begin(3)
+    found = given(engine)
+    expected = engine.full_state_dict()
+    assert_same(found, {name: expected[name] for name in found})
+    assert type(found["blocks.0.up.weight"]) is Tensor
+    assert found["blocks.0.up.weight"].shape == dict(model.named_parameters())["blocks.0.up.weight"].shape
+
+
+def test_weights_that_tensor_parallelism_divides_are_whole(ranks: Launcher) -> None:
+    ranks(4)(divided)
+
+
+def one_rank_stays_away() -> str:
+    engine = ZeroEngine(net(), {"stage": 3, "units": {"min_numel": 1}, "barrier_seconds": 2})
+    if engine.mesh.rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as refused:
+        next(iter(engine.weights()))
+    return str(refused.value)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Launcher) -> None:
+    text, _ = ranks(2)(one_rank_stays_away)
+    assert "weights()" in text and "1" in text
