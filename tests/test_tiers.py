@@ -30,7 +30,7 @@ FEATURES = {
         "scripts/test_engine.py", "integrations/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
     ],
     "guides/hangs.md": ["watchdog/test_desync.py"],
-    "guides/inference_servers.md": ["publish/test_weights.py"],
+    "guides/inference_servers.md": ["publish/test_weights.py", "publish/test_publish.py"],
     "guides/large_models.md": ["engine/test_init.py", "integrations/with_transformers/test_pretrained.py"],
     "guides/lora.md": ["integrations/with_transformers/test_adapters.py"],
     "guides/measuring.md": [

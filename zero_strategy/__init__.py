@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each name i
     from zero_strategy.integrations.transformers import ZeroTrainer
     from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
     from zero_strategy.pipeline.engine import PipelineEngine
+    from zero_strategy.publish.subscriber import subscribe
 
 __all__ = [
     "__version__",
@@ -65,6 +66,7 @@ __all__ = [
     "load_config",
     "load_from_checkpoint",
     "open_checkpoint",
+    "subscribe",
 ]
 
 _PACKAGES = (
@@ -108,6 +110,7 @@ _MODULE_OF = {
     "load_config": "zero_strategy.config",
     "load_from_checkpoint": "zero_strategy.integrations.checkpoint_dict",
     "open_checkpoint": "zero_strategy.integrations.checkpoint_dict",
+    "subscribe": "zero_strategy.publish.subscriber",
 }
 
 _install()

@@ -58,6 +58,7 @@ from zero_strategy.optim.muon import tell_shared_buckets
 from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
 from zero_strategy.planning.held import ledger_of
 from zero_strategy.planning.ledger import Ledger
+from zero_strategy.publish.publisher import Publisher
 from zero_strategy.publish.whole import WholeWeights
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import uncompiled
@@ -901,6 +902,32 @@ class ZeroEngine:
             TypeError: If `dtype` is not one of floating point.
         """
         return WholeWeights(self, names, dtype=dtype, merge_adapters=merge_adapters, module=module)
+
+    def publish(
+        self,
+        to: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        anchor_every: int = 100,
+        keep: int = 2,
+    ) -> Publisher:
+        """Publish the weights in a folder, for readers in other processes and hosts; see `Publisher`. A collective.
+
+            published = engine.publish(to="/shared/run-7", dtype=torch.bfloat16)
+            ...                                     # a step
+            published.update()                      # readers: zero_strategy.subscribe("/shared/run-7")
+
+        Args:
+            to: The folder; it is made if need be.
+            dtype: Of floating-point weights; default: the parameters'.
+            anchor_every: Versions from one anchor, a whole checkpoint, to the next.
+            keep: Anchors that are kept, with the changes after them.
+
+        Raises:
+            TypeError: If `dtype` is not one of floating point.
+            ValueError: If an argument is wrong, or the model is divided by tensor or pipeline parallelism.
+        """
+        return Publisher(self, to, dtype=dtype, anchor_every=anchor_every, keep=keep)
 
     def optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
         """An attached optimizer's whole state, on the host of every rank, in the form of its own `state_dict()`.

@@ -1,0 +1,250 @@
+"""Following a training from its shards: bits at every version, sessions, damage, readers that come late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.nets import loss_of, net
+from tests.engine.test_tensor_parallel import begin
+from tests.launcher import Launcher
+from zero_strategy import ZeroEngine, subscribe
+from zero_strategy.publish.folder import RECORD, VersionFolder
+
+
+class Trained(nn.Module):
+    """Blocks, a norm with buffers, and a part that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm, self.frozen = net(), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        torch.nn.init.ones_(self.frozen.weight)
+        torch.nn.init.ones_(self.frozen.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.frozen(self.norm(self.net(x)))
+        return found
+
+
+class Training:
+    """A model on its ranks, its optimizer, and a folder that it publishes in."""
+
+    def __init__(self, stage: int, dtype: torch.dtype | None = None, **options: Any) -> None:
+        self.model, self.dtype = Trained(), dtype
+        self.engine = ZeroEngine(self.model, {"stage": stage, "units": {"min_numel": 1}, **options})
+        self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=1e-3)
+        self.engine.attach(self.optimizer)
+
+    def step(self) -> None:
+        rows = torch.randn(6, 6, generator=torch.Generator().manual_seed(self.engine.steps.taken))
+        loss_of(self.model(rows)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def expected(self) -> dict[str, Tensor]:
+        state = self.engine.full_state_dict()
+        return {n: t.to(self.dtype) if self.dtype and t.is_floating_point() else t for n, t in state.items()}
+
+
+def assert_shown(tensors: Any, expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    wrong = [n for n, t in expected.items() if t.dtype != tensors[n].dtype or not torch.equal(tensors[n], t)]
+    assert not wrong
+
+
+def followed(folder: str, stage: int, dtype: torch.dtype | None, options: dict[str, Any]) -> list[tuple[int, int]]:
+    """Each version as a reader on the same rank shows it; bytes and dense bytes of the changes."""
+    training, reader = Training(stage, dtype, **options), subscribe(folder)
+    assert not reader.update() and reader.version is None
+    with pytest.raises(RuntimeError, match="no version yet"):
+        assert reader.tensors
+    published = training.engine.publish(folder, dtype=dtype, anchor_every=3)
+    assert published.last.anchor and published.last.nbytes == published.last.dense
+    sizes = []
+    for number in range(8):
+        assert reader.update() and not reader.update()
+        assert (reader.version, reader.step) == (number, training.engine.steps.taken)
+        assert_shown(reader.tensors, training.expected())
+        training.step()
+        found = published.update()
+        assert found.number == number + 1 and 0 < found.changed <= found.elements
+        sizes.append((found.nbytes, found.dense))
+    late = subscribe(folder)
+    assert late.wait(timeout=1) and late.version == 8 and not late.wait(timeout=0.01)
+    assert_shown(late.tensors, training.expected())
+    assert VersionFolder(folder).anchors() == [3, 6]
+    published.update()  # of what has not changed
+    assert reader.wait() and reader.version == 9
+    assert_shown(reader.tensors, training.expected())
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "stage, world, dtype, options",
+    [
+        (0, 2, None, {}),
+        (1, 2, torch.bfloat16, {}),
+        (2, 2, None, {}),
+        (3, 1, None, {}),
+        (3, 2, torch.bfloat16, {}),
+        (3, 2, None, {"offload": {"parameters": "cpu", "optimizer": "cpu"}}),
+        (3, 4, torch.bfloat16, {"mesh": {"replicate": 2}}),
+    ],
+    ids=["stage 0", "stage 1", "stage 2", "one rank", "stage 3", "in tiers", "replicas"],
+)
+def test_readers_show_the_bits_of_every_version(
+    ranks: Launcher, tmp_path: Path, stage: int, world: int, dtype: torch.dtype | None, options: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "published")
+    found = ranks(world)(followed, folder, stage, dtype, options)
+    assert all(each == found[0] for each in found)
+
+
+def sessions(folder: str) -> None:
+    first, reader = Training(3), subscribe(folder)
+    published = first.engine.publish(folder)
+    for _ in range(2):
+        first.step()
+        published.update()
+    assert reader.update() and reader.version == 2
+    first.engine.close()
+    again = Training(2)  # as one that resumes from a checkpoint before the last version
+    again.step()
+    published = again.engine.publish(folder)
+    again.step()
+    published.update()
+    assert reader.update() and (reader.version, reader.step) == (4, 2)
+    assert_shown(reader.tensors, again.expected())
+
+
+def test_a_trainer_that_begins_anew_is_followed(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2)(sessions, str(tmp_path))
+
+
+def flip(path: Path, at: int = -20) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(bytes(content))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a flipped bit of a change": lambda path: flip(path / "rank-0.safetensors"),
+    "a torn change": lambda path: (path / "rank-0.safetensors").write_bytes(
+        (path / "rank-0.safetensors").read_bytes()[:-9]
+    ),
+    "a torn record": lambda path: (path / RECORD).write_bytes((path / RECORD).read_bytes()[:60]),
+    "a record of other digests": lambda path: (path / RECORD).write_text(
+        (path / RECORD).read_text().replace('"digests": [\n  "', '"digests": [\n  "0')
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_change_is_named_and_passed_over_when_an_anchor_comes(tmp_path: Path, kind: str) -> None:
+    training, reader = Training(2), subscribe(tmp_path)
+    published = training.engine.publish(tmp_path, anchor_every=3)
+    training.step()
+    published.update()
+    reader.update()
+    before = {name: tensor.clone() for name, tensor in reader.tensors.items()}
+    training.step()
+    published.update()
+    DAMAGE[kind](tmp_path / "delta-00000002")
+    with pytest.raises(ValueError, match="delta-00000002"):
+        reader.update()
+    if "digests" in kind:
+        with pytest.raises(RuntimeError, match="no version"):
+            assert reader.tensors
+    else:
+        assert reader.version == 1
+        assert_shown(reader.tensors, before)
+    training.step()
+    published.update()  # with an anchor
+    assert reader.update() and reader.version == 3
+    assert_shown(reader.tensors, training.expected())
+    training.engine.close()
+
+
+def test_a_damaged_anchor_is_passed_over_or_named(tmp_path: Path) -> None:
+    training = Training(2)
+    published = training.engine.publish(tmp_path, anchor_every=2)
+    for _ in range(3):
+        training.step()
+        published.update()
+    flip(tmp_path / "anchor-00000002" / "model.safetensors")
+    reader = subscribe(tmp_path)
+    assert reader.update() and reader.version == 3  # from the anchor before
+    assert_shown(reader.tensors, training.expected())
+    flip(tmp_path / "anchor-00000000" / "model.safetensors")
+    with pytest.raises(ValueError, match="anchor-00000002"):
+        subscribe(tmp_path).update()
+    assert reader.version == 3 and not reader.update()
+    training.engine.close()
+
+
+def test_a_reader_that_falls_behind_and_unfinished_versions(tmp_path: Path) -> None:
+    training, reader = Training(2), subscribe(tmp_path)
+    published = training.engine.publish(tmp_path, anchor_every=2, keep=1)
+    reader.update()
+    for _ in range(5):
+        training.step()
+        published.update()
+    assert VersionFolder(tmp_path).anchors() == [4] and not (tmp_path / "delta-00000001").exists()
+    assert reader.update() and reader.version == 5
+    (tmp_path / "delta-00000006").mkdir()  # of a trainer that was killed
+    (tmp_path / "anchor-00000007").mkdir()
+    assert not reader.update()
+    training.engine.close()
+    again = Training(2)
+    again.engine.publish(tmp_path)
+    assert reader.update() and reader.version == 8
+    assert_shown(reader.tensors, again.expected())
+    again.engine.close()
+
+
+def test_a_version_that_cannot_be_written_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, reader = Training(2), subscribe(tmp_path)
+    published = training.engine.publish(tmp_path)
+    training.step()
+
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zero_strategy.publish.publisher.write_delta_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            published.update()
+    assert reader.update() and reader.version == 0
+    training.step()
+    assert published.update().anchor
+    assert reader.update() and reader.version == 2
+    assert_shown(reader.tensors, training.expected())
+    training.engine.close()
+
+
+def refused(folder: str) -> None:
+    _, engine, _, _ = begin(3)
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        engine.publish(folder)
+
+
+def test_what_cannot_be_published_is_refused(ranks: Launcher, tmp_path: Path) -> None:
+    training = Training(2)
+    for options, error, text in (
+        ({"dtype": torch.int8}, TypeError, "floating-point"),
+        ({"dtype": torch.float64}, ValueError, "float32"),
+        ({"anchor_every": 0}, ValueError, "anchor_every=0"),
+        ({"keep": True}, ValueError, "keep=True"),
+    ):
+        with pytest.raises(error, match=text):
+            training.engine.publish(tmp_path, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="s3://bucket/run"):
+        training.engine.publish("s3://bucket/run")
+    training.engine.close()
+    ranks(4)(refused, str(tmp_path))

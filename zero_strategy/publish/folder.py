@@ -1,0 +1,166 @@
+"""A folder with the versions of a model's weights: anchors, which are whole checkpoints, and the changes after them.
+
+    anchor-00000012/        safetensors under the model's names, publication.json, manifest.json (last)
+    delta-00000013/         rank-0.safetensors ..., of each rank's slices; publication.json (last)
+
+Nothing counts before its last file is there. A version names its base by session and number: a trainer that begins
+anew in a folder starts a session with an anchor, and changes of one session are never applied to values of another.
+Files are read whole, compared with their SHA-256, and only then used; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from zero_strategy.checkpoint.disk import remove, sync, write_file
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.publish.delta import Words
+
+RECORD = "publication.json"
+_NAME = re.compile(r"(anchor|delta)-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Version:
+    """Facts about a version, as its `publication.json` holds them.
+
+    Attributes:
+        number: Of the version; each is one more than the last.
+        session: Random text of the trainer's run.
+        step: Optimizer steps taken.
+        dtype: Of floating-point values, such as "bfloat16"; "": their own.
+        files: Of changes: each file's SHA-256, in hexadecimal.
+        digests: Of each rank's values in this version; see `digest_of`.
+        slices: Of anchors: [name, first element, elements] of each rank's values.
+    """
+
+    number: int
+    session: str
+    step: int
+    dtype: str
+    files: dict[str, str]
+    digests: list[str]
+    slices: list[list[list[Any]]]
+
+
+def record_of(version: Version) -> bytes:
+    """The content of `publication.json`."""
+    return (json.dumps(asdict(version), indent=1) + "\n").encode()
+
+
+def read_record(path: Path) -> Version:
+    """A version's facts.
+
+    Raises:
+        FileNotFoundError: If it is not there (any more).
+        ValueError: If it is damaged; names it.
+    """
+    content = (path / RECORD).read_bytes()
+    try:
+        found: Any = json.loads(content)
+        version = Version(**{key: found[key] for key in Version.__dataclass_fields__})
+        valid = (
+            type(version.number) is int
+            and type(version.step) is int
+            and isinstance(version.session, str)
+            and isinstance(version.dtype, str)
+            and isinstance(version.files, Mapping)
+            and all(re.fullmatch(r"rank-\d+\.safetensors", str(name)) for name in version.files)
+            and isinstance(version.digests, list)
+            and isinstance(version.slices, list)
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path / RECORD} is damaged: {type(error).__name__}: {error}") from None
+    if not valid:
+        raise ValueError(f"{path / RECORD} is damaged: its entries are not what they should be")
+    return version
+
+
+def digest_of(values: Iterable[tuple[str, Words]]) -> str:
+    """XXH3-128 of values by key (`name@first element`), in the order of keys."""
+    digest = xxhash.xxh3_128()
+    for key, words in sorted(values, key=lambda pair: pair[0]):
+        digest.update(key.encode() + b"\0")
+        digest.update(cast(Any, words))
+    return digest.hexdigest()
+
+
+class VersionFolder:
+    """The folder, as publishers and readers see it.
+
+    Args:
+        directory: It; on a file system that renames atomically.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    def anchor(self, number: int) -> Path:
+        """The path of an anchor."""
+        return self.directory / f"anchor-{number:08d}"
+
+    def delta(self, number: int) -> Path:
+        """The path of a change."""
+        return self.directory / f"delta-{number:08d}"
+
+    def found(self) -> list[tuple[str, int, Path]]:
+        """(kind, number, path) of all, finished or not, in the order of numbers."""
+        names = os.listdir(self.directory) if self.directory.is_dir() else []
+        matches = [(match, name) for name in names if (match := _NAME.fullmatch(name))]
+        return sorted((match[1], int(match[2]), self.directory / name) for match, name in matches)
+
+    def anchors(self) -> list[int]:
+        """Numbers of the finished anchors, in order."""
+        return [n for kind, n, path in self.found() if kind == "anchor" and (path / MANIFEST_NAME).is_file()]
+
+    def last(self) -> int:
+        """The highest number in use, finished or not; -1 in an empty folder."""
+        return max((number for _, number, _ in self.found()), default=-1)
+
+    def finish_delta(self, version: Version) -> None:
+        """Write the record of a change whose files are there: from now on it counts."""
+        path = self.delta(version.number)
+        sync(path)
+        write_file(path / f".{RECORD}", record_of(version))
+        os.replace(path / f".{RECORD}", path / RECORD)
+        sync(path)
+        sync(self.directory)
+
+    def prune(self, keep: int) -> None:
+        """Remove what is older than the last `keep` anchors, and unfinished changes before the last version."""
+        anchors = self.anchors()
+        if len(anchors) <= keep:
+            return
+        oldest = anchors[-keep]
+        for _, number, path in self.found():
+            if number < oldest:
+                remove(path)
+
+
+def write_delta_file(path: Path, content: bytes) -> str:
+    """Write a rank's file of a change; its SHA-256."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_delta_file(path: Path, digest: str) -> bytes:
+    """A rank's file of a change.
+
+    Raises:
+        FileNotFoundError: If it is not there (any more).
+        ValueError: If it is not what was written; names it.
+    """
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"{path} is damaged: its {len(content)} bytes are not those that were written")
+    return content

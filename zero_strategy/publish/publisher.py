@@ -1,0 +1,262 @@
+"""Publishing the weights of a training: each rank codes what changed in its slices, and no rank gathers the model.
+
+`engine.publish(to=folder)` writes an anchor, a whole checkpoint that every rank writes its part of. From then on
+`update()` after a step writes the changes since: each rank compares its slices with what it published last (a copy in
+host memory, in the published dtype), and codes the difference; see `delta`. Every `anchor_every` versions there is an
+anchor again, from which readers that come or that have fallen behind begin.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.checkpoint.agreement import state_dict_entries
+from zero_strategy.checkpoint.exports import config_files
+from zero_strategy.checkpoint.preemption import CheckpointingEngine
+from zero_strategy.checkpoint.storage import is_remote
+from zero_strategy.comm.store import together
+from zero_strategy.fsdp.shard_storage import PARAMETERS
+from zero_strategy.publish.delta import Words, changed_of, encode, words_of
+from zero_strategy.publish.folder import RECORD, Version, VersionFolder, digest_of, record_of, write_delta_file
+from zero_strategy.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Published:
+    """Sizes of a version.
+
+    Attributes:
+        number: Of the version.
+        anchor: It is an anchor.
+        changed: Elements that have changed, of all ranks; of an anchor all.
+        elements: Elements of the model.
+        nbytes: Bytes of the ranks' files.
+        dense: Bytes of all values.
+    """
+
+    number: int
+    anchor: bool
+    changed: int
+    elements: int
+    nbytes: int
+    dense: int
+
+
+class Publisher:
+    """Publishes versions of a model's weights in a folder; all ranks make it and call it together.
+
+    Args:
+        engine: Whose.
+        to: The folder, which readers see as well; it is made if need be. A folder with versions is gone on with.
+        dtype: Of floating-point weights; None: the parameters'.
+        anchor_every: Versions from one anchor to the next.
+        keep: Anchors that are kept, with the changes after them; older versions are removed.
+
+    Raises:
+        TypeError: If `dtype` is not one of floating point.
+        ValueError: If `to` is a URL, a count is not positive, or tensor parallelism divides the model.
+    """
+
+    def __init__(
+        self,
+        engine: CheckpointingEngine,
+        to: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        anchor_every: int = 100,
+        keep: int = 2,
+    ) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype, such as torch.bfloat16")
+        if is_remote(to):
+            raise ValueError(f"{os.fspath(to)}: weights are published in a directory; a URL is not supported")
+        for name, count in (("anchor_every", anchor_every), ("keep", keep)):
+            if type(count) is not int or count < 1:
+                raise ValueError(f"{name}={count!r}: must be a whole number of at least 1")
+        if engine.mesh.tensor.size > 1 or engine.is_part:
+            raise ValueError(
+                "publish() follows models that one data-parallel group trains; with tensor parallelism or pipeline "
+                "stages iterate engine.weights(), or save checkpoints"
+            )
+        wider = [p.dtype for _, p in engine.model.names() if dtype is not None and _is_narrower(p.dtype, dtype)]
+        if wider:
+            raise ValueError(
+                f"dtype={dtype}: parameters have {wider[0]}, and values are published as the forward has them"
+            )
+        self._engine, self._folder = engine, VersionFolder(to)
+        self._dtype, self._anchor_every, self._keep = dtype, anchor_every, keep
+        self._slices = Slices(engine, dtype)
+        self._writes = engine.mesh.replicate.rank == 0
+        engine.mesh.barrier.wait_for_all(f"publish(to={os.fspath(to)})")
+        self._session: str
+        self._number: int
+        self._session, self._number = engine.mesh.control.all_gather_objects(
+            (secrets.token_hex(8), self._folder.last())
+        )[0]
+        self.last = self._begin()
+
+    @property
+    def directory(self) -> Path:
+        """The folder."""
+        return self._folder.directory
+
+    @property
+    def version(self) -> int:
+        """Number of the last version."""
+        return self._number
+
+    def update(self) -> Published:
+        """Publish the weights as they are now, as a new version; all ranks call it, between steps.
+
+        Raises:
+            BarrierError: If ranks do not come.
+            OSError: On all ranks, if one cannot write; that version does not count, and the next begins anew.
+        """
+        engine = self._engine
+        engine.model.moved.check("publishing weights", (PARAMETERS,))
+        engine.mesh.barrier.wait_for_all("publishing weights")
+        self.last = self._begin() if self._slices.unknown else self._change()
+        return self.last
+
+    def _begin(self) -> Published:
+        """The first version, or the first after a failure: an anchor and no change."""
+        self._number += 1
+        self._slices.begin()
+        digests = [found for found in self._digests() if found]
+        elements, dense = self._slices.elements(), self._slices.dense_bytes()
+        self._write_anchor(digests)
+        return Published(self._number, True, elements, elements, dense, dense)
+
+    def _digests(self) -> list[str]:
+        return self._engine.mesh.control.all_gather_objects(self._slices.digest() if self._writes else "")
+
+    def _version(self, files: dict[str, str], digests: list[str], slices: list[list[list[object]]]) -> Version:
+        dtype = "" if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        return Version(self._number, self._session, self._engine.steps.taken, dtype, files, digests, slices)
+
+    def _write_anchor(self, digests: list[str]) -> None:
+        engine, first = self._engine, self._engine.mesh.world_group.rank == 0
+        slices = engine.mesh.control.all_gather_objects(self._slices.places() if self._writes else None)
+        version = self._version({}, digests, [found for found in slices if found is not None])
+        files = config_files(engine.module, self._dtype) | {RECORD: record_of(version)}
+        path = self._folder.anchor(self._number)
+        options: dict[str, Any] = {"optimizers": False, "update_latest": False, "frozen": "store"}
+        engine.save(path, extra_files=files, weights_dtype=self._dtype, **options).finish()
+        self._anchored = self._number
+        together(engine.mesh.control, lambda: self._folder.prune(self._keep) if first else None)
+
+    def _change(self) -> Published:
+        control = self._engine.mesh.control
+        self._number += 1
+        path, name = self._folder.delta(self._number), f"rank-{control.rank}.safetensors"
+
+        def write() -> tuple[str, str, str, int, int] | None:
+            payloads, changed = self._slices.changes()
+            if not self._writes:
+                return None
+            header = {"session": self._session, "version": str(self._number)}
+            content = safetensors.torch.save(payloads, header)
+            return name, write_delta_file(path / name, content), self._slices.digest(), changed, len(content)
+
+        try:
+            everyone = [one for one in control.all_gather_objects(together(control, write)) if one is not None]
+            digests = [one[2] for one in everyone]
+            version = self._version({one[0]: one[1] for one in everyone}, digests, [])
+            together(control, lambda: self._folder.finish_delta(version) if control.rank == 0 else None)
+            if self._number - self._anchored >= self._anchor_every:
+                self._write_anchor(digests)
+        except BaseException:
+            self._slices.forget()  # what readers have is not known
+            raise
+        changed, nbytes = sum(one[3] for one in everyone), sum(one[4] for one in everyone)
+        return Published(self._number, False, changed, self._slices.elements(), nbytes, self._slices.dense_bytes())
+
+
+class Slices:
+    """This rank's slices of the weights as they were published last; the first rank has the buffers, too.
+
+    Args:
+        engine: Whose.
+        dtype: In which floating-point values are published; None: their own.
+    """
+
+    def __init__(self, engine: TrainState, dtype: torch.dtype | None) -> None:
+        self._engine, self._dtype = engine, dtype
+        self._last: dict[str, Words] = {}
+
+    @property
+    def unknown(self) -> bool:
+        """True if nothing is remembered."""
+        return not self._last
+
+    def forget(self) -> None:
+        """Remember nothing."""
+        self._last = {}
+
+    def places(self) -> list[list[object]]:
+        """[name, first element, elements] of what is remembered."""
+        found: list[list[object]] = []
+        for key, words in self._last.items():
+            name, _, start = key.rpartition("@")
+            found.append([name, int(start), len(words)])
+        return found
+
+    def elements(self) -> int:
+        """Elements of the model."""
+        return sum(tensor.numel() for _, tensor in state_dict_entries(self._engine.module))
+
+    def begin(self) -> None:
+        """Remember the present values."""
+        self._last = {key: words_of(values).copy() for key, values in self._present()}
+
+    def changes(self) -> tuple[dict[str, Tensor], int]:
+        """Payloads of what has changed, and how many elements have; these values are remembered from now on."""
+        found, changed = {}, 0
+        for key, values in self._present():
+            words, last = words_of(values), self._last[key]
+            payload = encode(last, words)
+            if payload:
+                changed += changed_of(payload)
+                found[key] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                last[:] = words
+        return found, changed
+
+    def digest(self) -> str:
+        """See `digest_of`, of what is remembered."""
+        return digest_of(self._last.items())
+
+    def dense_bytes(self) -> int:
+        """Bytes of all values of the model, published as they are."""
+        tensors = (tensor for _, tensor in state_dict_entries(self._engine.module))
+        return sum(tensor.numel() * self._converted(tensor.dtype).itemsize for tensor in tensors)
+
+    def _converted(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+
+    def _present(self) -> Iterator[tuple[str, Tensor]]:
+        """(name@first element, flat values on the host) of this rank; not for longer than until the next."""
+        for bucket in self._engine.model.buckets:
+            for piece in bucket.slice_pieces:
+                if piece.numel:
+                    values = bucket.shard.read(piece.offset, piece.offset + piece.numel)
+                    yield f"{bucket.names[piece.index]}@{piece.start}", self._host(values.detach())
+        if self._engine.mesh.world_group.rank == 0:
+            for name, tensor in state_dict_entries(self._engine.module):
+                if not isinstance(tensor, nn.Parameter) and tensor.numel():
+                    yield f"{name}@0", self._host(tensor.detach().reshape(-1))
+
+    def _host(self, values: Tensor) -> Tensor:
+        return values.to(device="cpu", dtype=self._converted(values.dtype)).contiguous()
+
+
+def _is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < wanted.itemsize

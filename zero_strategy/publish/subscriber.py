@@ -1,0 +1,182 @@
+"""Following published weights from another process or host: whole tensors, bit by bit those of the trainer.
+
+    weights = zero_strategy.subscribe("/shared/run-7")
+    while weights.wait():
+        model.load_state_dict(weights.tensors)         # or server.load_weights(weights.tensors.items())
+
+A reader begins with the newest anchor and applies changes in order. What it shows is always one version: all files of a
+change are read and compared with their digests before the first value is touched, and the values with the trainer's
+digests afterwards. A reader that falls behind what is kept begins with a newer anchor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.publish.delta import apply, elements_of, words_of
+from zero_strategy.publish.folder import RECORD, Version, VersionFolder, digest_of, read_delta_file, read_record
+
+Place = tuple[str, int, int]
+"""Name, first element and elements."""
+
+
+class Subscriber:
+    """The newest published weights of a folder, in host memory.
+
+    Memory is the model's and one change's. No torch.distributed is needed, nor an engine.
+
+    Args:
+        directory: The folder that `ZeroEngine.publish` writes; it may come later.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._folder = VersionFolder(directory)
+        self._shown: Version | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._flat: dict[str, Tensor] = {}
+        self._places: list[list[Place]] = []
+
+    @property
+    def version(self) -> int | None:
+        """Number of the version that is shown; None: none yet."""
+        return None if self._shown is None else self._shown.number
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps that the trainer had taken."""
+        return None if self._shown is None else self._shown.step
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Whole weights and buffers by name; the same objects until an anchor is read. Write to none of them.
+
+        Raises:
+            RuntimeError: If there are none yet.
+        """
+        if self._shown is None:
+            raise RuntimeError(f"{self._folder.directory} has shown no version yet; call update() or wait()")
+        return self._tensors
+
+    def update(self) -> bool:
+        """Go on to the newest version; True if there was a newer one than is shown.
+
+        Raises:
+            ValueError: If a file is damaged and there is no newer anchor to go on from; names it. The version before
+                stays shown, or none if the damage showed itself in the values.
+        """
+        before = (self._shown.session, self._shown.number) if self._shown is not None else None
+        for _ in range(3):  # what is pruned while it is read is not there any more
+            try:
+                self._go_on()
+                break
+            except FileNotFoundError:
+                continue
+        return self._shown is not None and (self._shown.session, self._shown.number) != before
+
+    def wait(self, timeout: float | None = None, *, poll: float = 0.05) -> bool:
+        """Return True when there is a newer version and it is shown; False after `timeout` seconds (None: never).
+
+        Raises:
+            ValueError: See `update`.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.update():
+            if end is not None and time.monotonic() >= end:
+                return False
+            time.sleep(poll)
+        return True
+
+    def _go_on(self) -> None:
+        anchors = self._folder.anchors()
+        shown = self._shown
+        if shown is None or (anchors and not self._continues(shown, anchors[-1])):
+            if not anchors:
+                return
+            shown = self._read_newest(anchors)
+        while (path := self._folder.delta(shown.number + 1)) and (path / RECORD).is_file():
+            try:
+                shown = self._read_change(path, shown)
+            except ValueError:
+                newer = [number for number in self._folder.anchors() if number > shown.number]
+                if not newer:
+                    raise
+                shown = self._read_newest(newer)
+
+    def _continues(self, shown: Version, newest: int) -> bool:
+        """True if the changes after what is shown are there, and no anchor of another session is newer."""
+        if newest <= shown.number:
+            return True
+        if read_record(self._folder.anchor(newest)).session != shown.session:
+            return False
+        return (self._folder.delta(shown.number + 1) / RECORD).is_file()
+
+    def _read_newest(self, anchors: Sequence[int]) -> Version:
+        """The newest anchor that is not damaged: changes lead from an earlier one to the same values."""
+        errors = []
+        for number in reversed(anchors):
+            try:
+                return self._read_anchor(number)
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _read_anchor(self, number: int) -> Version:
+        path = self._folder.anchor(number)
+        try:
+            version, reader = read_record(path), CheckpointReader(path)
+            tensors = {name: reader.full(name) for name in reader.weights}
+        except ValueError:
+            if (path / MANIFEST_NAME).is_file():
+                raise
+            raise FileNotFoundError(path) from None  # removed while it was read
+        flat = {name: tensor.view(-1) for name, tensor in tensors.items()}
+        places = [[(str(name), int(start), int(numel)) for name, start, numel in rank] for rank in version.slices]
+        self._compare(path, version, flat, places)
+        tensors |= {alias: tensors[name] for alias, name in reader.aliases.items() if name in tensors}
+        self._tensors, self._flat, self._places, self._shown = tensors, flat, places, version
+        return version
+
+    def _read_change(self, path: Path, shown: Version) -> Version:
+        """Apply a change to what is shown.
+
+        Raises:
+            ValueError: If it is damaged, or not one of what is shown.
+        """
+        version = read_record(path)
+        if (version.session, version.number) != (shown.session, shown.number + 1):
+            raise ValueError(f"{path} is a change of another session's values than those that are shown")
+        contents = [read_delta_file(path / name, digest) for name, digest in version.files.items()]
+        changes = [(key, payload) for content in contents for key, payload in safetensors.torch.load(content).items()]
+        self._shown = None  # for now; if this fails half-way the next reading begins with an anchor
+        for key, payload in changes:
+            name, _, start = key.rpartition("@")
+            if name not in self._flat:
+                raise ValueError(f"{path} changes {name!r}, which is no weight of the anchor")
+            data = payload.numpy().tobytes()
+            apply(data, words_of(self._flat[name][int(start) : int(start) + elements_of(data)]))
+        self._compare(path, version, self._flat, self._places)
+        self._shown = version
+        return version
+
+    @staticmethod
+    def _compare(path: Path, version: Version, flat: Mapping[str, Tensor], places: Sequence[Sequence[Place]]) -> None:
+        found = [
+            digest_of((f"{name}@{start}", words_of(flat[name][start : start + numel])) for name, start, numel in rank)
+            for rank in places
+        ]
+        if found != version.digests:
+            wrong = [rank for rank, pair in enumerate(zip(found, version.digests, strict=False)) if pair[0] != pair[1]]
+            raise ValueError(f"{path}: the values of rank(s) {wrong} are not those that the trainer has")
+
+
+def subscribe(directory: str | os.PathLike[str]) -> Subscriber:
+    """Follow the weights that a training publishes in a folder; see `Subscriber`."""
+    return Subscriber(directory)
