@@ -138,6 +138,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a torn change": lambda path: (path / "rank-0.safetensors").write_bytes(
         (path / "rank-0.safetensors").read_bytes()[:-9]
     ),
+    "a file that is missing": lambda path: (path / "rank-0.safetensors").unlink(),
     "a torn record": lambda path: (path / RECORD).write_bytes((path / RECORD).read_bytes()[:60]),
     "a record of other digests": lambda path: (path / RECORD).write_text(
         (path / RECORD).read_text().replace('"digests": [\n  "', '"digests": [\n  "0')

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.exports import config_files
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.preemption import CheckpointingEngine
 from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.store import together
@@ -102,6 +103,7 @@ class Publisher:
         self._session, self._number = engine.mesh.control.all_gather_objects(
             (secrets.token_hex(8), self._folder.last())
         )[0]
+        self._known = False
         self.last = self._begin()
 
     @property
@@ -124,16 +126,18 @@ class Publisher:
         engine = self._engine
         engine.model.moved.check("publishing weights", (PARAMETERS,))
         engine.mesh.barrier.wait_for_all("publishing weights")
-        self.last = self._begin() if self._slices.unknown else self._change()
+        self.last = self._change() if self._known else self._begin()
         return self.last
 
     def _begin(self) -> Published:
         """The first version, or the first after a failure: an anchor and no change."""
         self._number += 1
-        self._slices.begin()
+        if self._writes:
+            self._slices.begin()
         digests = [found for found in self._digests() if found]
         elements, dense = self._slices.elements(), self._slices.dense_bytes()
         self._write_anchor(digests)
+        self._known = True
         return Published(self._number, True, elements, elements, dense, dense)
 
     def _digests(self) -> list[str]:
@@ -152,7 +156,14 @@ class Publisher:
         options: dict[str, Any] = {"optimizers": False, "update_latest": False, "frozen": "store"}
         engine.save(path, extra_files=files, weights_dtype=self._dtype, **options).finish()
         self._anchored = self._number
-        together(engine.mesh.control, lambda: self._folder.prune(self._keep) if first else None)
+
+        def look() -> None:
+            if not (path / MANIFEST_NAME).is_file():
+                raise ValueError(f"{path} is not there on this rank: weights are published in a folder that all see")
+            if first:
+                self._folder.prune(self._keep)
+
+        together(engine.mesh.control, look)
 
     def _change(self) -> Published:
         control = self._engine.mesh.control
@@ -160,9 +171,9 @@ class Publisher:
         path, name = self._folder.delta(self._number), f"rank-{control.rank}.safetensors"
 
         def write() -> tuple[str, str, str, int, int] | None:
-            payloads, changed = self._slices.changes()
             if not self._writes:
                 return None
+            payloads, changed = self._slices.changes()
             header = {"session": self._session, "version": str(self._number)}
             content = safetensors.torch.save(payloads, header)
             return name, write_delta_file(path / name, content), self._slices.digest(), changed, len(content)
@@ -175,7 +186,7 @@ class Publisher:
             if self._number - self._anchored >= self._anchor_every:
                 self._write_anchor(digests)
         except BaseException:
-            self._slices.forget()  # what readers have is not known
+            self._known = False  # what readers have
             raise
         changed, nbytes = sum(one[3] for one in everyone), sum(one[4] for one in everyone)
         return Published(self._number, False, changed, self._slices.elements(), nbytes, self._slices.dense_bytes())
@@ -192,15 +203,6 @@ class Slices:
     def __init__(self, engine: TrainState, dtype: torch.dtype | None) -> None:
         self._engine, self._dtype = engine, dtype
         self._last: dict[str, Words] = {}
-
-    @property
-    def unknown(self) -> bool:
-        """True if nothing is remembered."""
-        return not self._last
-
-    def forget(self) -> None:
-        """Remember nothing."""
-        self._last = {}
 
     def places(self) -> list[list[object]]:
         """[name, first element, elements] of what is remembered."""

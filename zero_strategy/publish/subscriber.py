@@ -153,7 +153,12 @@ class Subscriber:
         version = read_record(path)
         if (version.session, version.number) != (shown.session, shown.number + 1):
             raise ValueError(f"{path} is a change of another session's values than those that are shown")
-        contents = [read_delta_file(path / name, digest) for name, digest in version.files.items()]
+        try:
+            contents = [read_delta_file(path / name, digest) for name, digest in version.files.items()]
+        except FileNotFoundError as error:
+            if not (path / RECORD).is_file():
+                raise  # removed while it was read
+            raise ValueError(f"{error.filename} is missing, beside its record") from None
         changes = [(key, payload) for content in contents for key, payload in safetensors.torch.load(content).items()]
         self._shown = None  # for now; if this fails half-way the next reading begins with an anchor
         for key, payload in changes:
