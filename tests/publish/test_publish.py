@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tests.engine.nets import loss_of, net
 from tests.engine.test_tensor_parallel import begin
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine, subscribe
-from zero_strategy.publish.folder import RECORD, VersionFolder
+from zero_strategy.publish.folder import RECORD, VersionFolder, read_record, record_of
 
 
 class Trained(nn.Module):
@@ -133,6 +135,15 @@ def flip(path: Path, at: int = -20) -> None:
     path.write_bytes(bytes(content))
 
 
+def rewrite(path: Path, entries: dict[str, Any], false_sum: bool = False) -> None:
+    """Change a record, with a sum that is right or not."""
+    if false_sum:
+        found = json.loads((path / RECORD).read_text())
+        (path / RECORD).write_text(json.dumps(found | entries))
+    else:
+        (path / RECORD).write_bytes(record_of(replace(read_record(path), **entries)))
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a flipped bit of a change": lambda path: flip(path / "rank-0.safetensors"),
     "a torn change": lambda path: (path / "rank-0.safetensors").write_bytes(
@@ -140,9 +151,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     ),
     "a file that is missing": lambda path: (path / "rank-0.safetensors").unlink(),
     "a torn record": lambda path: (path / RECORD).write_bytes((path / RECORD).read_bytes()[:60]),
-    "a record of other digests": lambda path: (path / RECORD).write_text(
-        (path / RECORD).read_text().replace('"digests": [\n  "', '"digests": [\n  "0')
-    ),
+    "another step": lambda path: rewrite(path, {"step": 77}, false_sum=True),
+    "a record of other digests": lambda path: rewrite(path, {"digests": ["0" * 32]}),
 }
 
 

@@ -26,6 +26,7 @@ from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.publish.delta import Words
 
 RECORD = "publication.json"
+_SUM = "sha256"
 _NAME = re.compile(r"(anchor|delta)-(\d{8})")
 
 
@@ -54,7 +55,13 @@ class Version:
 
 def record_of(version: Version) -> bytes:
     """The content of `publication.json`."""
-    return (json.dumps(asdict(version), indent=1) + "\n").encode()
+    content = asdict(version)
+    return (json.dumps({**content, _SUM: _sum_of(content)}, indent=1) + "\n").encode()
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a record's entries: a flipped digit of a number is damage like any other."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_record(path: Path) -> Version:
@@ -69,7 +76,8 @@ def read_record(path: Path) -> Version:
         found: Any = json.loads(content)
         version = Version(**{key: found[key] for key in Version.__dataclass_fields__})
         valid = (
-            type(version.number) is int
+            found[_SUM] == _sum_of(asdict(version))
+            and type(version.number) is int
             and type(version.step) is int
             and isinstance(version.session, str)
             and isinstance(version.dtype, str)

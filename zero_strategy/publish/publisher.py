@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -173,6 +172,8 @@ class Publisher:
         def write() -> tuple[str, str, str, int, int] | None:
             if not self._writes:
                 return None
+            import safetensors.torch  # which imports of an engine do without
+
             payloads, changed = self._slices.changes()
             header = {"session": self._session, "version": str(self._number)}
             content = safetensors.torch.save(payloads, header)
