@@ -14,10 +14,8 @@ torch's Muon takes those.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.gpt import build, loss_fn
+from benchmarks.ratios import slowest, tell
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import MuonAdamW, split_matrices
 from zero_strategy.optim.muon import Matrix, Orthogonaliser, muon_groups, newton_schulz
@@ -81,16 +80,6 @@ class DeepSpeedMuon:
     def step(self, rows: torch.Tensor) -> None:
         self.engine.backward(loss_fn(self.engine(rows[:, :-1]), rows[:, 1:]))
         self.engine.step()
-
-
-def slowest(call: Callable[[], object]) -> float:
-    """Seconds of a call on the slowest rank."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def alone(shapes: Iterable[Sequence[int]], group: dict[str, Any]) -> Callable[[], None]:
@@ -161,10 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "ddp over ours": median["ddp"] / median["muon"],
         "ranks": dist.get_world_size(),
     }
-    if dist.get_rank() == 0:
-        print(json.dumps(found, indent=1), flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(found, indent=1))
+    tell(found, options.out)
     dist.destroy_process_group()
 
 

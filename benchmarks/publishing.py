@@ -12,12 +12,11 @@ step      A GPT of 46M parameters at 1e-5: steps with and without publishing (co
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sysconfig
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpt import build, loss_fn
+from benchmarks.ratios import slowest, tell
 from zero_strategy import ZeroEngine, subscribe
 from zero_strategy.publish.publisher import Publisher
 
@@ -98,23 +98,18 @@ def timed(folder: str, stage: int, rounds: int) -> dict[str, Any]:
     published = engine.publish(folder, dtype=torch.bfloat16)
     rows = torch.randint(16384, (4, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
 
-    def step(publishes: bool) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
+    def step(publishes: bool) -> None:
         loss_fn(model(rows[:, :-1]), rows[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
         if publishes:
             published.update()
-        taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken)
 
     for publishes in (False, True):
         step(publishes)
     ratios, seconds = [], []
     for _ in range(rounds):
-        a, b, c, d = (step(publishes) for publishes in (False, True, True, False))
+        a, b, c, d = (slowest(partial(step, publishes)) for publishes in (False, True, True, False))
         ratios.append((b + c) / (a + d))
         seconds.append(a)
     return {
@@ -143,10 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.part != "payload":
             found["step"] = timed(f"{folder}/step", options.stage, options.rounds)
         dist.barrier()
-    if dist.get_rank() == 0:
-        print(json.dumps(found, indent=1), flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(found, indent=1))
+    tell(found, options.out)
     dist.destroy_process_group()
 
 

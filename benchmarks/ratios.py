@@ -6,10 +6,17 @@ both alike. Each round gives one ratio, and the rounds are what the bootstrap dr
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 TURNS = "ABBA"
 
@@ -31,6 +38,24 @@ def round_ratio(blocks: Sequence[Sequence[float]]) -> float:
     a = sum(time for time, turn in zip(times, TURNS, strict=True) if turn == "A")
     b = sum(time for time, turn in zip(times, TURNS, strict=True) if turn == "B")
     return a / b
+
+
+def slowest(call: Callable[[], object]) -> float:
+    """Seconds of a call on the slowest rank. A collective."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def tell(found: Mapping[str, Any], out: Path | None) -> None:
+    """Print what the first rank has found, and write it into a file if there is one."""
+    if dist.get_rank() == 0:
+        print(json.dumps(found, indent=1), flush=True)
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1))
 
 
 def bootstrap(ratios: Sequence[float], draws: int = 10_000, seed: int = 0) -> Ratio:

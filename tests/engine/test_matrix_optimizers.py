@@ -19,6 +19,7 @@ from tests.engine.trainings import DEFAULTS, PlainTraining, Setting, play
 from tests.launcher import Launcher
 from tests.pipeline import test_engine as pipelines
 from zero_strategy import ZeroEngine
+from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.config import UnitsConfig
 from zero_strategy.convert.convert import convert
 from zero_strategy.fsdp.packing import pack
@@ -602,6 +603,22 @@ def test_such_state_is_converted_to_torchs_and_back(ranks: Launcher, tmp_path: P
     convert(tmp_path / "file.pt", tmp_path / "again")
     for _, state in ranks(2)(steps_with, "Factored", 2, str(tmp_path / "again"), "load", (3, 3)):
         assert same_state(state["state"], wanted)
+
+
+def test_state_of_an_elementwise_optimizer_has_the_parameters_shapes(tmp_path: Path) -> None:
+    for width in (6, 8):
+        model = net(width=width)
+        engine = ZeroEngine(model, {"stage": 2})
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        engine.attach(optimizer)
+        if width == 6:
+            loss_of(model(torch.ones(2, 6))).backward()
+            optimizer.step()
+            engine.save(tmp_path / "c")
+        else:
+            with pytest.raises(ValueError, match=r"has shape \(6, 6\) in the checkpoint and \(8, 8\) in the model"):
+                engine.load_optimizers(CheckpointReader(tmp_path / "c"))
+        engine.close()
 
 
 def vectors() -> str:

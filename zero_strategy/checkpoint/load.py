@@ -297,7 +297,8 @@ def _load_state(
         if name not in specs:
             continue
         stored = tuple(specs[name].shape)
-        if stored != tuple(parameter.shape) and kind not in (MASTER, AVERAGE) and piece.numel() == parameter.numel():
+        own = stored != tuple(parameter.shape) and kind not in (MASTER, AVERAGE)
+        if own and piece.numel() == parameter.numel() and sharded.keeps_any_state:
             values[kind] = torch.empty(stored, dtype=specs[name].dtype, device=piece.device)  # not per element
             wanted.append(Wanted(name, 0, values[kind].numel(), (number, kind), out=values[kind].view(-1)))
             continue

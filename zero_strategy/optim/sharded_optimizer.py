@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.matrices import check_matrices, is_matrix_optimizer
 from zero_strategy.optim.muon import MOMENTUM, Matrix, MuonAdamW, Orthogonaliser, change, direction, muon_groups
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
-from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise
+from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise, reason_against
 from zero_strategy.optim.streamed import Update
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
@@ -428,6 +429,11 @@ class ShardedOptimizer:
     def staging_bytes(self) -> int:
         """Host memory that steps on state in files have taken."""
         return 0 if self._offloaded is None else self._offloaded.staging_bytes
+
+    @cached_property
+    def keeps_any_state(self) -> bool:
+        """True if its state need not have the parameters' shapes: it steps on more than elements."""
+        return reason_against(self.optimizer) is not None
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank in whatever tier, master weights left out."""
