@@ -448,3 +448,26 @@ def by_ddp_afterwards(stage: int) -> str:
 def test_another_strategy_for_the_same_module_is_told(ranks: Launcher, stage: int) -> None:
     for text in ranks(2)(by_ddp_afterwards, stage):
         assert "sharding for life" in text
+
+
+class SearchesALine(Module):
+    """LBFGS, whose step evaluates training_step and its backward several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """In float64, for searches amplify rounding."""
+        x, y = batch
+        return ((self.net(x) * self.scale).squeeze(-1) - y).square().mean()
+
+
+def with_lbfgs(stage: int) -> None:
+    plain, found = (train(SearchesALine().double(), which, precision="64-true") for which in (None, stage))
+    for name, value in plain.items():
+        assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lbfgs_in_automatic_optimization(ranks: Launcher, stage: int) -> None:
+    ranks(2)(with_lbfgs, stage)

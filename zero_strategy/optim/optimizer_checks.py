@@ -37,7 +37,7 @@ ELEMENTWISE = (
 
 _REASONS = {
     "Adafactor": "it factors the second moment over rows and columns and needs whole matrices",
-    "LBFGS": "it evaluates the loss several times per step and couples all elements",
+    "LBFGS": "a step of its own evaluates the loss several times and couples all elements",
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it updates rows of sparse gradients; gradients here are dense",
     "LAMB": "its trust ratio needs the norm of each full parameter",

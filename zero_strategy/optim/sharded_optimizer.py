@@ -29,11 +29,13 @@ from zero_strategy.fsdp.shard_storage import ShardStorage, split_pieces
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
+from zero_strategy.optim.lbfgs import DistributedLBFGS, divided, joined, runs_distributed
 from zero_strategy.optim.matrices import check_matrices, is_matrix_optimizer
 from zero_strategy.optim.muon import MOMENTUM, Matrix, MuonAdamW, Orthogonaliser, change, direction, muon_groups
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
 from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise, reason_against
 from zero_strategy.optim.streamed import Update
+from zero_strategy.runtime.nested_state import flattened
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
 """Per-parameter 0-d states of torch's optimizers."""
@@ -64,13 +66,14 @@ class ShardedOptimizer:
         declared = model.config.elementwise_optimizers
         divided, offloaded = model.placement.shard_optimizer, model.optimizer_store is not None
         self._orthogonaliser: Orthogonaliser | None = None
+        self._lbfgs = _lbfgs_of(optimizer, model)
         self._of_matrices = is_matrix_optimizer(optimizer, model.config.matrix_optimizers)
         if muon_groups(optimizer) and (offloaded or (divided and not self._of_matrices)):
             self._orthogonaliser, self._of_matrices = Orthogonaliser(model), False
-        elif not self._of_matrices and not muon_groups(optimizer):
+        elif not self._of_matrices and not muon_groups(optimizer) and self._lbfgs is None:
             check_elementwise(optimizer, declared, whole=not divided and model.mesh.tensor.size == 1)
         # In pieces it is known, declared, or was tried just now.
-        found = divided and not self._of_matrices and self._orthogonaliser is None
+        found = divided and not self._of_matrices and self._orthogonaliser is None and self._lbfgs is None
         found = found or (model.optimizer_store is not None and is_elementwise(optimizer, declared))
         self._elementwise = [*declared, *([type(optimizer).__name__] if found else [])]
         if isinstance(optimizer, FusedOptimizer) and not model.config.precision.master_weights:
@@ -83,10 +86,13 @@ class ShardedOptimizer:
         if self._rule() is not None:
             for device in _devices(model):
                 ops.ensure(device)
-        self.skip_next = self.skipped = self._fused = False
+        self.skip_next = self.skipped = self._fused = self._evaluating = False
         self._declines = declines
         self._pieces: dict[int, tuple[nn.Parameter, Piece, ShardStorage]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
+        self._stepped: list[ParameterBucket] = []
+        self._stepped_parameters: list[nn.Parameter] = []
+        self._updates: list[Update] = []
         self.stopped_by = ""
         self._nothing: dict[torch.dtype, Tensor] = {}
         self.state: dict[Tensor, Any] = {}
@@ -155,6 +161,8 @@ class ShardedOptimizer:
     def _divide_existing_state(self) -> None:
         existing = dict(self.optimizer.state)
         self.optimizer.state.clear()
+        if self._lbfgs is not None and existing:
+            existing = self._of_each(next(iter(existing.values())))
         for parameter, values in existing.items():
             assert isinstance(parameter, nn.Parameter)
             master = values.pop("master", None) if isinstance(self.optimizer, FusedOptimizer) else None
@@ -174,6 +182,7 @@ class ShardedOptimizer:
         """Keep this rank's part of a parameter's whole state; low precision becomes the piece's fp32."""
         piece, place = self.piece(parameter), self.model.place(parameter)
         assert place is not None
+        values = flattened(values) if self._lbfgs is not None else values
         mine = {
             key: local_values(place[0].parts[place[1]], parameter, value.detach())
             for key, value in values.items()
@@ -224,6 +233,8 @@ class ShardedOptimizer:
         Returns:
             The arguments that torch's step gets, where they are others: the closure has run.
         """
+        if self._lbfgs is not None:
+            return self._begin_evaluations(self._lbfgs, args, kwargs)
         changed = _run_closure_first(args, kwargs)
         self.restore()  # an earlier step may have raised before its end
         self.model.reducer.settle()
@@ -255,18 +266,81 @@ class ShardedOptimizer:
 
     def end_step(self) -> None:
         """After torch's `step()`: the module's parameters are back in the groups, and whole where they have to be."""
-        buckets = self._stepped
         self._updates.clear()  # they hold the gradients
         self._swap_back()
         self.skipped, self.skip_next = self.skip_next, False
-        if self.skipped:
-            return
-        for work in [bucket.publish(copied=self._fused) for bucket in buckets]:
+        if not self.skipped:
+            self._show_new_values()
+
+    def _show_new_values(self) -> None:
+        """Carry the pieces' new values to the module's parameters. A collective where these are whole."""
+        for work in [bucket.publish(copied=self._fused) for bucket in self._stepped]:
             work.wait()
         torch.autograd.graph.increment_version(self._stepped_parameters)  # a backward through old values is noticed
-        for bucket in buckets:
+        for bucket in self._stepped:
             bucket.note_versions()
-        self.model.forget_unsharded(buckets)
+        self.model.forget_unsharded(self._stepped)
+
+    # ---- LBFGS, whose step evaluates its closure several times ----
+
+    def _begin_evaluations(self, lbfgs: DistributedLBFGS, args: Any, kwargs: Any) -> Any:
+        closure = _closure_in(args, kwargs)
+        if closure is None:
+            raise ValueError(
+                "LBFGS.step() evaluates the loss several times: call optimizer.step(closure) with a function that "
+                "zeroes the gradients, computes the loss, runs its backward and returns it (float32 or bf16: fp16's "
+                "loss scaling calls step() without one)"
+            )
+        self.restore()
+        first = self._evaluate(lbfgs, closure)
+        self.skip_next = self._declines(self) or self.skip_next
+        self._check_groups()
+        places = {id(bucket): bucket for bucket, _ in map(self._place, self.parameters()) if bucket.trainable}
+        self._stepped, self._stepped_parameters = list(places.values()), [p for p in self.parameters()]
+        pieces = [piece for parameter in self.parameters() if (piece := self.piece(parameter)) is not None]
+        lbfgs.begin(pieces, self.state)
+        if self.skip_next:
+            lbfgs.take_gradients({})  # torch's step ends where all are zero
+        else:
+            self._hand_gradients(lbfgs)
+        known = [first]
+
+        def evaluate() -> Tensor:
+            if known:
+                return known.pop()
+            self._show_new_values()
+            loss = self._evaluate(lbfgs, closure)
+            self._hand_gradients(lbfgs)
+            return loss
+
+        return _with_closure(args, kwargs, evaluate)
+
+    def _evaluate(self, lbfgs: DistributedLBFGS, closure: Callable[[], Any]) -> Tensor:
+        self._evaluating = True
+        try:
+            with torch.enable_grad():
+                loss = closure()
+            self.model.reducer.settle()
+        finally:
+            self._evaluating = False
+        return lbfgs.mean_loss(loss)
+
+    def _hand_gradients(self, lbfgs: DistributedLBFGS) -> None:
+        owned = {id(bucket): self.model.gradient_of(bucket).owned_gradients() for bucket in self._stepped}
+        found: dict[Tensor, Tensor] = {}
+        for parameter in self.parameters():
+            (bucket, index), piece = self._place(parameter), self.piece(parameter)
+            gradient = owned.get(id(bucket), {}).get(index)
+            if piece is not None and gradient is not None:
+                assert isinstance(gradient, Tensor), "gradients in tiers are refused"
+                found[piece] = gradient
+        lbfgs.take_gradients(found)
+        self.model.invalidate_unsharded(self._stepped)
+
+    def _of_each(self, state: dict[str, Any]) -> dict[Tensor, Any]:
+        """State of LBFGS in torch's form, by parameter."""
+        parameters = list(self.parameters())
+        return dict(zip(parameters, divided(state, [p.shape for p in parameters]), strict=True))
 
     def _matrices(self) -> list[Matrix]:
         """Those that this step orthogonalises, on whatever rank."""
@@ -306,8 +380,7 @@ class ShardedOptimizer:
         muon = [] if self._orthogonaliser is None else muon_groups(self.optimizer)
         by_hand = {id(group) for group in (self.optimizer.param_groups if self._fused else muon)}
         stepped: dict[int, ParameterBucket] = {}
-        self._stepped_parameters: list[nn.Parameter] = []
-        self._updates: list[Update] = []
+        self._stepped_parameters, self._updates = [], []
         gradients: dict[int, dict[int, tuple[Shard, float]]] = {}
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
@@ -362,12 +435,19 @@ class ShardedOptimizer:
             table[divided] = torch.stack(self.model.mesh.tensor.all_gather_small(table[divided])).sum(dim=0)
         return table[chosen]
 
-    def _part(self, parameter: nn.Parameter) -> TensorPart:
+    def _place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int]:
         place = self.model.place(parameter)
         assert place is not None
-        return place[0].parts[place[1]]
+        return place
+
+    def _part(self, parameter: nn.Parameter) -> TensorPart:
+        bucket, index = self._place(parameter)
+        return bucket.parts[index]
 
     def _swap_back(self) -> None:
+        if self._lbfgs is not None:
+            self.state = self._lbfgs.end()
+            return
         assert self._whole is not None
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
             for piece in group["params"]:
@@ -450,9 +530,12 @@ class ShardedOptimizer:
         self.optimizer.load_state_dict({**state_dict, "state": {}})  # torch would cast and move whole moments
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         self.state.clear()
+        states = {number: state_dict["state"][number] for number in numbers if number in state_dict["state"]}
+        if self._lbfgs is not None and states:
+            states = dict(zip(numbers, self._of_each(states[numbers[0]]).values(), strict=True))
         for number, parameter in zip(numbers, self.parameters(), strict=True):
-            if number in state_dict["state"]:
-                self._keep_pieces(parameter, state_dict["state"][number])
+            if number in states:
+                self._keep_pieces(parameter, states[number])
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let its state in memory lie where `move` puts it."""
@@ -489,18 +572,22 @@ class ShardedOptimizer:
 
     @property
     def partially_applied(self) -> bool:
-        """True if a step began and did not end."""
-        return self._whole is not None
+        """True if a step began and did not end; False while it evaluates its closure."""
+        running = self._lbfgs is not None and self._lbfgs.running
+        return (running and not self._evaluating) or self._whole is not None
 
     def restore(self) -> None:
         """Put the module's parameters back into the groups after a step that raised."""
         self.stopped_by = ""
-        if self._whole is not None:
+        if self._whole is not None or (self._lbfgs is not None and self._lbfgs.running):
             self._swap_back()
 
     @contextmanager
     def whole_state(self, states: dict[int, dict[str, Any]]) -> Iterator[None]:
         """Let the optimizer hold the given full states (by parameter id) inside the block."""
+        if self._lbfgs is not None and states:
+            first, *_ = parameters = list(self.parameters())
+            states = {id(first): joined([states[id(parameter)] for parameter in parameters])}
         for parameter in self.parameters():
             if id(parameter) in states:
                 self.optimizer.state[parameter] = states[id(parameter)]
@@ -549,11 +636,41 @@ def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
 
 def _run_closure_first(args: Any, kwargs: Any) -> Any:
     """Evaluate a closure before gradients are exchanged for pieces; elementwise optimizers do so first anyway."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    closure = _closure_in(args, kwargs)
     if closure is None:
         return None
     with torch.enable_grad():
         loss = closure()
+    return _with_closure(args, kwargs, lambda: loss)
+
+
+def _closure_in(args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    found: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return found
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
+    """Arguments of a step with another closure."""
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": lambda: loss}
-    return (args[0], lambda: loss, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+def _lbfgs_of(optimizer: Optimizer, model: ShardedModel) -> DistributedLBFGS | None:
+    """What runs an LBFGS's steps; None for other classes.
+
+    Raises:
+        ValueError: If the model is divided in a way that its vectors cannot be.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS) or not runs_distributed(optimizer):
+        return None
+    mesh, divided_by = model.mesh, None
+    if model.optimizer_store is not None:
+        divided_by = f"offload.optimizer={model.config.offload.optimizer!r}: set it to 'none'"
+    elif mesh.tensor.size > 1:
+        divided_by = "tensor parallelism: leave mesh.tensor at 1"
+    elif mesh.world_group.world_size != mesh.world_size:
+        divided_by = "pipeline parallelism: use one stage"
+    if divided_by is not None:
+        raise ValueError(f"optimizer LBFGS couples all elements, and cannot run with {divided_by}, or use AdamW")
+    return DistributedLBFGS(optimizer, mesh.shard_control if model.placement.shard_optimizer else None, mesh.control)

@@ -133,7 +133,7 @@ _REFUSED = {
     "MuAdamW": _MU,
     "MuSGD": _MU,
     "Muon": "its groups need the model; construct zero_strategy.optim.MuonAdamW in your code",
-    "LBFGS": "it evaluates the loss several times per step and couples all elements; use AdamW",
+    "LBFGS": "its step takes a closure, which train_batch() and step() have none of; use AdamW, or the Trainer",
     "SparseAdam": "gradients here are dense; use AdamW",
     "Adafactor": "it needs whole matrices; use AdamW, or construct it in your code at stage 0",
 }

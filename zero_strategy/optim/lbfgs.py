@@ -1,0 +1,181 @@
+"""`torch.optim.LBFGS` on sharded parameters: torch's own code, on vectors of which each rank holds its slices.
+
+L-BFGS (Nocedal, Math. Comp. 35, 1980) couples all elements by dot products, largest magnitudes and one sum, and is
+elementwise in all else. So each rank gives torch's `step` its own pieces, with gradients of a tensor class whose `dot`,
+`max` and `sum` are over all ranks. History and direction are divided like Adam's moments: (2 history_size + 2) x 4P / N
+bytes.
+
+Between steps each piece's state has its own part of every vector, so checkpoints and any number of ranks treat them as
+any elementwise state. `joined` and `divided` translate from and to torch's form, which keeps flat vectors over all
+parameters under the first one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.runtime.nested_state import flattened, nested
+
+_VECTORS = ("d", "prev_flat_grad")
+_HISTORY = ("old_dirs", "old_stps")
+_SCRATCH = "al"
+"""Coefficients that each iteration writes before it reads them."""
+
+
+class _Vector(Tensor):
+    """This rank's slices of a vector; reductions are over all ranks."""
+
+    ranks: ClassVar[Communicator]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.max and args[0].numel() == 0:
+            found: Any = args[0].new_full((), -torch.inf)
+        else:
+            found = super().__torch_function__(func, tuple(types), args, kwargs or {})
+        if func not in (Tensor.dot, Tensor.max, Tensor.sum):
+            return found
+        assert len(args) == (2 if func is Tensor.dot else 1) and not kwargs, "a reduction over all elements"
+        parts = torch.stack(cls.ranks.all_gather_small(torch.tensor([found.item()], dtype=torch.float64)))
+        whole = parts.max() if func is Tensor.max else parts.sum()
+        return torch.tensor(whole.item(), dtype=found.dtype, device=found.device)
+
+
+class DistributedLBFGS:
+    """Runs an LBFGS's `step` on pieces.
+
+    Args:
+        optimizer: The user's optimizer.
+        ranks: Those among whom vectors are divided; None: each holds them whole.
+        everyone: All ranks that see different data.
+
+    """
+
+    def __init__(self, optimizer: LBFGS, ranks: Communicator | None, everyone: Communicator) -> None:
+        self._optimizer: Any = optimizer  # two private attributes of torch's class are used
+        self._ranks, self._everyone = ranks, everyone
+        self._type: type[Tensor] = Tensor if ranks is None else type("_Vector", (_Vector,), {"ranks": ranks})
+        self._whole: list[nn.Parameter] | None = None
+        self._pieces: list[nn.Parameter] = []
+
+    def begin(self, pieces: Sequence[nn.Parameter], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        """Let the optimizer's code step on `pieces` until `end`; takes their states, if any. A collective."""
+        optimizer = self._optimizer
+        self._pieces = list(pieces) or [nn.Parameter(torch.empty(0))]  # torch's code needs one
+        state = joined([states.pop(piece) for piece in pieces if piece in states])
+        if self._ranks is not None:  # a rank without pieces has no state, and has to decide as the others do
+            numbers = {key: value for key, value in state.items() if key not in (*_VECTORS, *_HISTORY)}
+            known: dict[str, Any] = next(filter(None, self._ranks.all_gather_objects(numbers)), {})
+            if known and not state:
+                none = torch.empty(0)
+                state = {key: none for key in _VECTORS} | {key: [none] * len(known["ro"]) for key in _HISTORY}
+            state |= known
+        for key in _VECTORS:
+            if key in state:
+                state[key] = state[key].as_subclass(self._type)
+        for key in _HISTORY:
+            if key in state:
+                state[key] = [each.as_subclass(self._type) for each in state[key]]
+        self._whole = optimizer._params
+        optimizer._params, optimizer._numel_cache = self._pieces, None
+        optimizer.state[self._pieces[0]] = state
+
+    def take_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Gradients of the pieces, flat; those that are missing are zero, as torch has it."""
+        for piece in self._pieces:
+            gradient = gradients.get(piece)
+            values = torch.zeros_like(piece) if gradient is None else gradient.to(piece.dtype).view(piece.shape)
+            piece.grad = values.detach().as_subclass(self._type)
+
+    def mean_loss(self, loss: Any) -> Tensor:
+        """The mean of all ranks' losses, so that all search the same line. A collective.
+
+        Raises:
+            TypeError: If `loss` is no number.
+        """
+        if not isinstance(loss, (Tensor, float, int)):
+            raise TypeError(
+                f"the closure of LBFGS.step(closure) returned {type(loss).__name__}; it has to return the loss"
+            )
+        dtype = loss.dtype if isinstance(loss, Tensor) else torch.float64
+        parts = self._everyone.all_gather_small(torch.tensor([float(loss)], dtype=torch.float64))
+        device = loss.device if isinstance(loss, Tensor) else None
+        return torch.tensor((torch.stack(parts).sum() / len(parts)).item(), dtype=dtype, device=device)
+
+    def end(self) -> dict[Tensor, Any]:
+        """Give the module's parameters back to the optimizer; returns the states by piece."""
+        assert self._whole is not None
+        optimizer, self._whole, whole = self._optimizer, None, self._whole
+        state = {key: _plain(value) for key, value in optimizer.state.pop(self._pieces[0], {}).items()}
+        optimizer._params, optimizer._numel_cache = whole, None
+        for piece in self._pieces:
+            piece.grad = None
+        return dict(zip(self._pieces, divided(state, [piece.shape for piece in self._pieces]), strict=True))
+
+    @property
+    def running(self) -> bool:
+        """True between `begin` and `end`."""
+        return self._whole is not None
+
+
+def _plain(value: Any) -> Any:
+    """A value of torch's state without our tensor class, and numbers as such: a parameter's shape may be () as well."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0:
+        return value.item()
+    held = value.untyped_storage(), value.storage_offset(), value.shape, value.stride()
+    return torch.empty(0, dtype=value.dtype, device=value.device).set_(*held)
+
+
+def divided(state: Mapping[str, Any], shapes: Sequence[torch.Size]) -> list[dict[str, Any]]:
+    """Torch's state, as each parameter's own: views of its range of every vector, and all of the numbers."""
+    found: list[dict[str, Any]] = []
+    start = 0
+    for shape in shapes:
+        stop = start + shape.numel()
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            if key in _VECTORS and isinstance(value, Tensor):
+                own[key] = value[start:stop].view(shape)
+            elif key in _HISTORY and value is not None:
+                own[key] = [each[start:stop].view(shape) for each in value]
+            elif key != _SCRATCH:
+                own[key] = _plain(value)
+        found.append(flattened(own))
+        start = stop
+    return found
+
+
+def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The inverse of `divided`: torch's state over all parameters, in their order; {} of none.
+
+    It takes the vectors out of `states` one by one, so that no more than one is held twice.
+    """
+    if not states:
+        return {}
+    parts = [flattened(state) for state in states]
+    found = dict(parts[0])
+    for state in states:
+        if isinstance(state, dict):
+            state.clear()
+    for key in found:
+        if key in _VECTORS or key.rpartition(".")[0] in _HISTORY:
+            found[key] = torch.cat([part.pop(key).reshape(-1) for part in parts])
+    return nested(found)
+
+
+def runs_distributed(optimizer: Optimizer) -> bool:
+    """True for torch's LBFGS and subclasses that do not change its step."""
+    return isinstance(optimizer, LBFGS) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(LBFGS.step)
