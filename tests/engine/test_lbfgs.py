@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.engine.nets import net
 from tests.engine.test_bad_input import engine_for, message_of
 from tests.launcher import Launcher
+from zero_strategy.convert.convert import convert
 from zero_strategy.engine import ZeroEngine
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -152,6 +153,30 @@ def saved(folder: str) -> None:
 def test_a_checkpoint_of_four_ranks_on_one(ranks: Launcher, tmp_path: Path) -> None:
     ranks(4)(saved, str(tmp_path))
     ranks(1)(fewer_ranks, str(tmp_path))
+
+
+def converted(folder: str) -> None:
+    """A file in torch's form goes on in plain torch, and comes back."""
+    _, reference, _ = plain(1, OPTIONS["strong_wolfe"])
+    saved(folder)
+    convert(folder, f"{folder}/file.pt", to_format="torch")
+    content = torch.load(f"{folder}/file.pt", weights_only=True)
+    model = net().double()
+    optimizer = torch.optim.LBFGS(model.parameters(), **OPTIONS["strong_wolfe"])
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizers"][0])
+    for _ in range(2):
+        optimizer.step(closure_of(model, optimizer, range(1)))
+    assert distance(model.state_dict(), reference.state_dict()) < 1e-12
+    convert(f"{folder}/file.pt", f"{folder}/again")
+    model, engine, optimizer = sharded(2, OPTIONS["strong_wolfe"])
+    engine.load(f"{folder}/again")
+    steps_of(model, optimizer, 2)
+    assert distance(engine.full_state_dict(), reference.state_dict()) < 1e-12
+
+
+def test_files_in_torchs_form(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(1)(converted, str(tmp_path))
 
 
 def begun_in_torch(stage: int) -> None:

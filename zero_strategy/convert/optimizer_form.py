@@ -24,6 +24,7 @@ import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec, is_text
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor, loaded
+from zero_strategy.optim import lbfgs
 from zero_strategy.runtime.nested_state import flattened, nested
 
 Shape = tuple[int, ...]
@@ -166,6 +167,11 @@ def from_torch(
     entries = {order[p]: values for p, values in state["state"].items() if p in order}
     if strays := [p for p in state["state"] if p not in order]:
         raise ValueError(f"{source}: optimizer state of {strays[:5]}, which no param group has")
+    if len(entries) == 1 and lbfgs.is_state(only := next(iter(entries.values()))):
+        names, only = list(order.values()), {key: _loaded(value) for key, value in only.items()}
+        if all(name in weights for name in names):
+            shapes = [torch.Size(weights[name].shape) for name in names]
+            entries = dict(zip(names, lbfgs.divided(only, shapes), strict=True))
     numbers = _number_keys(entries, weights)
     rank = {name: place for place, name in enumerate(weights)}
     for name in sorted(entries, key=lambda name: rank.get(name, len(rank))):
@@ -182,13 +188,13 @@ def to_torch(optimizer: PortableOptimizer, *, named: bool = False) -> dict[str, 
         named: Parameters by name instead of by number.
     """
     lazy = lazy_torch(optimizer, named=named)
-    return {
-        "state": {
-            parameter: {key: _loaded(value) for key, value in values.items() if key != "master"}
-            for parameter, values in lazy["state"].items()
-        },
-        "param_groups": lazy["param_groups"],
+    state = {
+        parameter: {key: _loaded(value) for key, value in values.items() if key != "master"}
+        for parameter, values in lazy["state"].items()
     }
+    if state and all(map(lbfgs.is_state, state.values())):
+        state = {next(iter(state)): lbfgs.joined(list(state.values()))}
+    return {"state": state, "param_groups": lazy["param_groups"]}
 
 
 def lazy_torch(optimizer: PortableOptimizer, *, named: bool) -> dict[str, Any]:
@@ -236,7 +242,7 @@ def _names(
     if all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         pairs = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
         return {p: rename(name) for p, name in pairs}, ""
-    shapes = {p: _shape(values) for p, values in state["state"].items()}
+    shapes = {p: _shape(values) for p, values in state["state"].items() if not lbfgs.is_state(values)}
     try:
         matched = match_names([[shapes.get(p) for p in group["params"]] for group in groups], weights, ordered)
     except ValueError as error:

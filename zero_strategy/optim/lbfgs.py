@@ -107,7 +107,8 @@ class DistributedLBFGS:
                 f"the closure of LBFGS.step(closure) returned {type(loss).__name__}; it has to return the loss"
             )
         dtype = loss.dtype if isinstance(loss, Tensor) else torch.float64
-        parts = self._everyone.all_gather_small(torch.tensor([float(loss)], dtype=torch.float64))
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        parts = self._everyone.all_gather_small(torch.tensor([value], dtype=torch.float64))
         device = loss.device if isinstance(loss, Tensor) else None
         return torch.tensor((torch.stack(parts).sum() / len(parts)).item(), dtype=dtype, device=device)
 
@@ -174,6 +175,11 @@ def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if key in _VECTORS or key.rpartition(".")[0] in _HISTORY:
             found[key] = torch.cat([part.pop(key).reshape(-1) for part in parts])
     return nested(found)
+
+
+def is_state(values: Mapping[str, Any]) -> bool:
+    """True for a parameter's state of LBFGS, in torch's form or ours."""
+    return {"func_evals", "n_iter", "old_dirs", "prev_flat_grad"} <= values.keys()
 
 
 def runs_distributed(optimizer: Optimizer) -> bool:
