@@ -633,3 +633,15 @@ def test_vectors_of_a_class_that_needs_them_whole_are_refused_unless_they_are(ra
     assert all(
         "'stem.bias' (6,) is divided among ranks" in text and "'*' for all" in text for text in ranks(2)(vectors)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_have_the_bits_of_single_matrices(dtype: torch.dtype) -> None:
+    group = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]).param_groups[0]
+    other = {**group, "ns_steps": 3}
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 12), (12, 6), (6, 12), (40, 40), (12, 6), (6, 12)]
+    matrices = [(torch.randn(shape, generator=generator).to(dtype), group) for shape in shapes]
+    matrices.append((matrices[0][0].clone(), other))
+    wanted = [muon.newton_schulz(matrix.clone(), each) for matrix, each in matrices]
+    assert all(map(torch.equal, muon.newton_schulz_all(matrices), wanted))
