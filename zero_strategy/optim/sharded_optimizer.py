@@ -657,7 +657,7 @@ def _with_closure(args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
 
 
 def _lbfgs_of(optimizer: Optimizer, model: ShardedModel) -> DistributedLBFGS | None:
-    """What runs an LBFGS's steps; None for other classes.
+    """The runner of an LBFGS's steps; None for other classes.
 
     Raises:
         ValueError: If the model is divided in a way that its vectors cannot be.
