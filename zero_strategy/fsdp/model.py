@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -181,6 +182,16 @@ class UpdatingOptimizer(Protocol):
     def reduction_begins(self) -> None: ...
 
 
+class ValueRecorder(Protocol):
+    """An observer of what the optimizers' steps change."""
+
+    def before(self, buckets: Sequence[ParameterBucket]) -> None:
+        """A step is about to change this rank's values of these."""
+
+    def after(self, buckets: Sequence[ParameterBucket]) -> None:
+        """It has."""
+
+
 _MUCH_PADDING = 1.25
 """Elements of slices over those of their matrices from which on a warning is due."""
 
@@ -244,6 +255,7 @@ class ShardedModel:
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config)
         self.told_of_reads = False
+        self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
         self._constructions = constructions_of(module.parameters())
@@ -495,10 +507,16 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.follow_edits()
 
-    def invalidate_unsharded(self, buckets: Iterable[ParameterBucket] | None = None) -> None:
-        """The values of these (None: of all) are about to change; call `forget_unsharded` when they have."""
+    def invalidate_unsharded(self, buckets: Iterable[ParameterBucket] | None = None, *, recorded: bool = False) -> None:
+        """The values of these (None: of all) are about to change; call `forget_unsharded` when they have.
+
+        With `recorded` the caller tells the `recorders`, too.
+        """
+        changing = self.buckets if buckets is None else list(buckets)
+        for bucket in () if recorded else changing:
+            bucket.generation += 1
         if self.unsharder is not None:
-            self.unsharder.invalidate_unsharded(self.buckets if buckets is None else buckets)
+            self.unsharder.invalidate_unsharded(changing)
 
     def forget_unsharded(self, changed: Iterable[ParameterBucket] | None = None) -> None:
         """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective.

@@ -65,6 +65,7 @@ class ParameterBucket:
         tracks_edits: What is written to them while they are whole may have to be followed.
         editors: Scopes under way whose rank's writes become the parameters.
         watches: Those that look for writes that would be lost.
+        generation: Counts changes of values that are none of an optimizer's step.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ParameterBucket:
         self._shard_site = StorageSite(shard_store, weights_name(self.names[0]))
         self._master_site = StorageSite(store, master_name(self.names[0]))
         self._average_site = StorageSite(store, average_name(self.names[0]))
+        self.generation = 0
         self.shard: ShardStorage
         self.weights: ShardStorage
         self.master: ShardStorage
@@ -372,6 +374,7 @@ class ParameterBucket:
     def adopt(self, source: int | None = None) -> None:
         """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
         assert self.gathered
+        self.generation += 1
         if source is not None:
             row, column = divmod(source, self.mesh.shard_size)
             self.mesh.gather.broadcast(self.flat, column, self.names)
@@ -401,6 +404,7 @@ class ParameterBucket:
         versions = self.present_versions()
         if versions == self._versions:
             return
+        self.generation += 1
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             piece = self.piece_of.get(index)
             if now == before or piece is None:

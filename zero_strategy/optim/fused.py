@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,13 @@ class Segment:
 
 
 class UpdateRule:
-    """One algorithm. Without state of its own."""
+    """One algorithm. Without state of its own.
+
+    Attributes:
+        elementwise: Its update of some parameters may be taken apart from that of others.
+    """
+
+    elementwise: ClassVar[bool] = True
 
     def refuses(self, group: dict[str, Any]) -> str | None:
         """Why a group's options are beyond this rule, or None."""
@@ -271,6 +277,8 @@ class SGDRule(UpdateRule):
 
 class LambRule(UpdateRule):
     """LAMB: a trust ratio per parameter, whose norms are added up over its pieces."""
+
+    elementwise = False
 
     def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
         """A part of a parameter cannot be updated before its norms are known."""

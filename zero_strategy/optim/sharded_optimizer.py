@@ -91,6 +91,7 @@ class ShardedOptimizer:
         self._pieces: dict[int, tuple[nn.Parameter, Piece, ShardStorage]] = {}
         self._whole: list[list[nn.Parameter]] | None = None
         self._stepped: list[ParameterBucket] = []
+        self._recorded: list[ParameterBucket] = []
         self._stepped_parameters: list[nn.Parameter] = []
         self._updates: list[Update] = []
         self.stopped_by = ""
@@ -248,7 +249,7 @@ class ShardedOptimizer:
             rule = None
         self._fused = rule is not None
         matrices = self._matrices()
-        self._swap_in()
+        self._swap_in(rule)
         if (rule is not None or self._orthogonaliser is not None) and not self.skip_next:
             scale = kwargs.get("grad_scale", 1.0)
             try:
@@ -257,6 +258,8 @@ class ShardedOptimizer:
                         self._offloaded.step(self._updates, scale, matrices, self._orthogonaliser)
                     elif self._orthogonaliser is not None:
                         self._step_matrices(self._orthogonaliser, matrices, rule, scale)
+                    elif rule is not None and rule.elementwise and self.model.recorders:
+                        self._update_by_bucket(rule, scale)
                     elif rule is not None:
                         rule.update(_segments(self._updates), scale, self._combine)
             except Exception as error:
@@ -271,6 +274,27 @@ class ShardedOptimizer:
         self.skipped, self.skip_next = self.skip_next, False
         if not self.skipped:
             self._show_new_values()
+            self._record_after()
+
+    def _update_by_bucket(self, rule: UpdateRule, scale: float) -> None:
+        """One bucket after the other, so that recorders keep former values of no more than one."""
+        updates: dict[int, list[Update]] = {}
+        for update in self._updates:
+            updates.setdefault(id(update.bucket), []).append(update)
+        for own in updates.values():
+            self._record_before([own[0].bucket])
+            rule.update(_segments(own), scale)
+            self._record_after()
+
+    def _record_before(self, buckets: Sequence[ParameterBucket]) -> None:
+        self._recorded = list(buckets)
+        for recorder in self.model.recorders:
+            recorder.before(self._recorded)
+
+    def _record_after(self) -> None:
+        recorded, self._recorded = self._recorded, []
+        for recorder in self.model.recorders if recorded else ():
+            recorder.after(recorded)
 
     def _show_new_values(self) -> None:
         """Carry the pieces' new values to the module's parameters. A collective where these are whole."""
@@ -299,6 +323,8 @@ class ShardedOptimizer:
         self._stepped, self._stepped_parameters = list(places.values()), [p for p in self.parameters()]
         pieces = [piece for parameter in self.parameters() if (piece := self.piece(parameter)) is not None]
         lbfgs.begin(pieces, self.state)
+        if not self.skip_next:
+            self._record_before(self._stepped)
         if self.skip_next:
             lbfgs.take_gradients({})  # torch's step ends where all are zero
         else:
@@ -335,7 +361,7 @@ class ShardedOptimizer:
                 assert isinstance(gradient, Tensor), "gradients in tiers are refused"
                 found[piece] = gradient
         lbfgs.take_gradients(found)
-        self.model.invalidate_unsharded(self._stepped)
+        self.model.invalidate_unsharded(self._stepped, recorded=True)
 
     def _of_each(self, state: dict[str, Any]) -> dict[Tensor, Any]:
         """State of LBFGS in torch's form, by parameter."""
@@ -376,7 +402,7 @@ class ShardedOptimizer:
 
         orthogonaliser.run(matrices, take, give)
 
-    def _swap_in(self) -> None:
+    def _swap_in(self, rule: UpdateRule | None) -> None:
         muon = [] if self._orthogonaliser is None else muon_groups(self.optimizer)
         by_hand = {id(group) for group in (self.optimizer.param_groups if self._fused else muon)}
         stepped: dict[int, ParameterBucket] = {}
@@ -414,7 +440,10 @@ class ShardedOptimizer:
             group["params"] = pieces
         self._stepped = list(stepped.values())
         if not self.skip_next:
-            self.model.invalidate_unsharded(self._stepped)
+            one_by_one = rule is not None and rule.elementwise and self._offloaded is None
+            if self._orthogonaliser is not None or not one_by_one:
+                self._record_before(self._stepped)
+            self.model.invalidate_unsharded(self._stepped, recorded=True)
         self.optimizer.state.update(self.state)
 
     def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:

@@ -2,24 +2,27 @@
 
 At usual learning rates of fine-tuning most bfloat16 weights do not change in a step, and those that do change in their
 last bits. A payload has the places of changed elements, as gaps of a byte each where they are few, else as a bitmap,
-and the xors of their bits, byte plane by byte plane. Deflate (zlib) makes few bits of both: Huffman codes for places
-and low bytes, which have no repetitions, run lengths for high bytes, which are mostly zero. Where that is no smaller
-than the values themselves, these are sent.
+and the xors of their bits, byte plane by byte plane. Zstandard (RFC 8878) makes few bits of both, mostly by
+Huffman codes, at its lowest level. Where that is no smaller than the values themselves, these are sent.
 
-    header   kind, bytes per element, elements, changed elements, gaps of 255 and more, lengths of the deflated streams
+    header   kind, bytes per element, elements, changed elements, gaps of 255 and more, lengths of the coded streams
     streams  places; low bytes; high bytes; or the values as they are
+
+Changes that follow each other are one payload behind the other.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import zstandard
 
 _HEADER = struct.Struct("<BBxxxxxxQQQQQQ")
 _DENSE, _GAPS, _BITMAP = 0, 1, 2
@@ -43,39 +46,52 @@ def words_of(values: Tensor) -> Words:
 
 def encode(old: Words, new: Words) -> bytes:
     """The change from `old` to `new`, arrays of one size and dtype; empty if there is none."""
-    differ = old != new
-    changed = int(np.count_nonzero(differ))
+    xors = old ^ new
+    at = np.flatnonzero(xors)
+    changed = len(at)
     if not changed:
         return b""
-    kind, long, at = _BITMAP, np.empty(0, "<u4"), np.flatnonzero(differ)
+    kind, long = _BITMAP, np.empty(0, "<u4")
     if changed * _FEW <= len(new):
         kind = _GAPS
         gaps = np.diff(at, prepend=-1) - 1
         long = gaps[gaps >= _LONG].astype("<u4")
         places = np.minimum(gaps, _LONG).astype(np.uint8).tobytes() + long.tobytes()
     else:
-        places = np.packbits(differ).tobytes()
-    planes = (old[at] ^ new[at]).view(np.uint8).reshape(changed, -1)
+        places = np.packbits(xors != 0).tobytes()
+    planes = xors.take(at).view(np.uint8).reshape(changed, -1)
     low, high = planes[:, 0].tobytes(), np.ascontiguousarray(planes[:, 1:].T).tobytes()
-    quick = zlib.Z_HUFFMAN_ONLY if kind == _GAPS or changed * 8 > len(new) else zlib.Z_RLE
-    streams = [_deflated(places, quick), _deflated(low, zlib.Z_HUFFMAN_ONLY), _deflated(high, zlib.Z_RLE)]
+    coder = _compressor()
+    streams = [coder.compress(stream) for stream in (places, low, high)]
     lengths = [len(stream) for stream in streams]
     if sum(lengths) >= new.nbytes:
-        return _HEADER.pack(_DENSE, new.itemsize, len(new), changed, 0, 0, 0, 0) + new.tobytes()
+        return dense(new, changed)
     return _HEADER.pack(kind, new.itemsize, len(new), changed, len(long), *lengths) + b"".join(streams)
 
 
-def _deflated(data: bytes, strategy: int) -> bytes:
-    coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, strategy)
-    return coder.compress(data) + coder.flush()
+def dense(new: Words, changed: int | None = None) -> bytes:
+    """The values as they are; `changed` of them, by default all, are others than before."""
+    count = len(new) if changed is None else changed
+    return _HEADER.pack(_DENSE, new.itemsize, len(new), count, 0, 0, 0, 0) + new.tobytes()
 
 
-def _inflated(data: memoryview, size: int) -> bytes:
+def _compressor() -> zstandard.ZstdCompressor:
+    import zstandard  # which imports of an engine do without
+
+    options = zstandard.ZstdCompressionParameters.from_level(1, min_match=7)  # shorter matches are chance
+    return zstandard.ZstdCompressor(compression_params=options)
+
+
+def _decoded(data: memoryview, size: int) -> bytes:
     """Raises ValueError unless it is so many bytes."""
+    import zstandard
+
     try:
-        found = zlib.decompressobj(-15).decompress(data, size + 1)
-    except zlib.error as error:
-        raise ValueError(f"a payload that cannot be inflated: {error}") from None
+        if (stated := zstandard.frame_content_size(data)) != size:
+            raise ValueError(f"a stream of a payload of {stated} bytes, where {size} belong")
+        found = zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a payload that cannot be decoded: {error}") from None
     if len(found) != size:
         raise ValueError(f"a stream of a payload of {len(found)} bytes, where {size} belong")
     return found
@@ -93,18 +109,31 @@ def elements_of(payload: bytes) -> int:
 
 
 def changed_of(payload: bytes) -> int:
-    """Elements that a payload changes."""
-    return int(_HEADER.unpack_from(payload)[3])
+    """Elements that a payload, or several one behind the other, change; an element counts each time."""
+    found, at = 0, 0
+    while at < len(payload):
+        kind, itemsize, numel, changed, _, *lengths = _HEADER.unpack_from(payload, at)
+        found += changed
+        at += _HEADER.size + (itemsize * numel if kind == _DENSE else sum(lengths))
+    return found
 
 
 def apply(payload: bytes, values: Words) -> int:
     """Make new values of old ones, in place; gives the number of changed elements.
 
     Raises:
-        ValueError: If the payload is not one for these values; they are as they were.
+        ValueError: If the payload is not one for these values; they are as they were before that one.
     """
-    if not payload:
-        return 0
+    left, changed = memoryview(payload), 0
+    while len(left):
+        count, length = _apply_first(left, values)
+        changed += count
+        left = left[length:]
+    return changed
+
+
+def _apply_first(payload: memoryview, values: Words) -> tuple[int, int]:
+    """Changed elements, and the length of the first payload."""
     if len(payload) < _HEADER.size:
         raise ValueError(f"a payload of {len(payload)} bytes has no header")
     kind, itemsize, numel, changed, long, *lengths = _HEADER.unpack_from(payload)
@@ -112,25 +141,25 @@ def apply(payload: bytes, values: Words) -> int:
         raise ValueError(
             f"a payload for {numel} elements of {itemsize} bytes, where {len(values)} of {values.itemsize} are"
         )
-    body = memoryview(payload)[_HEADER.size :]
+    body = payload[_HEADER.size :]
     if kind == _DENSE:
-        if len(body) != values.nbytes:
+        if len(body) < values.nbytes:
             raise ValueError(f"a payload with {len(body)} bytes of values, where {values.nbytes} belong")
-        values[:] = np.frombuffer(body, values.dtype)
-        return int(changed)
-    if kind not in (_GAPS, _BITMAP) or not 0 < changed <= numel or long > changed or sum(lengths) != len(body):
+        values[:] = np.frombuffer(body[: values.nbytes], values.dtype)
+        return int(changed), _HEADER.size + values.nbytes
+    if kind not in (_GAPS, _BITMAP) or not 0 < changed <= numel or long > changed or sum(lengths) > len(body):
         raise ValueError(f"a payload of kind {kind} with {changed} changes of {numel} elements in {len(body)} bytes")
     ends = np.cumsum([0, *lengths]).tolist()
     sizes = (changed + 4 * long if kind == _GAPS else -(-numel // 8), changed, changed * (itemsize - 1))
     places, low, high = (
-        _inflated(body[start:stop], size) for start, stop, size in zip(ends, ends[1:], sizes, strict=False)
+        _decoded(body[start:stop], size) for start, stop, size in zip(ends, ends[1:], sizes, strict=False)
     )
     at = _places(places, kind, numel, changed, long)
     xors = np.empty((changed, itemsize), np.uint8)
     xors[:, 0] = np.frombuffer(low, np.uint8)
     xors[:, 1:] = np.frombuffer(high, np.uint8).reshape(itemsize - 1, changed).T
     values[at] ^= xors.view(values.dtype)[:, 0]
-    return int(changed)
+    return int(changed), _HEADER.size + sum(lengths)
 
 
 def _places(stream: bytes, kind: int, numel: int, changed: int, long: int) -> NDArray[Any]:

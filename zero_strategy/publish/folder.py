@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -93,13 +93,20 @@ def read_record(path: Path) -> Version:
     return version
 
 
-def digest_of(values: Iterable[tuple[str, Words]]) -> str:
-    """XXH3-128 of values by key (`name@first element`), in the order of keys."""
-    digest = xxhash.xxh3_128()
-    for key, words in sorted(values, key=lambda pair: pair[0]):
-        digest.update(key.encode() + b"\0")
-        digest.update(cast(Any, words))
-    return digest.hexdigest()
+class Digest:
+    """XXH3-128 of values by key (`name@first element`), which are added in the order of keys."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def add(self, key: str, words: Words) -> None:
+        """The next values."""
+        self._state.update(key.encode() + b"\0")
+        self._state.update(cast(Any, words))
+
+    def text(self) -> str:
+        """In hexadecimal."""
+        return self._state.hexdigest()
 
 
 class VersionFolder:

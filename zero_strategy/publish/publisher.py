@@ -1,33 +1,29 @@
 """Publishing the weights of a training: each rank codes what changed in its slices, and no rank gathers the model.
 
-`engine.publish(to=folder)` writes an anchor, a whole checkpoint that every rank writes its part of. From then on
-`update()` after a step writes the changes since: each rank compares its slices with what it published last (a copy in
-host memory, in the published dtype), and codes the difference; see `delta`. Every `anchor_every` versions there is an
-anchor again, from which readers that come or that have fallen behind begin.
+`engine.publish(to=folder)` writes an anchor, a whole checkpoint that every rank writes its part of. From then on each
+optimizer step codes what it changes (`recorder`, `delta`), and `update()` writes the changes since the last version.
+Every `anchor_every` versions there is an anchor again, from which readers that come or that have fallen behind begin.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.exports import config_files
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.preemption import CheckpointingEngine
 from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp.shard_storage import PARAMETERS
-from zero_strategy.publish.delta import Words, changed_of, encode, words_of
-from zero_strategy.publish.folder import RECORD, Version, VersionFolder, digest_of, record_of, write_delta_file
-from zero_strategy.train_state import TrainState
+from zero_strategy.publish.folder import RECORD, Version, VersionFolder, record_of, write_delta_file
+from zero_strategy.publish.recorder import ChangeRecorder
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ class Publisher:
             )
         self._engine, self._folder = engine, VersionFolder(to)
         self._dtype, self._anchor_every, self._keep = dtype, anchor_every, keep
-        self._slices = Slices(engine, dtype)
+        self._changes = ChangeRecorder(engine, dtype)
         self._writes = engine.mesh.replicate.rank == 0
         engine.mesh.barrier.wait_for_all(f"publish(to={os.fspath(to)})")
         self._session: str
@@ -132,15 +128,15 @@ class Publisher:
         """The first version, or the first after a failure: an anchor and no change."""
         self._number += 1
         if self._writes:
-            self._slices.begin()
+            self._changes.begin()
         digests = [found for found in self._digests() if found]
-        elements, dense = self._slices.elements(), self._slices.dense_bytes()
+        self._sizes = elements, dense = self._changes.sizes()
         self._write_anchor(digests)
         self._known = True
         return Published(self._number, True, elements, elements, dense, dense)
 
     def _digests(self) -> list[str]:
-        return self._engine.mesh.control.all_gather_objects(self._slices.digest() if self._writes else "")
+        return self._engine.mesh.control.all_gather_objects(self._changes.digest() if self._writes else "")
 
     def _version(self, files: dict[str, str], digests: list[str], slices: list[list[list[object]]]) -> Version:
         dtype = "" if self._dtype is None else str(self._dtype).removeprefix("torch.")
@@ -148,7 +144,7 @@ class Publisher:
 
     def _write_anchor(self, digests: list[str]) -> None:
         engine, first = self._engine, self._engine.mesh.world_group.rank == 0
-        slices = engine.mesh.control.all_gather_objects(self._slices.places() if self._writes else None)
+        slices = engine.mesh.control.all_gather_objects(self._changes.places() if self._writes else None)
         version = self._version({}, digests, [found for found in slices if found is not None])
         files = config_files(engine.module, self._dtype) | {RECORD: record_of(version)}
         path = self._folder.anchor(self._number)
@@ -172,12 +168,11 @@ class Publisher:
         def write() -> tuple[str, str, str, int, int] | None:
             if not self._writes:
                 return None
-            import safetensors.torch  # which imports of an engine do without
-
-            payloads, changed = self._slices.changes()
+            payloads, changed = self._changes.take()
             header = {"session": self._session, "version": str(self._number)}
-            content = safetensors.torch.save(payloads, header)
-            return name, write_delta_file(path / name, content), self._slices.digest(), changed, len(content)
+            specs = [TensorSpec(key, torch.uint8, (len(data),)) for key, data in payloads.items()]
+            content = b"".join([FileLayout.compute(name, specs, header).header, *payloads.values()])
+            return name, write_delta_file(path / name, content), self._changes.digest(), changed, len(content)
 
         try:
             everyone = [one for one in control.all_gather_objects(together(control, write)) if one is not None]
@@ -190,75 +185,7 @@ class Publisher:
             self._known = False  # what readers have
             raise
         changed, nbytes = sum(one[3] for one in everyone), sum(one[4] for one in everyone)
-        return Published(self._number, False, changed, self._slices.elements(), nbytes, self._slices.dense_bytes())
-
-
-class Slices:
-    """This rank's slices of the weights as they were published last; the first rank has the buffers, too.
-
-    Args:
-        engine: Whose.
-        dtype: In which floating-point values are published; None: their own.
-    """
-
-    def __init__(self, engine: TrainState, dtype: torch.dtype | None) -> None:
-        self._engine, self._dtype = engine, dtype
-        self._last: dict[str, Words] = {}
-
-    def places(self) -> list[list[object]]:
-        """[name, first element, elements] of what is remembered."""
-        found: list[list[object]] = []
-        for key, words in self._last.items():
-            name, _, start = key.rpartition("@")
-            found.append([name, int(start), len(words)])
-        return found
-
-    def elements(self) -> int:
-        """Elements of the model."""
-        return sum(tensor.numel() for _, tensor in state_dict_entries(self._engine.module))
-
-    def begin(self) -> None:
-        """Remember the present values."""
-        self._last = {key: words_of(values).copy() for key, values in self._present()}
-
-    def changes(self) -> tuple[dict[str, Tensor], int]:
-        """Payloads of what has changed, and how many elements have; these values are remembered from now on."""
-        found, changed = {}, 0
-        for key, values in self._present():
-            words, last = words_of(values), self._last[key]
-            payload = encode(last, words)
-            if payload:
-                changed += changed_of(payload)
-                found[key] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                last[:] = words
-        return found, changed
-
-    def digest(self) -> str:
-        """See `digest_of`, of what is remembered."""
-        return digest_of(self._last.items())
-
-    def dense_bytes(self) -> int:
-        """Bytes of all values of the model, published as they are."""
-        tensors = (tensor for _, tensor in state_dict_entries(self._engine.module))
-        return sum(tensor.numel() * self._converted(tensor.dtype).itemsize for tensor in tensors)
-
-    def _converted(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
-
-    def _present(self) -> Iterator[tuple[str, Tensor]]:
-        """(name@first element, flat values on the host) of this rank; not for longer than until the next."""
-        for bucket in self._engine.model.buckets:
-            for piece in bucket.slice_pieces:
-                if piece.numel:
-                    values = bucket.shard.read(piece.offset, piece.offset + piece.numel)
-                    yield f"{bucket.names[piece.index]}@{piece.start}", self._host(values.detach())
-        if self._engine.mesh.world_group.rank == 0:
-            for name, tensor in state_dict_entries(self._engine.module):
-                if not isinstance(tensor, nn.Parameter) and tensor.numel():
-                    yield f"{name}@0", self._host(tensor.detach().reshape(-1))
-
-    def _host(self, values: Tensor) -> Tensor:
-        return values.to(device="cpu", dtype=self._converted(values.dtype)).contiguous()
+        return Published(self._number, False, changed, self._sizes[0], nbytes, self._sizes[1])
 
 
 def _is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:

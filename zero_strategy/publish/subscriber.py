@@ -16,13 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import safetensors.torch
+import safetensors
 from torch import Tensor
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.publish.delta import apply, elements_of, words_of
-from zero_strategy.publish.folder import RECORD, Version, VersionFolder, digest_of, read_delta_file, read_record
+from zero_strategy.publish.folder import RECORD, Digest, Version, VersionFolder, read_delta_file, read_record
 
 Place = tuple[str, int, int]
 """Name, first element and elements."""
@@ -159,13 +159,12 @@ class Subscriber:
             if not (path / RECORD).is_file():
                 raise  # removed while it was read
             raise ValueError(f"{error.filename} is missing, beside its record") from None
-        changes = [(key, payload) for content in contents for key, payload in safetensors.torch.load(content).items()]
+        changes = [(key, entry["data"]) for content in contents for key, entry in safetensors.deserialize(content)]
         self._shown = None  # for now; if this fails half-way the next reading begins with an anchor
-        for key, payload in changes:
+        for key, data in changes:
             name, _, start = key.rpartition("@")
             if name not in self._flat:
                 raise ValueError(f"{path} changes {name!r}, which is no weight of the anchor")
-            data = payload.numpy().tobytes()
             apply(data, words_of(self._flat[name][int(start) : int(start) + elements_of(data)]))
         self._compare(path, version, self._flat, self._places)
         self._shown = version
@@ -173,10 +172,12 @@ class Subscriber:
 
     @staticmethod
     def _compare(path: Path, version: Version, flat: Mapping[str, Tensor], places: Sequence[Sequence[Place]]) -> None:
-        found = [
-            digest_of((f"{name}@{start}", words_of(flat[name][start : start + numel])) for name, start, numel in rank)
-            for rank in places
-        ]
+        found = []
+        for rank in places:
+            digest = Digest()
+            for key, (name, start, numel) in sorted((f"{place[0]}@{place[1]}", place) for place in rank):
+                digest.add(key, words_of(flat[name][start : start + numel]))
+            found.append(digest.text())
         if found != version.digests:
             wrong = [rank for rank, pair in enumerate(zip(found, version.digests, strict=False)) if pair[0] != pair[1]]
             raise ValueError(f"{path}: the values of rank(s) {wrong} are not those that the trainer has")

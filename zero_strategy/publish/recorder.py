@@ -1,0 +1,210 @@
+"""Changes of this rank's slices of the weights, coded while the optimizer's steps make them.
+
+A step tells the recorder of each bucket before and after it changes its values, so that former values of one bucket are
+kept at a time: in the published dtype, of this rank's slice. A thread codes the differences beside the rest of the
+step. What changes otherwise (a load, writes in `GatheredParameters`, averages swapped in) shows in the buckets'
+`generation`, and such a bucket's values are published as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.checkpoint.agreement import state_dict_entries
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.publish.delta import Words, changed_of, dense, encode, words_of
+from zero_strategy.publish.folder import Digest
+from zero_strategy.runtime.worker import BackgroundWorker
+from zero_strategy.train_state import TrainState
+
+_RANGE = 1 << 20
+"""Elements that are coded as one; a bound of what coding needs besides."""
+_MOST_WAITING = 2
+"""Buckets whose differences may wait for the thread."""
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Consecutive elements of a parameter in this rank's slice; `offset` counts from the slice's start."""
+
+    key: str
+    offset: int
+    numel: int
+
+
+@dataclass
+class _Log:
+    """Facts about a bucket's changes since the last version.
+
+    Attributes:
+        ranges: Of this rank's slice.
+        seen: The bucket's generation up to which all changes are known; None: within a step.
+        payloads: Coded changes by key, one after the other; None: these are unknown, or more than the values.
+        former: Values before the step that is under way.
+        coding: A job of the thread.
+    """
+
+    ranges: list[_Range]
+    seen: int | None = None
+    payloads: dict[str, bytes] | None = field(default_factory=dict)
+    former: list[Words] = field(default_factory=list)
+    coding: Future[None] | None = None
+
+
+class ChangeRecorder:
+    """Records the changes of this rank's slices; the first rank's buffers are compared with a copy.
+
+    Args:
+        engine: Whose.
+        dtype: In which floating-point values are published; None: their own.
+    """
+
+    def __init__(self, engine: TrainState, dtype: torch.dtype | None) -> None:
+        self._engine, self._dtype = engine, dtype
+        self._logs: dict[int, _Log] = {}
+        self._buffers: dict[str, Words] = {}
+        self._thread = BackgroundWorker("zero-publish")
+        self._coding: list[_Log] = []
+
+    # ---- told by the optimizers' steps ----
+
+    def before(self, buckets: Sequence[ParameterBucket]) -> None:
+        """See `ValueRecorder`."""
+        for bucket in buckets:
+            log = self._logs.get(id(bucket))
+            if log is None:
+                continue
+            bucket.follow_edits()
+            self._await(log)
+            if log.seen != bucket.generation:
+                log.payloads = None
+            log.seen = None
+            while len(self._coding) >= _MOST_WAITING:
+                self._await(self._coding.pop(0))
+            if log.payloads is not None:
+                log.former = [words_of(self._values(bucket, each, copy=True)) for each in log.ranges]
+
+    def after(self, buckets: Sequence[ParameterBucket]) -> None:
+        """See `ValueRecorder`."""
+        for bucket in buckets:
+            log = self._logs.get(id(bucket))
+            if log is None:
+                continue
+            former, log.former, log.seen = log.former, [], bucket.generation
+            if log.payloads is None:
+                continue
+            if bucket.shard.vector is None:
+                log.coding = self._thread.submit(partial(self._code, bucket, log, former))
+                self._coding.append(log)
+            else:  # a tier's files are this thread's
+                self._code(bucket, log, former)
+
+    @staticmethod
+    def _await(log: _Log) -> None:
+        """Wait for its coding; after an error there its changes are unknown."""
+        job, log.coding = log.coding, None
+        if job is not None and job.exception() is not None:
+            log.payloads = None
+
+    def _code(self, bucket: ParameterBucket, log: _Log, former: list[Words]) -> None:
+        """In the thread; the bucket's next `before` waits for it, so that values are those after this step."""
+        assert log.payloads is not None
+        for each, words in zip(log.ranges, former, strict=True):
+            payload = encode(words, words_of(self._values(bucket, each)))
+            if payload:
+                log.payloads[each.key] = log.payloads.get(each.key, b"") + payload
+
+    # ---- asked by the publisher ----
+
+    def begin(self) -> None:
+        """Forget changes: the present values are known to readers."""
+        self._wait()
+        self._logs = {id(bucket): _Log(list(_ranges(bucket))) for bucket in self._engine.model.buckets}
+        self._engine.model.follow_edits()
+        self._know_all()
+        self._buffers = {key: words_of(values).copy() for key, values in self._present_buffers()}
+        self._engine.model.recorders.add(self)
+
+    def _know_all(self) -> None:
+        for bucket in self._engine.model.buckets:
+            log = self._logs[id(bucket)]
+            log.seen, log.payloads, log.former = bucket.generation, {}, []
+
+    def take(self) -> tuple[dict[str, bytes], int]:
+        """Payloads of what has changed since the last version, and how many elements; from now on readers know it."""
+        self._wait()
+        self._engine.model.follow_edits()
+        found: dict[str, bytes] = {}
+        for bucket in self._engine.model.buckets:
+            log = self._logs[id(bucket)]
+            known = log.payloads if log.seen == bucket.generation else None
+            if known is None or sum(map(len, known.values())) > self._nbytes(bucket, log):
+                known = {each.key: dense(words_of(self._values(bucket, each))) for each in log.ranges}
+            found |= known
+        for key, values in self._present_buffers():
+            words = words_of(values)
+            if payload := encode(self._buffers[key], words):
+                found[key] = payload
+                self._buffers[key] = words.copy()
+        self._know_all()
+        return found, sum(map(changed_of, found.values()))
+
+    def _wait(self) -> None:
+        errors = [log.coding.exception() for log in self._coding if log.coding is not None]
+        waiting, self._coding = self._coding, []
+        for log in waiting:
+            self._await(log)
+        for error in filter(None, errors):
+            raise error
+
+    def places(self) -> list[list[object]]:
+        """[name, first element, elements] of all that this rank publishes."""
+        sizes = {each.key: each.numel for log in self._logs.values() for each in log.ranges}
+        sizes |= {key: len(words) for key, words in self._buffers.items()}
+        return [[key.rpartition("@")[0], int(key.rpartition("@")[2]), numel] for key, numel in sizes.items()]
+
+    def digest(self) -> str:
+        """The digest of the present values; see `Digest`."""
+        places = {each.key: (bucket, each) for bucket in self._engine.model.buckets for each in _ranges(bucket)}
+        digest = Digest()
+        for key in sorted(places.keys() | self._buffers.keys()):
+            digest.add(key, words_of(self._values(*places[key])) if key in places else self._buffers[key])
+        return digest.text()
+
+    def sizes(self) -> tuple[int, int]:
+        """Elements of the model, and bytes of all values, published as they are."""
+        tensors = [tensor for _, tensor in state_dict_entries(self._engine.module)]
+        nbytes = sum(tensor.numel() * self._converted(tensor.dtype).itemsize for tensor in tensors)
+        return sum(tensor.numel() for tensor in tensors), nbytes
+
+    def _nbytes(self, bucket: ParameterBucket, log: _Log) -> int:
+        return sum(each.numel for each in log.ranges) * self._converted(bucket.dtype).itemsize
+
+    def _converted(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+
+    def _values(self, bucket: ParameterBucket, each: _Range, *, copy: bool = False) -> Tensor:
+        """Values on the host, flat; a view where that serves."""
+        return self._host(bucket.shard.read(each.offset, each.offset + each.numel).detach(), copy=copy)
+
+    def _present_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name@0, flat values on the host) of buffers, on the first rank."""
+        for name, tensor in state_dict_entries(self._engine.module) if self._engine.mesh.world_group.rank == 0 else ():
+            if not isinstance(tensor, nn.Parameter) and tensor.numel():
+                yield f"{name}@0", self._host(tensor.detach().reshape(-1))
+
+    def _host(self, values: Tensor, *, copy: bool = False) -> Tensor:
+        return values.to(device="cpu", dtype=self._converted(values.dtype), copy=copy).contiguous()
+
+
+def _ranges(bucket: ParameterBucket) -> Iterator[_Range]:
+    for piece in bucket.slice_pieces:
+        for start in range(0, piece.numel, _RANGE):
+            key = f"{bucket.names[piece.index]}@{piece.start + start}"
+            yield _Range(key, piece.offset + start, min(_RANGE, piece.numel - start))
