@@ -116,12 +116,14 @@ class Whitening(Optimizer):
                     p.sub_(momentum.sign(), alpha=group["lr"])
 
 
-def as_one(training: PlainTraining, one: bool) -> None:
+def as_one(training: PlainTraining, one: bool, fused: bool = False) -> None:
     """One optimizer or two; the state is that of a parameter either way."""
     model = net()
     training.shard(model)
     found = split_matrices(model, ["blocks.*.weight"])
     options: dict[str, dict[str, Any]] = {"muon": {"lr": 0.02}, "adamw": {"lr": 0.01, "foreach": False}}
+    if fused:
+        del options["adamw"]["foreach"]
     if one:
         optimizer = MuonAdamW(found, **options)
         training.attach(optimizer)
@@ -143,6 +145,8 @@ def test_muon_and_adamw_as_one_optimizer(ranks: Launcher) -> None:
     for wrong in ranks(2)(play, partial(as_one, one=True), settings({})):
         assert not wrong
     for wrong in ranks(2)(play, partial(as_one, one=True), settings({"matrix_optimizers": ["MuonAdamW"]})):
+        assert not wrong
+    for wrong in ranks(2)(play, partial(as_one, one=True, fused=True), settings({})[:1]):
         assert not wrong
     both = [weights_of(one) for one in (True, False)]
     assert all(map(torch.equal, *both))

@@ -225,6 +225,8 @@ class ShardedOptimizer:
         masters = any(bucket.keeps_master and bucket.trainable for bucket in model.buckets)
         taken = model.config.fused_optimizers
         if isinstance(optimizer, MuonAdamW):
+            if self._orthogonaliser is None:
+                return None  # its own step does both
             optimizer = optimizer.adamw
         return rule_in_memory(optimizer, fused_optimizers=taken, devices=_devices(model), masters=masters)
 
