@@ -48,6 +48,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "units.min_numel": ("modules that were found and have fewer elements stay with their parent", "100000"),
     "mesh.replicate": ("hybrid sharding: number of copies of the divided state", "4"),
     "mesh.shard": ("hybrid sharding: ranks that share one copy; none: world size / replicate / tensor", "8"),
+    "communication.parameters": ("stages 1 and 2: whole values after a step, or a code of what has changed", "delta"),
     "mesh.tensor": ("ranks that divide each layer; none: as the model's DTensors say, else 1", "2"),
     "precision.master_weights": ("keep fp32 copies of bf16 and fp16 parameters for the optimizer", "false"),
     "precision.gradient_dtype": (
@@ -120,6 +121,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
 SECTIONS = {
     "": ("Sharding and optimizers", "Keys of the top level."),
     "units": ("units", "The modules that are gathered and released as one, usually transformer blocks."),
+    "communication": ("communication", "Messages between ranks."),
     "mesh": ("mesh", "Layout of the ranks: replicate x shard x tensor x pipeline stages = world size."),
     "precision": ("precision", "Dtypes of state. The precision of the computation is the framework's setting."),
     "loss_scale": ("loss_scale", "Dynamic loss scaling, used when the framework trains in fp16."),

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    CommunicationConfig,
     DiagnosticsConfig,
     LossScaleConfig,
     MeshConfig,
@@ -32,6 +33,7 @@ from zero_strategy.config.section import default_of, typed_fields
 SECTIONS = {
     "units": UnitsConfig,
     "mesh": MeshConfig,
+    "communication": CommunicationConfig,
     "precision": PrecisionConfig,
     "loss_scale": LossScaleConfig,
     "offload": OffloadConfig,
@@ -50,6 +52,7 @@ DEFAULTS = {
     "mesh.replicate": 1,
     "mesh.shard": None,
     "mesh.tensor": None,
+    "communication.parameters": "values",
     "precision.master_weights": True,
     "precision.gradient_dtype": "float32",
     "precision.reduce_dtype": "float32",

@@ -16,10 +16,11 @@ from tests.engine.nets import loss_of, net
 from tests.launcher import Launcher
 from tests.publish.test_publish import assert_shown
 from zero_strategy import ZeroEngine, subscribe
+from zero_strategy.comm import delta
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.optim import MuonAdamW, split_matrices
 from zero_strategy.optim.full_state import safe_set_full_fp32_param
-from zero_strategy.publish import delta, recorder
+from zero_strategy.publish import recorder
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),

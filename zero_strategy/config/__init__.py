@@ -21,6 +21,7 @@ from zero_strategy.config.schema import (
     DEFAULT_BUDGET,
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    CommunicationConfig,
     DiagnosticsConfig,
     LossScaleConfig,
     MeshConfig,
@@ -37,6 +38,7 @@ from zero_strategy.config.sources import Layer, preset
 __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
+    "CommunicationConfig",
     "DEFAULT",
     "DEFAULT_BUDGET",
     "DiagnosticsConfig",

@@ -26,6 +26,7 @@ from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.schema import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
+    CommunicationConfig,
     DiagnosticsConfig,
     LossScaleConfig,
     MeshConfig,
@@ -88,6 +89,7 @@ class ZeroSettings(TypedDict, total=False):
         stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         units: What is sharded, gathered and released together.
         mesh: How the ranks are laid out, for hybrid sharding and tensor parallelism.
+        communication: What ranks send each other.
         precision: Dtypes of master weights and gradients. (That of the computation is the framework's `precision`.)
         gradient_reduction: `per_step` or `per_micro_batch`.
         uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
@@ -115,6 +117,7 @@ class ZeroSettings(TypedDict, total=False):
     stage: int | None
     units: UnitsConfig | dict[str, Any] | None
     mesh: MeshConfig | dict[str, Any] | None
+    communication: CommunicationConfig | dict[str, Any] | None
     precision: PrecisionConfig | dict[str, Any] | None
     gradient_reduction: str | None
     uneven_batches: str | None

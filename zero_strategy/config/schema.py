@@ -65,6 +65,18 @@ class MeshConfig(Section):
 
 
 @dataclass
+class CommunicationConfig(Section):
+    """Messages between ranks."""
+
+    prefix: ClassVar[str] = "communication."
+
+    parameters: str = field(default="values", metadata=one_of("values", "delta"))
+    """Parameters in the gather after a step at stages 1 and 2: "values", or "delta", a lossless code of the bits that
+    have changed. The same bits; in bf16 at learning rates of fine-tuning a small part of the bytes, for some time of
+    the processor: for slow links."""
+
+
+@dataclass
 class PrecisionConfig(Section):
     """In what precision state is kept and summed. The framework sets that of the computation."""
 
@@ -404,6 +416,9 @@ class ZeroConfig(Section):
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """How the ranks are laid out."""
 
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    """What ranks send each other."""
+
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """In what precision state is kept and summed."""
 
@@ -485,6 +500,11 @@ class ZeroConfig(Section):
             raise ValueError(
                 f"offload.parameters is {self.offload.parameters!r} at stage {self.stage}, where parameters are whole "
                 "on the device; use stage: 3, or offload.parameters: none"
+            )
+        if self.communication.parameters == "delta" and self.stage not in (1, 2):
+            raise ValueError(
+                f"communication.parameters is 'delta' at stage {self.stage}: only stages 1 and 2 gather parameters "
+                "after a step, of which all ranks hold the former values; use one of them, or 'values'"
             )
 
     @property

@@ -22,6 +22,7 @@ from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.store import together
 from zero_strategy.config import ZeroConfig
+from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
@@ -256,6 +257,9 @@ class ShardedModel:
         self.placement = placement_for(config)
         self.told_of_reads = False
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
+        self.changed_values = ChangedValues(mesh) if config.communication.parameters == "delta" else None
+        if self.changed_values is not None and mesh.shard_size > 1:
+            self.recorders.add(self.changed_values)
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
         self._constructions = constructions_of(module.parameters())
@@ -517,6 +521,14 @@ class ShardedModel:
             bucket.generation += 1
         if self.unsharder is not None:
             self.unsharder.invalidate_unsharded(changing)
+
+    def show_step(self, stepped: Sequence[ParameterBucket], *, copied: bool) -> None:
+        """Carry a step's new values to the parameters. A collective where these are whole; see `publish`."""
+        if self.changed_values is not None and self.mesh.shard_size > 1:
+            self.changed_values.gather(stepped, copied=copied)
+        else:
+            for work in [bucket.publish(copied=copied) for bucket in stepped]:
+                work.wait()
 
     def forget_unsharded(self, changed: Iterable[ParameterBucket] | None = None) -> None:
         """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective.

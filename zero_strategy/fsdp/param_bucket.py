@@ -361,11 +361,16 @@ class ParameterBucket:
     # ---- after an update ----
 
     @torch.no_grad()
-    def publish(self, *, copied: bool = False) -> PendingWork:
-        """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
+    def write_weights(self, *, copied: bool = False) -> None:
+        """Cast updated master values to the owned weights, unless they are `copied` already."""
         if self.has_master and not copied:
             for start, stop in self.master.chunks:
                 self.weights.write(start, self.master.read(start, stop))
+
+    @torch.no_grad()
+    def publish(self, *, copied: bool = False) -> PendingWork:
+        """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
+        self.write_weights(copied=copied)
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
             return self.mesh.gather.all_gather(self.flat, of=self.names)
         return PendingWork([])

@@ -300,8 +300,7 @@ class ShardedOptimizer:
 
     def _show_new_values(self) -> None:
         """Carry the pieces' new values to the module's parameters. A collective where these are whole."""
-        for work in [bucket.publish(copied=self._fused) for bucket in self._stepped]:
-            work.wait()
+        self.model.show_step(self._stepped, copied=self._fused)
         torch.autograd.graph.increment_version(self._stepped_parameters)  # a backward through old values is noticed
         for bucket in self._stepped:
             bucket.note_versions()

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +22,9 @@ from typing import Any, cast
 import xxhash
 
 from zero_strategy.checkpoint.disk import remove, sync, write_file
+from zero_strategy.checkpoint.layout import METADATA_KEY
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
-from zero_strategy.publish.delta import Words
+from zero_strategy.comm.delta import Words
 
 RECORD = "publication.json"
 _SUM = "sha256"
@@ -166,6 +167,16 @@ def write_delta_file(path: Path, content: bytes) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, content)
     return hashlib.sha256(content).hexdigest()
+
+
+def payloads_of(content: bytes) -> Iterator[tuple[str, memoryview]]:
+    """Keys and payloads of a rank's file of a change, which is what was written."""
+    data = memoryview(content)
+    start = 8 + int.from_bytes(data[:8], "little")
+    for key, entry in json.loads(content[8:start]).items():
+        if key != METADATA_KEY:
+            first, last = entry["data_offsets"]
+            yield key, data[start + first : start + last]
 
 
 def read_delta_file(path: Path, digest: str) -> bytes:

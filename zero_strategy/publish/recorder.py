@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.agreement import state_dict_entries
+from zero_strategy.comm.delta import Words, changed_of, dense, encode, words_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
-from zero_strategy.publish.delta import Words, changed_of, dense, encode, words_of
 from zero_strategy.publish.folder import Digest
 from zero_strategy.runtime.worker import BackgroundWorker
 from zero_strategy.train_state import TrainState

@@ -14,15 +14,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-import safetensors
 from torch import Tensor
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.publish.delta import apply, elements_of, words_of
-from zero_strategy.publish.folder import RECORD, Digest, Version, VersionFolder, read_delta_file, read_record
+from zero_strategy.comm.delta import apply, elements_of, words_of
+from zero_strategy.publish.folder import (
+    RECORD,
+    Digest,
+    Version,
+    VersionFolder,
+    payloads_of,
+    read_delta_file,
+    read_record,
+)
 
 Place = tuple[str, int, int]
 """Name, first element and elements."""
@@ -159,9 +167,8 @@ class Subscriber:
             if not (path / RECORD).is_file():
                 raise  # removed while it was read
             raise ValueError(f"{error.filename} is missing, beside its record") from None
-        changes = [(key, entry["data"]) for content in contents for key, entry in safetensors.deserialize(content)]
         self._shown = None  # for now; if this fails half-way the next reading begins with an anchor
-        for key, data in changes:
+        for key, data in chain.from_iterable(map(payloads_of, contents)):
             name, _, start = key.rpartition("@")
             if name not in self._flat:
                 raise ValueError(f"{path} changes {name!r}, which is no weight of the anchor")

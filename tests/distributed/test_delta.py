@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero_strategy.publish.delta import apply, encode, words_of
+from zero_strategy.comm.delta import apply, encode, words_of
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
 

@@ -33,6 +33,7 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Words = NDArray[np.unsignedinteger]
+Payload = bytes | memoryview
 
 
 def words_of(values: Tensor) -> Words:
@@ -97,7 +98,7 @@ def _decoded(data: memoryview, size: int) -> bytes:
     return found
 
 
-def elements_of(payload: bytes) -> int:
+def elements_of(payload: Payload) -> int:
     """Elements of the values that a payload belongs to.
 
     Raises:
@@ -108,7 +109,7 @@ def elements_of(payload: bytes) -> int:
     return int(_HEADER.unpack_from(payload)[2])
 
 
-def changed_of(payload: bytes) -> int:
+def changed_of(payload: Payload) -> int:
     """Elements that a payload, or several one behind the other, change; an element counts each time."""
     found, at = 0, 0
     while at < len(payload):
@@ -118,7 +119,7 @@ def changed_of(payload: bytes) -> int:
     return found
 
 
-def apply(payload: bytes, values: Words) -> int:
+def apply(payload: Payload, values: Words) -> int:
     """Make new values of old ones, in place; gives the number of changed elements.
 
     Raises:
