@@ -28,7 +28,10 @@ from zero_strategy.comm.delta import Words
 
 RECORD = "publication.json"
 _SUM = "sha256"
-_NAME = re.compile(r"(anchor|delta)-(\d{8})")
+NAME = re.compile(r"(anchor|delta)-(\d{8})")
+"""Names of versions' folders."""
+FILE = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*/)*[A-Za-z0-9_][\w.\-]*", re.ASCII)
+"""Paths of files in them, which lead nowhere else."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,15 @@ def read_record(path: Path) -> Version:
         FileNotFoundError: If it is not there (any more).
         ValueError: If it is damaged; names it.
     """
-    content = (path / RECORD).read_bytes()
+    return parse_record((path / RECORD).read_bytes(), str(path / RECORD))
+
+
+def parse_record(content: bytes, source: str) -> Version:
+    """A version's facts from its record.
+
+    Raises:
+        ValueError: If it is damaged; names `source`.
+    """
     try:
         found: Any = json.loads(content)
         version = Version(**{key: found[key] for key in Version.__dataclass_fields__})
@@ -88,9 +99,9 @@ def read_record(path: Path) -> Version:
             and isinstance(version.slices, list)
         )
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path / RECORD} is damaged: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{source} is damaged: {type(error).__name__}: {error}") from None
     if not valid:
-        raise ValueError(f"{path / RECORD} is damaged: its entries are not what they should be")
+        raise ValueError(f"{source} is damaged: its entries are not what they should be")
     return version
 
 
@@ -110,8 +121,13 @@ class Digest:
         return self._state.hexdigest()
 
 
+def version_name(kind: str, number: int) -> str:
+    """Name of a version's folder; `kind` is "anchor" or "delta"."""
+    return f"{kind}-{number:08d}"
+
+
 class VersionFolder:
-    """The folder, as publishers and readers see it.
+    """The folder, as publishers and readers of directories see it.
 
     Args:
         directory: It; on a file system that renames atomically.
@@ -122,16 +138,16 @@ class VersionFolder:
 
     def anchor(self, number: int) -> Path:
         """The path of an anchor."""
-        return self.directory / f"anchor-{number:08d}"
+        return self.directory / version_name("anchor", number)
 
     def delta(self, number: int) -> Path:
         """The path of a change."""
-        return self.directory / f"delta-{number:08d}"
+        return self.directory / version_name("delta", number)
 
     def found(self) -> list[tuple[str, int, Path]]:
         """(kind, number, path) of all, finished or not, in the order of numbers."""
         names = os.listdir(self.directory) if self.directory.is_dir() else []
-        matches = [(match, name) for name in names if (match := _NAME.fullmatch(name))]
+        matches = [(match, name) for name in names if (match := NAME.fullmatch(name))]
         return sorted((match[1], int(match[2]), self.directory / name) for match, name in matches)
 
     def anchors(self) -> list[int]:

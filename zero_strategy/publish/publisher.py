@@ -24,6 +24,7 @@ from zero_strategy.comm.store import together
 from zero_strategy.fsdp.shard_storage import PARAMETERS
 from zero_strategy.publish.folder import RECORD, Version, VersionFolder, record_of, write_delta_file
 from zero_strategy.publish.recorder import ChangeRecorder
+from zero_strategy.publish.server import VersionServer
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Publisher:
             (secrets.token_hex(8), self._folder.last())
         )[0]
         self._known = False
+        self._server: VersionServer | None = None
         self.last = self._begin()
 
     @property
@@ -110,6 +112,20 @@ class Publisher:
     def version(self) -> int:
         """Number of the last version."""
         return self._number
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> VersionServer | None:
+        """Serve the folder over TCP until this object is gone, for readers that do not see it; see `VersionServer`.
+
+        On the first rank alone; others get None. Without arguments only this host can connect.
+
+        Raises:
+            OSError: If the address cannot be listened on.
+            ValueError: If the token is too short.
+        """
+        if self._engine.mesh.world_group.rank:
+            return None
+        self._server = VersionServer(self._folder.directory, host, port, token)
+        return self._server
 
     def update(self) -> Published:
         """Publish the weights as they are now, as a new version; all ranks call it, between steps.

@@ -1,6 +1,6 @@
 """Following published weights from another process or host: whole tensors, bit by bit those of the trainer.
 
-    weights = zero_strategy.subscribe("/shared/run-7")
+    weights = zero_strategy.subscribe("/shared/run-7")                              # or a URL
     while weights.wait():
         model.load_state_dict(weights.tensors)         # or server.load_weights(weights.tensors.items())
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.delta import apply, elements_of, words_of
 from zero_strategy.publish.folder import (
     RECORD,
@@ -31,6 +32,7 @@ from zero_strategy.publish.folder import (
     read_delta_file,
     read_record,
 )
+from zero_strategy.publish.mirror import Mirror, source_of
 
 Place = tuple[str, int, int]
 """Name, first element and elements."""
@@ -42,11 +44,27 @@ class Subscriber:
     Memory is the model's and one change's. No torch.distributed is needed, nor an engine.
 
     Args:
-        directory: The folder that `ZeroEngine.publish` writes; it may come later.
+        directory: The folder that `ZeroEngine.publish` writes, which may come later; or its URL: "http://host:port" of
+            `Publisher.serve`, or of an object store ("s3://bucket/run").
+        token: Of such a server.
+        mirror: Parent of a folder for copies of what comes from a URL; None: the system's for temporary files.
+
+    Raises:
+        ImportError: If fsspec, or what it needs for the URL's scheme, is not installed.
+        ValueError: If the URL cannot be one, or a server's token is missing.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._folder = VersionFolder(directory)
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        token: str | None = None,
+        mirror: str | os.PathLike[str] | None = None,
+    ) -> None:
+        source = source_of(os.fspath(directory), token) if is_remote(directory) else None
+        self._mirror = None if source is None else Mirror(source, mirror)
+        self._folder = VersionFolder(directory if self._mirror is None else self._mirror.directory)
+        self._name = os.fspath(directory)
         self._shown: Version | None = None
         self._tensors: dict[str, Tensor] = {}
         self._flat: dict[str, Tensor] = {}
@@ -70,20 +88,24 @@ class Subscriber:
             RuntimeError: If there are none yet.
         """
         if self._shown is None:
-            raise RuntimeError(f"{self._folder.directory} has shown no version yet; call update() or wait()")
+            raise RuntimeError(f"{self._name} has shown no version yet; call update() or wait()")
         return self._tensors
 
     def update(self) -> bool:
         """Go on to the newest version; True if there was a newer one than is shown.
 
         Raises:
+            ConnectionError: If a server cannot be reached; what is shown stays.
+            PermissionError: If it refuses the token.
             ValueError: If a file is damaged and there is no newer anchor to go on from; names it. The version before
                 stays shown, or none if the damage showed itself in the values.
         """
         before = (self._shown.session, self._shown.number) if self._shown is not None else None
         for _ in range(3):  # what is pruned while it is read is not there any more
             try:
-                self._go_on()
+                if self._mirror is not None:
+                    self._mirror.fetch(self._shown)
+                self._go_on_or_fall_back()
                 break
             except FileNotFoundError:
                 continue
@@ -101,6 +123,25 @@ class Subscriber:
                 return False
             time.sleep(poll)
         return True
+
+    def _go_on_or_fall_back(self) -> None:
+        if self._mirror is None:
+            self._go_on()
+            return
+        try:
+            self._go_on()
+        except ValueError:  # perhaps it was damaged on its way
+            self._mirror.drop()
+            self._mirror.fetch(self._shown)
+            try:
+                self._go_on()
+            except ValueError:
+                if self._shown is not None or not self._mirror.bring_earlier_anchors():
+                    self._mirror.drop()
+                    raise
+                self._go_on()
+        if self._shown is not None:
+            self._mirror.drop(self._shown.number)
 
     def _go_on(self) -> None:
         anchors = self._folder.anchors()
@@ -190,6 +231,8 @@ class Subscriber:
             raise ValueError(f"{path}: the values of rank(s) {wrong} are not those that the trainer has")
 
 
-def subscribe(directory: str | os.PathLike[str]) -> Subscriber:
-    """Follow the weights that a training publishes in a folder; see `Subscriber`."""
-    return Subscriber(directory)
+def subscribe(
+    directory: str | os.PathLike[str], *, token: str | None = None, mirror: str | os.PathLike[str] | None = None
+) -> Subscriber:
+    """Follow the weights that a training publishes in a folder or serves; see `Subscriber`."""
+    return Subscriber(directory, token=token, mirror=mirror)

@@ -1,0 +1,161 @@
+"""Readers that do not see the folder: over TCP with a token; damage on the way, servers that go and come back."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher import Launcher
+from tests.publish.test_publish import Training, assert_shown, flip
+from zero_strategy import subscribe
+from zero_strategy.publish.mirror import ServedVersions
+from zero_strategy.publish.server import VersionServer
+
+
+def followed(folder: str) -> None:
+    training = Training(3)
+    published = training.engine.publish(folder, anchor_every=3)
+    served = published.serve(token="a-token-of-ours-1234")
+    rank = training.engine.mesh.rank
+    assert (served is None) == (rank > 0)
+    urls = training.engine.mesh.control.all_gather_objects(served.url if served else "")
+    early = subscribe(urls[0], token="a-token-of-ours-1234")
+    for number in range(8):
+        assert early.update() and not early.update() and early.version == number
+        assert_shown(early.tensors, training.expected())
+        training.step()
+        published.update()
+    late = subscribe(urls[0], token="a-token-of-ours-1234")
+    assert late.wait(timeout=5) and late.version == 8
+    assert_shown(late.tensors, training.expected())
+    training.engine.mesh.control.all_gather_objects(None)  # the server goes with its engine
+
+
+def test_readers_over_tcp(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2)(followed, str(tmp_path))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Training, Any, VersionServer, Path]]:
+    training = Training(2)
+    published = training.engine.publish(tmp_path / "v", anchor_every=3)
+    server = published.serve()
+    assert server is not None
+    yield training, published, server, tmp_path / "v"
+    server.close()
+    training.engine.close()
+
+
+Served = tuple[Training, Any, VersionServer, Path]
+
+
+def test_nothing_is_told_without_the_token(served: Served) -> None:
+    _, _, server, folder = served
+    with pytest.raises(PermissionError, match="refuses the token"):
+        subscribe(server.url, token="some-other-token-of-16").update()
+    with pytest.raises(ValueError, match="needs the token"):
+        subscribe(server.url)
+    host, port = server.url.removeprefix("http://").split(":")
+    assert host == "127.0.0.1"
+    secret = folder.parent / "secret"
+    secret.write_text("x")
+    (folder / "anchor-00000000" / "link").symlink_to(secret)
+    for path, headers, status in (
+        ("/", {}, 401),
+        ("/anchor-00000000/manifest.json", {"Authorization": "Bearer "}, 401),
+        ("/anchor-00000000/manifest.json", {"Authorization": f"Bearer {server.token}"}, 200),
+        ("/anchor-00000000/../../secret", {"Authorization": f"Bearer {server.token}"}, 404),
+        ("/anchor-00000000/%2e%2e/secret", {"Authorization": f"Bearer {server.token}"}, 404),
+        ("/../secret", {"Authorization": f"Bearer {server.token}"}, 404),
+        ("/anchor-00000000/none", {"Authorization": f"Bearer {server.token}"}, 404),
+    ):
+        connection = http.client.HTTPConnection(host, int(port), timeout=10)
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == status and (status == 200 or not answer.read()), path
+        connection.close()
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection.request("POST", "/", headers={"Authorization": f"Bearer {server.token}"})
+    assert connection.getresponse().status == 501
+    connection.close()
+
+
+def test_tokens_and_addresses_that_cannot_be(served: Served) -> None:
+    _, published, server, _ = served
+    for token in ("short", "with a blank in it", "with-\u00fcmlaut-in-it"):
+        with pytest.raises(ValueError, match="at least 16 characters"):
+            published.serve(token=token)
+    with pytest.raises(OSError, match=r"publishing on 127\.0\.0\.1"):
+        published.serve(port=int(server.url.rpartition(":")[2]))
+    for url in ("http://localhost", "http://localhost:1/x"):
+        with pytest.raises(ValueError, match="expected http://host:port"):
+            subscribe(url, token="x" * 20)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:"):
+        subscribe(f"http://127.0.0.1:{port}", token="x" * 20).update()
+
+
+def test_names_that_a_server_makes_up_are_ignored(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, server, _ = served
+    source = ServedVersions(server.url, server.token)
+
+    class Answer:
+        def read(self) -> bytes:
+            return b'{"anchor-../../../x": {"manifest.json": 1}, "delta-00000001": {"../y": 1}}'
+
+    monkeypatch.setattr(ServedVersions, "_answer", lambda *_: Answer())
+    assert list(source.versions()) == ["delta-00000001"]
+    monkeypatch.setattr(ServedVersions, "versions", lambda _: {"anchor-00000000": {"../y": 1}})
+    with pytest.raises(ValueError, match=r"'\.\./y'"):
+        subscribe(server.url, token=server.token).update()
+
+
+def test_damage_is_fetched_again_or_named(served: Served) -> None:
+    training, published, server, folder = served
+    reader = subscribe(server.url, token=server.token)
+    reader.update()
+    training.step()
+    published.update()
+    path = folder / "delta-00000001"
+    flip(path / "rank-0.safetensors")
+    with pytest.raises(ValueError, match="delta-00000001"):
+        reader.update()
+    assert reader.version == 0
+    flip(path / "rank-0.safetensors")
+    assert reader.update() and reader.version == 1
+    assert_shown(reader.tensors, training.expected())
+    for _ in range(3):
+        training.step()
+        published.update()
+    flip(folder / "anchor-00000003" / "model.safetensors")
+    late = subscribe(server.url, token=server.token)
+    assert late.update() and late.version == 4  # from the anchor before
+    assert_shown(late.tensors, training.expected())
+
+
+def test_a_server_that_comes_back(served: Served, tmp_path: Path) -> None:
+    training, published, server, folder = served
+    reader = subscribe(server.url, token=server.token, mirror=tmp_path)
+    reader.update()
+    port = int(server.url.rpartition(":")[2])
+    server.close()
+    training.step()
+    published.update()
+    with pytest.raises(ConnectionError, match=server.url):
+        reader.update()
+    assert reader.version == 0
+    again = VersionServer(folder, port=port, token=server.token)
+    assert reader.update() and reader.version == 1
+    assert_shown(reader.tensors, training.expected())
+    mirrors = list(tmp_path.glob("zero-weights-*"))
+    assert len(mirrors) == 1 and not [each for each in mirrors[0].iterdir() if each.is_dir()]  # applied ones are gone
+    again.close()
+    del reader
+    assert not mirrors[0].exists()
