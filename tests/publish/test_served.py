@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.object_store import register
 from tests.launcher import Launcher
 from tests.publish.test_publish import Training, assert_shown, flip
 from zero_strategy import subscribe
@@ -159,3 +160,32 @@ def test_a_server_that_comes_back(served: Served, tmp_path: Path) -> None:
     again.close()
     del reader
     assert not mirrors[0].exists()
+
+
+def in_a_store(root: str) -> None:
+    register(Path(root))
+    url = "bucket://models/run"
+    training = Training(3)
+    published = training.engine.publish(url, anchor_every=3, keep=1)
+    reader = subscribe(url)
+    for number in range(5):
+        assert reader.update() and reader.version == number
+        assert_shown(reader.tensors, training.expected())
+        training.step()
+        published.update()
+    late = subscribe(url)
+    assert late.update() and late.version == 5
+    assert_shown(late.tensors, training.expected())
+    assert sorted(each.name for each in (Path(root) / "models" / "run").iterdir()) == [
+        "anchor-00000003", "delta-00000003", "delta-00000004", "delta-00000005",
+    ]  # fmt: skip
+    if training.engine.mesh.rank == 0:
+        with pytest.raises(ValueError, match="subscribe to its URL"):
+            published.serve()
+
+
+def test_an_object_store(ranks: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OBJECT_STORE_ROOT", str(tmp_path))
+    for world in (1, 2):
+        (tmp_path / str(world)).mkdir()
+        ranks(world)(in_a_store, str(tmp_path / str(world)))

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import xxhash
 
-from zero_strategy.checkpoint.disk import remove, sync, write_file
 from zero_strategy.checkpoint.layout import METADATA_KEY
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.comm.delta import Words
@@ -75,7 +74,8 @@ def read_record(path: Path) -> Version:
         FileNotFoundError: If it is not there (any more).
         ValueError: If it is damaged; names it.
     """
-    return parse_record((path / RECORD).read_bytes(), str(path / RECORD))
+    found = next(path.glob(f"*/files/{RECORD}"), path / RECORD)  # in the pieces of a checkpoint in a store
+    return parse_record(found.read_bytes(), str(path / RECORD))
 
 
 def parse_record(content: bytes, source: str) -> Version:
@@ -127,10 +127,10 @@ def version_name(kind: str, number: int) -> str:
 
 
 class VersionFolder:
-    """The folder, as publishers and readers of directories see it.
+    """The folder as readers see it; see `target` for writing.
 
     Args:
-        directory: It; on a file system that renames atomically.
+        directory: It.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -153,36 +153,6 @@ class VersionFolder:
     def anchors(self) -> list[int]:
         """Numbers of the finished anchors, in order."""
         return [n for kind, n, path in self.found() if kind == "anchor" and (path / MANIFEST_NAME).is_file()]
-
-    def last(self) -> int:
-        """The highest number in use, finished or not; -1 in an empty folder."""
-        return max((number for _, number, _ in self.found()), default=-1)
-
-    def finish_delta(self, version: Version) -> None:
-        """Write the record of a change whose files are there: from now on it counts."""
-        path = self.delta(version.number)
-        sync(path)
-        write_file(path / f".{RECORD}", record_of(version))
-        os.replace(path / f".{RECORD}", path / RECORD)
-        sync(path)
-        sync(self.directory)
-
-    def prune(self, keep: int) -> None:
-        """Remove what is older than the last `keep` anchors, and unfinished changes before the last version."""
-        anchors = self.anchors()
-        if len(anchors) <= keep:
-            return
-        oldest = anchors[-keep]
-        for _, number, path in self.found():
-            if number < oldest:
-                remove(path)
-
-
-def write_delta_file(path: Path, content: bytes) -> str:
-    """Write a rank's file of a change; its SHA-256."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, content)
-    return hashlib.sha256(content).hexdigest()
 
 
 def payloads_of(content: bytes) -> Iterator[tuple[str, memoryview]]:

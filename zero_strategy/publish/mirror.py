@@ -162,9 +162,10 @@ class Mirror:
     def _leads_on(self, versions: dict[str, dict[str, int]], shown: Version, anchor: int) -> bool:
         if version_name("delta", shown.number + 1) not in versions:
             return False
-        path = self.directory / ".record"
-        self._source.fetch(version_name("anchor", anchor), RECORD, path)
-        return parse_record(path.read_bytes(), version_name("anchor", anchor)).session == shown.session
+        path, name = self.directory / ".record", version_name("anchor", anchor)
+        record = next((file for file in versions[name] if file.endswith(RECORD)), RECORD)
+        self._source.fetch(name, record, path)
+        return parse_record(path.read_bytes(), name).session == shown.session
 
     def bring_earlier_anchors(self) -> bool:
         """After the newest turned out to be damaged; False if there are no others."""

@@ -7,6 +7,7 @@ Every `anchor_every` versions there is an anchor again, from which readers that 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from dataclasses import dataclass
@@ -17,14 +18,13 @@ import torch
 
 from zero_strategy.checkpoint.exports import config_files
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.preemption import CheckpointingEngine
-from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp.shard_storage import PARAMETERS
-from zero_strategy.publish.folder import RECORD, Version, VersionFolder, record_of, write_delta_file
+from zero_strategy.publish.folder import RECORD, Version, record_of
 from zero_strategy.publish.recorder import ChangeRecorder
 from zero_strategy.publish.server import VersionServer
+from zero_strategy.publish.target import Directory, target_of
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,16 @@ class Publisher:
 
     Args:
         engine: Whose.
-        to: The folder, which readers see as well; it is made if need be. A folder with versions is gone on with.
+        to: A folder, which is made if need be, or the URL of one in an object store ("s3://bucket/run"). One with
+            versions is gone on with.
         dtype: Of floating-point weights; None: the parameters'.
         anchor_every: Versions from one anchor to the next.
         keep: Anchors that are kept, with the changes after them; older versions are removed.
 
     Raises:
         TypeError: If `dtype` is not one of floating point.
-        ValueError: If `to` is a URL, a count is not positive, or tensor parallelism divides the model.
+        ImportError: If fsspec, or what it needs for the URL's scheme, is not installed.
+        ValueError: If `to` cannot be written to, a count is not positive, or tensor parallelism divides the model.
     """
 
     def __init__(
@@ -74,8 +76,6 @@ class Publisher:
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype, such as torch.bfloat16")
-        if is_remote(to):
-            raise ValueError(f"{os.fspath(to)}: weights are published in a directory; a URL is not supported")
         for name, count in (("anchor_every", anchor_every), ("keep", keep)):
             if type(count) is not int or count < 1:
                 raise ValueError(f"{name}={count!r}: must be a whole number of at least 1")
@@ -89,7 +89,7 @@ class Publisher:
             raise ValueError(
                 f"dtype={dtype}: parameters have {wider[0]}, and values are published as the forward has them"
             )
-        self._engine, self._folder = engine, VersionFolder(to)
+        self._engine, self._target = engine, target_of(to)
         self._dtype, self._anchor_every, self._keep = dtype, anchor_every, keep
         self._changes = ChangeRecorder(engine, dtype)
         self._writes = engine.mesh.replicate.rank == 0
@@ -97,16 +97,11 @@ class Publisher:
         self._session: str
         self._number: int
         self._session, self._number = engine.mesh.control.all_gather_objects(
-            (secrets.token_hex(8), self._folder.last())
+            (secrets.token_hex(8), self._target.last())
         )[0]
         self._known = False
         self._server: VersionServer | None = None
         self.last = self._begin()
-
-    @property
-    def directory(self) -> Path:
-        """The folder."""
-        return self._folder.directory
 
     @property
     def version(self) -> int:
@@ -120,11 +115,13 @@ class Publisher:
 
         Raises:
             OSError: If the address cannot be listened on.
-            ValueError: If the token is too short.
+            ValueError: If the token is too short, or versions are in an object store.
         """
         if self._engine.mesh.world_group.rank:
             return None
-        self._server = VersionServer(self._folder.directory, host, port, token)
+        if not isinstance(self._target, Directory):
+            raise ValueError(f"{self._target.where}: readers of an object store subscribe to its URL")
+        self._server = VersionServer(Path(self._target.where), host, port, token)
         return self._server
 
     def update(self) -> Published:
@@ -163,23 +160,23 @@ class Publisher:
         slices = engine.mesh.control.all_gather_objects(self._changes.places() if self._writes else None)
         version = self._version({}, digests, [found for found in slices if found is not None])
         files = config_files(engine.module, self._dtype) | {RECORD: record_of(version)}
-        path = self._folder.anchor(self._number)
+        path = self._target.anchor(self._number)
         options: dict[str, Any] = {"optimizers": False, "update_latest": False, "frozen": "store"}
         engine.save(path, extra_files=files, weights_dtype=self._dtype, **options).finish()
         self._anchored = self._number
 
         def look() -> None:
-            if not (path / MANIFEST_NAME).is_file():
+            if not self._target.has_anchor(self._number):
                 raise ValueError(f"{path} is not there on this rank: weights are published in a folder that all see")
             if first:
-                self._folder.prune(self._keep)
+                self._target.prune(self._keep)
 
         together(engine.mesh.control, look)
 
     def _change(self) -> Published:
         control = self._engine.mesh.control
         self._number += 1
-        path, name = self._folder.delta(self._number), f"rank-{control.rank}.safetensors"
+        name = f"rank-{control.rank}.safetensors"
 
         def write() -> tuple[str, str, str, int, int] | None:
             if not self._writes:
@@ -188,13 +185,14 @@ class Publisher:
             header = {"session": self._session, "version": str(self._number)}
             specs = [TensorSpec(key, torch.uint8, (len(data),)) for key, data in payloads.items()]
             content = b"".join([FileLayout.compute(name, specs, header).header, *payloads.values()])
-            return name, write_delta_file(path / name, content), self._changes.digest(), changed, len(content)
+            self._target.write(self._number, name, content)
+            return name, hashlib.sha256(content).hexdigest(), self._changes.digest(), changed, len(content)
 
         try:
             everyone = [one for one in control.all_gather_objects(together(control, write)) if one is not None]
             digests = [one[2] for one in everyone]
             version = self._version({one[0]: one[1] for one in everyone}, digests, [])
-            together(control, lambda: self._folder.finish_delta(version) if control.rank == 0 else None)
+            together(control, lambda: self._target.finish(version) if control.rank == 0 else None)
             if self._number - self._anchored >= self._anchor_every:
                 self._write_anchor(digests)
         except BaseException:

@@ -20,9 +20,9 @@ from pathlib import Path
 from torch import Tensor
 
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
-from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.delta import apply, elements_of, words_of
+from zero_strategy.convert.convert import open_any
 from zero_strategy.publish.folder import (
     RECORD,
     Digest,
@@ -180,7 +180,7 @@ class Subscriber:
     def _read_anchor(self, number: int) -> Version:
         path = self._folder.anchor(number)
         try:
-            version, reader = read_record(path), CheckpointReader(path)
+            version, reader = read_record(path), open_any(path)
             tensors = {name: reader.full(name) for name in reader.weights}
         except ValueError:
             if (path / MANIFEST_NAME).is_file():
