@@ -30,7 +30,9 @@ FEATURES = {
         "scripts/test_engine.py", "integrations/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
     ],
     "guides/hangs.md": ["watchdog/test_desync.py"],
-    "guides/inference_servers.md": ["publish/test_weights.py", "publish/test_publish.py"],
+    "guides/inference_servers.md": [
+        "publish/test_weights.py", "publish/test_publish.py", "publish/test_recorder.py", "publish/test_served.py",
+    ],
     "guides/large_models.md": ["engine/test_init.py", "integrations/with_transformers/test_pretrained.py"],
     "guides/lora.md": ["integrations/with_transformers/test_adapters.py"],
     "guides/measuring.md": [
@@ -39,12 +41,14 @@ FEATURES = {
     ],
     "guides/memory.md": ["planning/test_command.py", "memory/test_plan.py"],
     "guides/migrating.md": ["integrations/deepspeed/test_names.py"],
-    "guides/multi_node.md": ["cluster/test_manifests.py"],
+    "guides/multi_node.md": ["cluster/test_manifests.py", "sharding/test_changed_values.py"],
     "guides/nans.md": ["diagnostics/test_nonfinite.py", "diagnostics/test_replica_check.py"],
     "guides/notebooks.md": ["integrations/test_registration.py"],
     "guides/offloading.md": ["engine/test_offload.py"],
     "guides/ops.md": ["ops/test_functions.py", "transformer/test_layer.py"],
-    "guides/optimizers.md": ["engine/test_optimizers.py", "engine/test_matrix_optimizers.py"],
+    "guides/optimizers.md": [
+        "engine/test_optimizers.py", "engine/test_matrix_optimizers.py", "engine/test_lbfgs.py",
+    ],
     "guides/other_checkpoints.md": [
         "checkpoint/interop/test_deepspeed.py", "checkpoint/interop/test_universal.py", "checkpoint/test_commands.py",
     ],

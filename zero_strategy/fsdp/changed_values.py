@@ -104,7 +104,7 @@ class ChangedValues:
         return all(self._agree(int(right)))
 
     def _apply(self, buckets: Sequence[ParameterBucket], rank: int, message: bytes) -> bool:
-        """Whether the values are that rank's now."""
+        """Take a rank's changes; True if the values are its own now."""
         at, right = 0, True
         for bucket in buckets:
             start, stop = bucket.layout.slice_bounds(rank)

@@ -25,7 +25,7 @@ class Target(Protocol):
         """The highest number in use, finished or not; -1 if there is none."""
 
     def anchor(self, number: int) -> str | Path:
-        """Where an anchor belongs, for `ZeroEngine.save`."""
+        """Place of an anchor, for `ZeroEngine.save`."""
 
     def has_anchor(self, number: int) -> bool:
         """True if it is finished."""
