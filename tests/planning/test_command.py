@@ -263,3 +263,17 @@ def test_help_lists_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for needed in ("examples:", "--largest", "module:factory", "Exit status", "--activations", "--gpu-mem"):
         assert needed in out
+
+
+def test_the_quicker_gather_on_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--params", "1e9", "--world", "2", "--gpu-mem", "80GB", "--host-mem", "256GB")
+    for stage, dtype, link, better in ((2, "bf16", "0.1", "delta"), (1, "bf16", "10", "values")):
+        _, found = as_json(capsys, *model, "--stage", str(stage), "--dtype", dtype, "--link", link)
+        (said,) = found["suggestions"]
+        assert said.startswith(f"communication.parameters: {better} is quicker on {link} Gbit/s: after a step values")
+    for stage, dtype in ((3, "bf16"), (2, "fp32")):
+        _, found = as_json(capsys, *model, "--stage", str(stage), "--dtype", dtype, "--link", "0.1")
+        assert found["suggestions"] == []
+    with pytest.raises(SystemExit):
+        run(capsys, *model, "--link", "0")
+    assert "--link: invalid" in capsys.readouterr().err

@@ -286,6 +286,12 @@ _RANKS_PER_HOST = 8
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+def _gigabits(text: str) -> float:
+    if (found := float(text)) > 0:
+        return found
+    raise ValueError
+
+
 def add_plan_command(commands: Any) -> None:
     """Adds `plan` to the parser's commands."""
     parser = commands.add_parser(
@@ -338,6 +344,9 @@ def _add_run(run: Any) -> None:
     run.add_argument("--ranks-per-host", type=int, metavar="N", help="default: all, but at most this host's GPUs, or 8")
     run.add_argument("--replicate", type=int, metavar="N", help="mesh.replicate: copies of the sharded state")
     run.add_argument("--gradient-reduction", choices=("per_step", "per_micro_batch"), help="default: by stage")
+    run.add_argument(
+        "--link", type=_gigabits, metavar="GBIT", help="measured speed between ranks: the quicker gather after a step"
+    )
     run.add_argument("--dtype", choices=tuple(_DTYPES), help="of the parameters in computation; default: as built")
     run.add_argument("--optimizer", default=None, help="class name, such as AdamW (default), SGD, Lion")
     run.add_argument("--momentum", action="store_true", help="SGD or RMSprop with momentum")
@@ -395,7 +404,7 @@ def _run(options: argparse.Namespace) -> int:
         draw(plan, budget, options.png, dark=options.dark)
     if options.disk is not None:
         machine = replace(machine, disk_free=options.disk, disk_path=machine.disk_path or "--disk")
-    found = report(plan, budget, machine, options.rank)
+    found = report(plan, budget, machine, options.rank, options.link)
     keys: Any = ("tier", "unit", "category") if options.by_unit else ()
     print(json.dumps(found, indent=1) if options.json else report_text(plan, found, machine, keys))
     return int(not found["fits"])

@@ -227,6 +227,31 @@ def suggestions(plan: MemoryPlan, budget: Budget) -> list[str]:
     return [f"offload.resident_bytes could be {most}: saves {size(saved)} read and written per step"]
 
 
+_CHANGED_BYTES = 0.05
+"""Bytes of coded changes over those of bf16 values, at 1e-5."""
+_CODE_SECONDS, _APPLY_SECONDS = 5e-9, 4e-9
+"""Of one core, per element of the own slice and of the others'; docs/performance.md says where."""
+
+
+def gather_advice(plan: MemoryPlan, gigabits: float) -> str:
+    """The quicker setting of `communication.parameters` on a link of so many Gbit/s; "" where there is no choice.
+
+    A rank's slice goes to the other ranks over the link, at stages 1 and 2 in low precision.
+    """
+    config, ranks = plan.resolved.config, plan.resolved.config.mesh.shard or plan.resolved.world_size
+    itemsize = plan.compute_dtype.itemsize if plan.compute_dtype is not None else 4
+    if config.stage not in (1, 2) or ranks == 1 or itemsize > 2:
+        return ""
+    elements, others = plan.model.trainable, plan.model.trainable * (ranks - 1) / ranks
+    values = others * itemsize * 8 / (gigabits * 1e9)
+    delta = _CHANGED_BYTES * values + elements / ranks * _CODE_SECONDS + others * _APPLY_SECONDS
+    better = "delta" if delta < values else "values"
+    return (
+        f"communication.parameters: {better} is quicker on {gigabits:g} Gbit/s: after a step values take about "
+        f"{values:.2g} s, coded changes {delta:.2g} s (at learning rates of fine-tuning)"
+    )
+
+
 def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
     """Higher stages, gradients that are reduced every micro-batch; then what is gathered released, none ahead."""
     config, now = plan.resolved.config, plan.resolved.config.stage

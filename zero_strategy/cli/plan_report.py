@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from zero_strategy.cli.figures import figure, style, theme
-from zero_strategy.cli.plan_fit import Budget, Change, changes_that_fit, needs, notes, suggestions
+from zero_strategy.cli.plan_fit import Budget, Change, changes_that_fit, gather_advice, needs, notes, suggestions
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import CATEGORIES, TIERS, Key, Ledger, Tier
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.runtime.terminal import size, table
 
 
-def report(plan: MemoryPlan, budget: Budget, machine: Machine, rank: int | None = None) -> dict[str, Any]:
+def report(
+    plan: MemoryPlan, budget: Budget, machine: Machine, rank: int | None = None, link: float | None = None
+) -> dict[str, Any]:
     """Output of `--json`: settings, the ledger of one rank, what fits, changes that would."""
     config, chosen = plan.resolved.config, plan.fullest_rank() if rank is None else rank
     ledger = plan.ledger(chosen)
     found = needs(plan, budget)
     fits = all(need.fits for need in found)
+    advice = "" if link is None else gather_advice(plan, link)
     return {
         "model": plan.model.title,
         "parameters": plan.model.parameters,
@@ -45,7 +48,7 @@ def report(plan: MemoryPlan, budget: Budget, machine: Machine, rank: int | None 
         "margin": budget.margin,
         "fits": fits,
         "changes": [] if fits else [_change(change) for change in changes_that_fit(plan, budget)],
-        "suggestions": suggestions(plan, budget) if fits else [],
+        "suggestions": [*(suggestions(plan, budget) if fits else []), *filter(None, [advice])],
         "machine": machine.__dict__,
         "notes": notes(plan, machine, ledger),
     }

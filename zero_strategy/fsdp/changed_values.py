@@ -114,7 +114,10 @@ class ChangedValues:
             wanted, at = message[at : at + _HEAD.size], at + _HEAD.size
             for first in range(0, len(words), _RANGE):
                 (length,) = _HEAD.unpack_from(message, at)
-                apply(message[at + _HEAD.size : at + _HEAD.size + length], words[first : first + _RANGE])
+                try:
+                    apply(message[at + _HEAD.size : at + _HEAD.size + length], words[first : first + _RANGE])
+                except ValueError:
+                    right = False
                 at += _HEAD.size + length
             right = right and _sum_of(words) == wanted
             if not place.is_cpu:

@@ -8,7 +8,7 @@ step. What changes otherwise (a load, writes in `GatheredParameters`, averages s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,11 +99,17 @@ class ChangeRecorder:
             former, log.former, log.seen = log.former, [], bucket.generation
             if log.payloads is None:
                 continue
-            if bucket.shard.vector is None:
-                log.coding = self._thread.submit(partial(self._code, bucket, log, former))
-                self._coding.append(log)
-            else:  # a tier's files are this thread's
-                self._code(bucket, log, former)
+            now: Iterable[Words] = self._now(bucket, log)
+            if bucket.shard.vector is not None:  # a tier's files are this thread's
+                self._code(log, former, now)
+                continue
+            if bucket.device.type != "cpu":  # and so are a device's streams; host memory is read where it is coded
+                now = list(now)
+            log.coding = self._thread.submit(partial(self._code, log, former, now))
+            self._coding.append(log)
+
+    def _now(self, bucket: ParameterBucket, log: _Log) -> Iterator[Words]:
+        return (words_of(self._values(bucket, each)) for each in log.ranges)
 
     @staticmethod
     def _await(log: _Log) -> None:
@@ -112,11 +118,12 @@ class ChangeRecorder:
         if job is not None and job.exception() is not None:
             log.payloads = None
 
-    def _code(self, bucket: ParameterBucket, log: _Log, former: list[Words]) -> None:
+    @staticmethod
+    def _code(log: _Log, former: list[Words], now: Iterable[Words]) -> None:
         """In the thread; the bucket's next `before` waits for it, so that values are those after this step."""
         assert log.payloads is not None
-        for each, words in zip(log.ranges, former, strict=True):
-            payload = encode(words, words_of(self._values(bucket, each)))
+        for each, words, new in zip(log.ranges, former, now, strict=True):
+            payload = encode(words, new)
             if payload:
                 log.payloads[each.key] = log.payloads.get(each.key, b"") + payload
 
