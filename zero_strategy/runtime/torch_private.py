@@ -269,3 +269,53 @@ def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
 def call_when_cuda_starts(call: Callable[[], object]) -> None:
     """Call it once CUDA is initialised, at once if it is."""
     torch.cuda._lazy_call(call)
+
+
+# ---- attention ----
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+    """Scaled dot-product attention by torch's fused kernels, with the log-sum-exp of each row of scores.
+
+    Args:
+        q: (batch, heads, rows, width).
+        k: (batch, heads, columns, width).
+        v: Likewise.
+        causal: Row i sees columns up to i; rows and columns are as many.
+        scale: Factor of the scores.
+
+    Returns:
+        The output, (batch, heads, rows, width); (batch, heads, rows) float32; what the backward needs besides.
+    """
+    ops = torch.ops.aten
+    if q.is_cpu:
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse, None
+    if q.dtype in (torch.bfloat16, torch.float16):
+        found = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return found[0], found[1], found[2:8]
+    out, lse, seed, offset = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]], (seed, offset)
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of an attention; `out` and `lse` may be those of more columns than these."""
+    ops = torch.ops.aten
+    if q.is_cpu:
+        found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    elif q.dtype in (torch.bfloat16, torch.float16):
+        cum_q, cum_k, rows, columns, seed, offset = rest
+        found = ops._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, cum_q, cum_k, rows, columns, 0.0, causal, seed, offset, scale=scale
+        )
+    else:
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        mask = [True, True, True, False]
+        found = ops._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, padded, *rest, 0.0, mask, causal, scale=scale
+        )
+    return found[0], found[1], found[2]
