@@ -62,6 +62,7 @@ from zero_strategy.publish.publisher import Publisher
 from zero_strategy.publish.whole import WholeWeights
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import uncompiled
+from zero_strategy.sequence.group import SequenceGroup
 from zero_strategy.train_state import WHOLE, ModelPart
 from zero_strategy.watchdog.diagnosis import Failure
 from zero_strategy.watchdog.watchdog import Watchdog
@@ -155,6 +156,7 @@ class ZeroEngine:
         activations: What autograd keeps of its units, and which are computed again.
         optimizers: The attached optimizers.
         average: A running average of the weights, see `average_weights`; None: none is kept.
+        sequence: Ranks that divide the tokens of the same sequences; this one alone unless `mesh.sequence` says more.
         scaler: The loss scaler, for fp16 only.
         offloaded: Where state is that is not on the device.
         saver: Its saves, those that go on in the background too.
@@ -218,9 +220,11 @@ class ZeroEngine:
             dp_groups=dp_groups,
             watchdog=zero.watchdog,
             tensor_groups=tensor_groups,
+            sequence=zero.mesh.sequence,
             further=part.further_groups,
             rank_labels=part.rank_labels,
         )
+        self.sequence = SequenceGroup(self.mesh.sequence, zero.mesh.ulysses or zero.mesh.sequence)
         further = list(self.mesh.further.values())
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
         deferred = open_deferred(module, device)
@@ -483,6 +487,29 @@ class ZeroEngine:
         return True
 
     # ---- forward and backward ----
+
+    @property
+    def sampler_arguments(self) -> dict[str, int]:
+        """`num_replicas` and `rank` of a `DistributedSampler`: ranks that divide sequences get the same samples."""
+        size = self.sequence.size
+        return {"num_replicas": self.mesh.world_size // size, "rank": self.mesh.rank // size}
+
+    def token_mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """The loss of this rank, so that gradients are those of the mean over the tokens of all ranks. A collective.
+
+        Ranks may have different numbers of tokens that count. The mean of what ranks get is the mean over tokens.
+
+        Args:
+            total: Sum of the losses of this rank's tokens, 0-d.
+            count: How many of them count.
+
+        Raises:
+            ValueError: If no token of any rank counts.
+        """
+        counts = self.mesh.control.all_gather_small(torch.tensor([int(count)]), "tokens that count")
+        if not (everyone := int(torch.stack(counts).sum())):
+            raise ValueError("token_mean: no token of any rank counts; leave such batches out")
+        return total * (len(counts) / everyone)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside may keep gradients on this rank; legal at every stage (see `GradientReducer.no_sync`)."""

@@ -306,7 +306,8 @@ def test_deepspeed_json(write):
         (
             {"mesh": None},
             TypeError,
-            "mesh is None (NoneType) [user: mapping]; expected a mapping with keys among replicate, shard, tensor",
+            "mesh is None (NoneType) [user: mapping]; expected a mapping with keys among "
+            "replicate, shard, tensor, sequence, ulysses",
         ),
     ],
 )

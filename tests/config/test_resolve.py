@@ -133,7 +133,7 @@ def test_gradients_follow_the_optimizer_once_they_are_reduced(stage, tier, reaso
 
 
 def test_what_is_set_is_not_derived():
-    mesh, offload = {"shard": 4, "replicate": 2, "tensor": 1}, {"gradients": "none"}
+    mesh, offload = {"shard": 4, "replicate": 2, "tensor": 1, "ulysses": 1}, {"gradients": "none"}
     pipeline = {"chunks": 1, "micro_batches": 3, "gather_bytes": 5}
     config = load_config(
         stage=1,

@@ -52,6 +52,8 @@ DEFAULTS = {
     "mesh.replicate": 1,
     "mesh.shard": None,
     "mesh.tensor": None,
+    "mesh.sequence": 1,
+    "mesh.ulysses": None,
     "communication.parameters": "values",
     "precision.master_weights": True,
     "precision.gradient_dtype": "float32",
@@ -274,7 +276,7 @@ def test_prefix_is_the_place_in_the_config(name):
 def test_omegaconf_structured_sees_the_settings_only(source):
     node = OmegaConf.structured(source)
     assert set(node) == {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(node.mesh) == {"replicate", "shard", "tensor"}
+    assert set(node.mesh) == {"replicate", "shard", "tensor", "sequence", "ulysses"}
     built = OmegaConf.to_object(node)
     assert isinstance(built, ZeroConfig)
     assert built == (ZeroConfig() if source is ZeroConfig else source)

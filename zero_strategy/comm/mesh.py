@@ -153,6 +153,7 @@ class Mesh:
         barrier: Bounded meeting of all data-parallel ranks.
         world_group: The ranks of all data-parallel groups; the data-parallel ranks where there is one group.
         tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
+        sequence: Ranks that divide the tokens of the same sequences.
         counters: What this rank sent.
         watchdog: Watches all of these; None: nobody does.
         further: Groups of ranks that train other parts of the model, by name.
@@ -167,6 +168,7 @@ class Mesh:
     barrier: StoreBarrier
     world_group: WorldGroup
     tensor: Communicator
+    sequence: Communicator
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
     watchdog: Watchdog | None = None
     further: dict[str, Communicator] = field(default_factory=dict)
@@ -181,7 +183,7 @@ class Mesh:
     def _communicators(self) -> tuple[Communicator, ...]:
         """All of them, in the order in which they end."""
         data_parallel = self.gather, self.reduce, self.replicate, self.shard_control, self.control
-        return (*data_parallel, self.world_group.control, self.tensor, *self.further.values())
+        return (*data_parallel, self.world_group.control, self.tensor, self.sequence, *self.further.values())
 
     @property
     def world_size(self) -> int:
@@ -215,6 +217,7 @@ class Mesh:
         dp_groups: Sequence[Sequence[int]] | None = None,
         watchdog: WatchdogConfig | None = None,
         tensor_groups: Sequence[Sequence[int]] | None = None,
+        sequence: int = 1,
         further: Callable[[], Mapping[str, Communicator]] = dict,
         rank_labels: RankLabels = rank_label,
     ) -> Mesh:
@@ -230,6 +233,7 @@ class Mesh:
                 Default: one group of all ranks.
             watchdog: How collectives are watched; None: not at all.
             tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
+            sequence: Neighbouring ranks that divide the tokens of the same sequences.
             further: Makes groups beyond these, by name, which the mesh watches and closes as its own.
             rank_labels: Ranks in words.
 
@@ -242,7 +246,7 @@ class Mesh:
         _check_dp_groups(dp_groups, world, replicate, shard)
         if world == 1:
             alone, meeting = Communicator(None, counters), StoreBarrier(0, 1, 0.0, name)
-            mesh = cls(alone, alone, alone, alone, alone, meeting, WorldGroup(alone, meeting), alone, counters)
+            mesh = cls(alone, alone, alone, alone, alone, meeting, WorldGroup(alone, meeting), alone, alone, counters)
             mesh._join(further())
             return mesh
         limit = timedelta(seconds=timeout)
@@ -263,6 +267,9 @@ class Mesh:
         divided = Communicator(None, counters)
         if tensor_groups is not None and len(tensor_groups[0]) > 1:
             divided = group_of([list(ranks) for ranks in tensor_groups], backend="gloo")
+        tokens = [
+            list(dp_group[at : at + sequence]) for dp_group in dp_groups for at in range(0, len(dp_group), sequence)
+        ]
         meeting = StoreBarrier(dist.get_rank(), world, barrier_seconds, name)
         dp_group = next(number for number, ranks in enumerate(dp_groups) if dist.get_rank() in ranks)
         rank = list(dp_groups[dp_group]).index(dist.get_rank())
@@ -276,6 +283,7 @@ class Mesh:
             barrier=meeting if len(dp_groups) == 1 else local,
             world_group=WorldGroup(everyone, meeting),
             tensor=divided,
+            sequence=Communicator(None, counters) if sequence == 1 else group_of(tokens),
             counters=counters,
         )
         if watchdog is not None and watchdog.mode != "off":
@@ -285,6 +293,7 @@ class Mesh:
                 lambda lists: own_group(lists, timeout=limit, backend="gloo"),
                 rows,
                 columns,
+                tokens,
                 rank_labels,
             )
         mesh._join(further())
@@ -328,6 +337,7 @@ class Mesh:
         on_host: Callable[[list[list[int]]], dist.ProcessGroup | None],
         rows: list[list[int]],
         columns: list[list[int]],
+        tokens: list[list[int]],
         rank_labels: RankLabels,
     ) -> None:
         world_group, strict = self.world_group.control, settings.mode == "strict"
@@ -341,7 +351,7 @@ class Mesh:
         for communicator, what, lists in (
             (world_group, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
             (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
-            (self.tensor, "tensor", rows),
+            (self.tensor, "tensor", rows), (self.sequence, "sequence", tokens),
         ):  # fmt: skip
             host_group = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
             communicator.guarded(watchdog, what, host_group)

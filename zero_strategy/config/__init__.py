@@ -16,7 +16,7 @@ from zero_strategy.config.deepspeed.read import (
 )
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.load import ZeroSettings, load_config, load_layers, register_hydra
-from zero_strategy.config.resolve import Fact, ResolvedConfig, batch_fact, resolve
+from zero_strategy.config.resolve import Fact, ResolvedConfig, batch_fact, check_no_sequence, resolve
 from zero_strategy.config.schema import (
     DEFAULT_BUDGET,
     ActivationCheckpointingConfig,
@@ -58,6 +58,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroSettings",
     "batch_fact",
+    "check_no_sequence",
     "check_owned",
     "dtype_fact",
     "inspect_deepspeed",

@@ -135,6 +135,7 @@ def _resolve_mesh(config: ZeroConfig, world_size: int) -> None:
         world_size //= tensor
         divided += f" / tensor {tensor}"
         size = f"number of data-parallel ranks ({divided})"
+    _resolve_sequence(config, world_size, size, tensor, stages)
     given = f"mesh.replicate is {mesh.replicate} [{config.origin_of('mesh.replicate')}]"
     if world_size % mesh.replicate:
         raise ValueError(f"{given}; accepted: a divisor of the {size} {world_size}: {_divisors(world_size)}")
@@ -145,6 +146,35 @@ def _resolve_mesh(config: ZeroConfig, world_size: int) -> None:
         both = f"mesh.shard is {mesh.shard} [{config.origin_of('mesh.shard')}] and {given}"
         ranks = f"{mesh.shard * mesh.replicate} ranks, but the {size} is {world_size}"
         raise ValueError(f"{both}, {ranks}; accepted: {shard}, None")
+
+
+def _resolve_sequence(config: ZeroConfig, ranks: int, size: str, tensor: int, stages: int) -> None:
+    mesh = config.mesh
+    given = f"mesh.sequence is {mesh.sequence} [{config.origin_of('mesh.sequence')}]"
+    if ranks % mesh.sequence:
+        raise ValueError(f"{given}; accepted: a divisor of the {size} {ranks}: {_divisors(ranks)}")
+    if mesh.sequence > 1 and (tensor > 1 or stages > 1):
+        raise ValueError(f"{given}, beside mesh.tensor {tensor} and pipeline.stages {stages}: use one of the three")
+    if mesh.ulysses is None:
+        mesh.record("ulysses", mesh.sequence, "derived: mesh.sequence")
+    elif mesh.sequence % mesh.ulysses:
+        raise ValueError(
+            f"mesh.ulysses is {mesh.ulysses} [{config.origin_of('mesh.ulysses')}]; accepted: a divisor of "
+            f"mesh.sequence {mesh.sequence}: {_divisors(mesh.sequence)}"
+        )
+
+
+def check_no_sequence(config: ZeroConfig, who: str) -> None:
+    """Raise if ranks are to divide sequences where somebody else hands out samples and computes losses.
+
+    Raises:
+        ValueError: Naming the setting and the way out.
+    """
+    if config.mesh.sequence > 1:
+        raise ValueError(
+            f"mesh.sequence is {config.mesh.sequence} [{config.origin_of('mesh.sequence')}]: {who} gives every rank "
+            "samples of its own, and averages losses of ranks; train in a loop with ZeroEngine, or leave it at 1"
+        )
 
 
 def _divisors(number: int) -> str:

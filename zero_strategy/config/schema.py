@@ -63,6 +63,14 @@ class MeshConfig(Section):
     """Ranks that divide each layer (tensor parallelism by torch's ``parallelize_module``). None: derived from the
     model's DTensors where it is known, else 1."""
 
+    sequence: int = field(default=1, metadata=at_least(1))
+    """Neighbouring ranks that divide the tokens of the same sequences (sequence parallelism); they shard the state as
+    all data-parallel ranks do."""
+
+    ulysses: int | None = field(default=None, metadata=at_least(1))
+    """Of these, ranks that exchange tokens for attention heads; the others pass keys and values round a ring. None:
+    derived, all of them."""
+
 
 @dataclass
 class CommunicationConfig(Section):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.deferred import is_deferred
-from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_owned, load_config, resolve
+from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_no_sequence, check_owned, load_config, resolve
 from zero_strategy.config.load import ConfigSource
 from zero_strategy.diagnostics.norms import NormSettings
 from zero_strategy.diagnostics.recorder import install_diagnostics
@@ -179,6 +179,7 @@ class ZeroAccelerator(Accelerator):
             if not listed:
                 super().prepare_model(model, device_placement, evaluation_mode=True)
             return model
+        check_no_sequence(self.zero_config, "Accelerate")
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:

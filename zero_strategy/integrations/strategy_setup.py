@@ -21,7 +21,15 @@ from torch import nn
 
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.comm.mesh import make_device_mesh
-from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, ZeroSettings, batch_fact, load_config
+from zero_strategy.config import (
+    Fact,
+    ResolvedConfig,
+    ZeroConfig,
+    ZeroSettings,
+    batch_fact,
+    check_no_sequence,
+    load_config,
+)
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.released import ANOTHER_STRATEGY
@@ -286,6 +294,7 @@ def engine_for(
     Raises:
         RuntimeError: If the module is sharded with other settings already; names them.
     """
+    check_no_sequence(config.config, "Lightning")
     engine = engine_of(module)
     if engine is None:
         if device is not None:

@@ -159,6 +159,11 @@ def _part(step: int, group: SequenceGroup, causal: bool, tokens: int) -> tuple[s
     return slice(half, tokens), everything, False
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """Dtype of sums over the ring."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _expanded(x: Tensor, repeat: int) -> Tensor:
     return x.repeat_interleave(repeat, dim=1) if repeat > 1 else x
 
@@ -183,7 +188,7 @@ class _Ring(torch.autograd.Function):
             found, sums, more = attention_forward(q[:, :, rows], keys, values, masked, scale)
             rest.append(more)
             if out is None or lse is None:
-                out, lse = found if group.ring == 1 else found.float(), sums
+                out, lse = found if group.ring == 1 else found.to(_wide(q)), sums
             else:
                 _merge(out[:, :, rows], lse[:, :, rows], found, sums)
             if begun is not None:
@@ -201,7 +206,7 @@ class _Ring(torch.autograd.Function):
         group, causal, scale, repeat, rest = ctx.options
         grad, tokens = grads[0].contiguous(), q.shape[2]
         held = torch.stack([k, v])
-        grad_q = torch.zeros_like(q, dtype=torch.float32) if group.ring > 1 else None
+        grad_q = torch.zeros_like(q, dtype=_wide(q)) if group.ring > 1 else None
         travelling: tuple[Tensor, PendingWork] | None = None  # gradients of the keys and values that are here
         for step in range(group.ring):
             begun = _pass_on(group, held) if step + 1 < group.ring else None
@@ -211,7 +216,7 @@ class _Ring(torch.autograd.Function):
                 grad[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], lse[:, :, rows].contiguous(), masked,
                 scale, rest[step],
             )  # fmt: skip
-            found = torch.zeros_like(held, dtype=torch.float32 if group.ring > 1 else held.dtype)
+            found = torch.zeros_like(held, dtype=_wide(q) if group.ring > 1 else held.dtype)
             found[:, :, :, columns] = torch.stack([_folded(part.to(found.dtype), repeat) for part in parts[1:]])
             if grad_q is None:
                 return parts[0], found[0], found[1], None, None, None, None
@@ -230,7 +235,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> None:
-    """Let `out` and `lse` be those of more columns, in place; float32."""
+    """Let `out` and `lse` be those of more columns, in place."""
     whole = torch.logaddexp(lse, sums)
     out.mul_((lse - whole).exp().unsqueeze(-1)).add_(found * (sums - whole).exp().unsqueeze(-1))
     lse.copy_(whole)

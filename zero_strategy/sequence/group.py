@@ -18,7 +18,7 @@ class SequenceGroup:
     """A group of n ranks that trains one sequence.
 
     Args:
-        group: Its process group; None: this rank alone.
+        group: Its process group, or a communicator of it; None: this rank alone.
         ulysses: Ranks that exchange tokens for heads; the others pass keys and values round a ring. None: all of them.
 
     Attributes:
@@ -32,9 +32,9 @@ class SequenceGroup:
         ValueError: If `ulysses` does not divide the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ulysses: int | None = None) -> None:
-        self.counters = CommunicationCounters()
-        self.ranks = Communicator(group, self.counters)
+    def __init__(self, group: dist.ProcessGroup | Communicator | None, ulysses: int | None = None) -> None:
+        self.ranks = group if isinstance(group, Communicator) else Communicator(group, CommunicationCounters())
+        self.counters = self.ranks.counters
         self.size, self.rank = self.ranks.size, self.ranks.rank
         self.ulysses = self.size if ulysses is None else ulysses
         if self.ulysses < 1 or self.size % self.ulysses:

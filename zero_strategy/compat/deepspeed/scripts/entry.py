@@ -23,7 +23,7 @@ from zero_strategy.compat.deepspeed.scripts.data import OptimizerOwner, PlainBac
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.compat.deepspeed.scripts.pipeline import ScriptPipelineEngine
 from zero_strategy.compat.deepspeed.scripts.settings import ScriptSettings, settings_of
-from zero_strategy.config import ResolvedConfig, ZeroConfig, load_config, resolve
+from zero_strategy.config import ResolvedConfig, ZeroConfig, check_no_sequence, load_config, resolve
 from zero_strategy.config.deepspeed.settings import ACCUMULATION
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
@@ -183,6 +183,7 @@ def _zero_engine(model: nn.Module, settings: ScriptSettings, device: torch.devic
     if isinstance(model, PipelineModule):
         resolved = _of_pipeline(settings, model)
         return PipelineEngine(model, resolved, compute_dtype=settings.compute_dtype, device=device)
+    check_no_sequence(settings.zero, "initialize()")
     config = load_config(settings.zero)  # a copy
     _take_tensor_ranks(config, _tensor_ranks(model), "the device mesh of the model's DTensors")
     resolved = resolve(config, world_size())
