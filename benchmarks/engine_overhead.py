@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import Contender, Workload, make
 from benchmarks.gpt import build, loss_fn
-from benchmarks.ratios import TURNS, bootstrap, round_ratio
+from benchmarks.ratios import TURNS, bootstrap, round_ratio, slowest
 
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -173,14 +172,9 @@ def _parts_block(parts: Parts, steps: int) -> dict[str, list[float]]:
 
 
 def _slowest(action: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank."""
+    """Seconds of the slowest rank, without garbage of what ran before."""
     gc.collect()
-    dist.barrier()
-    start = time.perf_counter()
-    action()
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    return slowest(action)
 
 
 def summarize(stage: int, times: PartTimes, beside_gloo: PartTimes) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -30,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.contenders import REGIMES, Workload, make
-from benchmarks.ratios import TURNS, bootstrap, round_ratio
+from benchmarks.ratios import TURNS, bootstrap, round_ratio, slowest
 from benchmarks.suite import Options, Row, Suite, row_of, rows_of
 from tests.launcher import RankPool
 
@@ -63,17 +61,8 @@ def first_steps(name: str, workload: Workload) -> tuple[float, float]:
     importlib.import_module(_MODULES[name])
     gc.collect()
     held: list[Any] = []
-    construction = _slowest(lambda: held.append(make(name, workload)))
-    return construction, _slowest(lambda: held[0].step(workload))
-
-
-def _slowest(action: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    action()
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    construction = slowest(lambda: held.append(make(name, workload)))
+    return construction, slowest(lambda: held[0].step(workload))
 
 
 def in_fresh_ranks(name: str, workload: Workload, ranks: int) -> tuple[float, float]:

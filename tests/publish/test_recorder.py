@@ -172,11 +172,13 @@ def test_payloads_that_follow_each_other() -> None:
     assert (found == words[0]).all()
 
 
-def test_an_error_of_the_thread_is_raised_and_the_next_version_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps_before", [1, 3])
+def test_an_error_of_the_thread_is_raised_and_the_next_version_is_whole(tmp_path: Path, steps_before: int) -> None:
     run = Run(str(tmp_path), 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "encode", lambda *_: 1 / 0)
-        run.step()
+        for _ in range(steps_before):
+            run.step()
         with pytest.raises(ZeroDivisionError):
             run.published.update()
     run.step()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.object_store import register
+from tests.checkpoint.object_store import ObjectStore, register
 from tests.launcher import Launcher
 from tests.publish.test_publish import Training, assert_shown, flip
 from zero_strategy import subscribe
@@ -112,8 +112,9 @@ def test_names_that_a_server_makes_up_are_ignored(served: Served, monkeypatch: p
             return b'{"anchor-../../../x": {"manifest.json": 1}, "delta-00000001": {"../y": 1}}'
 
     monkeypatch.setattr(ServedVersions, "_answer", lambda *_: Answer())
-    assert list(source.versions()) == ["delta-00000001"]
-    monkeypatch.setattr(ServedVersions, "versions", lambda _: {"anchor-00000000": {"../y": 1}})
+    assert source.names() == ["delta-00000001"]
+    monkeypatch.setattr(ServedVersions, "names", lambda _: ["anchor-00000000"])
+    monkeypatch.setattr(ServedVersions, "files", lambda *_: ["../y"])
     with pytest.raises(ValueError, match=r"'\.\./y'"):
         subscribe(server.url, token=server.token).update()
 
@@ -171,6 +172,8 @@ def in_a_store(root: str) -> None:
     for number in range(5):
         assert reader.update() and reader.version == number
         assert_shown(reader.tensors, training.expected())
+        ObjectStore.requests.clear()
+        assert not reader.update() and len(ObjectStore.requests) == 1  # a look is one request
         training.step()
         published.update()
     late = subscribe(url)

@@ -74,9 +74,7 @@ class ChangedValues:
         coded = [self._coded.pop(id(bucket), None) for bucket in buckets]
         message = None if None in coded else b"".join(part for part in coded if part is not None)
         dense = sum(bucket.layout.slice_numel * bucket.flat.element_size() for bucket in buckets)
-        if message is None or len(message) >= dense:
-            message = None
-        if not self._exchange(buckets, message):
+        if not self._exchange(buckets, message if message is not None and len(message) < dense else None):
             for work in [bucket.publish(copied=True) for bucket in buckets]:
                 work.wait()
         for bucket in buckets:
@@ -114,10 +112,7 @@ class ChangedValues:
             wanted, at = message[at : at + _HEAD.size], at + _HEAD.size
             for first in range(0, len(words), _RANGE):
                 (length,) = _HEAD.unpack_from(message, at)
-                try:
-                    apply(message[at + _HEAD.size : at + _HEAD.size + length], words[first : first + _RANGE])
-                except ValueError:
-                    right = False
+                apply(message[at + _HEAD.size : at + _HEAD.size + length], words[first : first + _RANGE])
                 at += _HEAD.size + length
             right = right and _sum_of(words) == wanted
             if not place.is_cpu:

@@ -257,8 +257,9 @@ class ShardedModel:
         self.placement = placement_for(config)
         self.told_of_reads = False
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
-        self.changed_values = ChangedValues(mesh) if config.communication.parameters == "delta" else None
-        if self.changed_values is not None and mesh.shard_size > 1:
+        sends_changes = config.communication.parameters == "delta" and mesh.shard_size > 1
+        self.changed_values = ChangedValues(mesh) if sends_changes else None
+        if self.changed_values is not None:
             self.recorders.add(self.changed_values)
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
@@ -524,7 +525,7 @@ class ShardedModel:
 
     def show_step(self, stepped: Sequence[ParameterBucket], *, copied: bool) -> None:
         """Carry a step's new values to the parameters. A collective where these are whole; see `publish`."""
-        if self.changed_values is not None and self.mesh.shard_size > 1:
+        if self.changed_values is not None:
             self.changed_values.gather(stepped, copied=copied)
         else:
             for work in [bucket.publish(copied=copied) for bucket in stepped]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from zero_strategy.comm.collectives import Communicator
+from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.runtime.nested_state import flattened, nested
 
 _VECTORS = ("d", "prev_flat_grad")
@@ -57,7 +58,6 @@ class DistributedLBFGS:
         optimizer: The user's optimizer.
         ranks: Those among whom vectors are divided; None: each holds them whole.
         everyone: All ranks that see different data.
-
     """
 
     def __init__(self, optimizer: LBFGS, ranks: Communicator | None, everyone: Communicator) -> None:
@@ -182,6 +182,21 @@ def is_state(values: Mapping[str, Any]) -> bool:
     return {"func_evals", "n_iter", "old_dirs", "prev_flat_grad"} <= values.keys()
 
 
-def runs_distributed(optimizer: Optimizer) -> bool:
-    """True for torch's LBFGS and subclasses that do not change its step."""
-    return isinstance(optimizer, LBFGS) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(LBFGS.step)
+def lbfgs_of(optimizer: Optimizer, model: ShardedModel) -> DistributedLBFGS | None:
+    """The runner of an LBFGS's steps; None for other classes.
+
+    Raises:
+        ValueError: If the model is divided in a way that its vectors cannot be.
+    """
+    if not isinstance(optimizer, LBFGS) or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(LBFGS.step):
+        return None  # a subclass with a step of its own
+    mesh, divided_by = model.mesh, None
+    if model.optimizer_store is not None:
+        divided_by = f"offload.optimizer={model.config.offload.optimizer!r}: set it to 'none'"
+    elif mesh.tensor.size > 1:
+        divided_by = "tensor parallelism: leave mesh.tensor at 1"
+    elif mesh.world_group.world_size != mesh.world_size:
+        divided_by = "pipeline parallelism: use one stage"
+    if divided_by is not None:
+        raise ValueError(f"optimizer LBFGS couples all elements, and cannot run with {divided_by}, or use AdamW")
+    return DistributedLBFGS(optimizer, mesh.shard_control if model.placement.shard_optimizer else None, mesh.control)

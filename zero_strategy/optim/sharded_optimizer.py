@@ -29,7 +29,7 @@ from zero_strategy.fsdp.shard_storage import ShardStorage, split_pieces
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
-from zero_strategy.optim.lbfgs import DistributedLBFGS, divided, joined, runs_distributed
+from zero_strategy.optim.lbfgs import DistributedLBFGS, divided, joined, lbfgs_of
 from zero_strategy.optim.matrices import check_matrices, is_matrix_optimizer
 from zero_strategy.optim.muon import MOMENTUM, Matrix, MuonAdamW, Orthogonaliser, change, direction, muon_groups
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
@@ -66,7 +66,7 @@ class ShardedOptimizer:
         declared = model.config.elementwise_optimizers
         divided, offloaded = model.placement.shard_optimizer, model.optimizer_store is not None
         self._orthogonaliser: Orthogonaliser | None = None
-        self._lbfgs = _lbfgs_of(optimizer, model)
+        self._lbfgs = lbfgs_of(optimizer, model)
         self._of_matrices = is_matrix_optimizer(optimizer, model.config.matrix_optimizers)
         if muon_groups(optimizer) and (offloaded or (divided and not self._of_matrices)):
             self._orthogonaliser, self._of_matrices = Orthogonaliser(model), False
@@ -684,23 +684,3 @@ def _with_closure(args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs
-
-
-def _lbfgs_of(optimizer: Optimizer, model: ShardedModel) -> DistributedLBFGS | None:
-    """The runner of an LBFGS's steps; None for other classes.
-
-    Raises:
-        ValueError: If the model is divided in a way that its vectors cannot be.
-    """
-    if not isinstance(optimizer, torch.optim.LBFGS) or not runs_distributed(optimizer):
-        return None
-    mesh, divided_by = model.mesh, None
-    if model.optimizer_store is not None:
-        divided_by = f"offload.optimizer={model.config.offload.optimizer!r}: set it to 'none'"
-    elif mesh.tensor.size > 1:
-        divided_by = "tensor parallelism: leave mesh.tensor at 1"
-    elif mesh.world_group.world_size != mesh.world_size:
-        divided_by = "pipeline parallelism: use one stage"
-    if divided_by is not None:
-        raise ValueError(f"optimizer LBFGS couples all elements, and cannot run with {divided_by}, or use AdamW")
-    return DistributedLBFGS(optimizer, mesh.shard_control if model.placement.shard_optimizer else None, mesh.control)

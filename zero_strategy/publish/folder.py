@@ -126,6 +126,11 @@ def version_name(kind: str, number: int) -> str:
     return f"{kind}-{number:08d}"
 
 
+def last_file(version: str) -> str:
+    """The file that is written last, by which a version counts."""
+    return MANIFEST_NAME if version.startswith("anchor") else RECORD
+
+
 class VersionFolder:
     """The folder as readers see it; see `target` for writing.
 

@@ -12,27 +12,39 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.storage import RemoteFolder
-from zero_strategy.publish.folder import FILE, NAME, RECORD, Version, VersionFolder, parse_record, version_name
+from zero_strategy.publish.folder import (
+    FILE,
+    NAME,
+    RECORD,
+    Version,
+    VersionFolder,
+    last_file,
+    parse_record,
+    version_name,
+)
 
 _WAIT_SECONDS = 60.0
 _CHUNK = 1 << 20
 
 
 class Source(Protocol):
-    """Finished versions somewhere else."""
+    """Versions somewhere else."""
 
-    def versions(self) -> dict[str, dict[str, int]]:
-        """Names of versions, and their files with bytes.
+    def names(self) -> list[str]:
+        """Names of versions, in one request.
 
         Raises:
             OSError: If the source cannot be reached.
         """
+
+    def files(self, version: str) -> list[str]:
+        """Paths of the files of one of these; none of one that is not finished."""
 
     def fetch(self, version: str, name: str, to: Path) -> None:
         """Copy a file.
@@ -61,11 +73,17 @@ class ServedVersions:
             raise ValueError(f"{url}: subscribe(url, token=...) needs the token that publisher.serve(...) gives")
         self._url, self._headers = url, {"Authorization": f"Bearer {token}"}
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_WAIT_SECONDS)
+        self._files: dict[str, list[str]] = {}
 
-    def versions(self) -> dict[str, dict[str, int]]:
+    def names(self) -> list[str]:
         """See `Source`."""
         found: Any = json.loads(self._answer("/").read())
-        return {str(version): dict(files) for version, files in found.items() if NAME.fullmatch(version)}
+        self._files = {str(version): list(files) for version, files in found.items() if NAME.fullmatch(version)}
+        return list(self._files)
+
+    def files(self, version: str) -> list[str]:
+        """See `Source`."""
+        return self._files[version]
 
     def fetch(self, version: str, name: str, to: Path) -> None:
         """See `Source`."""
@@ -101,22 +119,21 @@ class StoredVersions:
     def __init__(self, url: str) -> None:
         self._folder = RemoteFolder(url)
 
-    def versions(self) -> dict[str, dict[str, int]]:
+    def names(self) -> list[str]:
         """See `Source`."""
-        found = {}
-        for version in self._folder.names():
-            if NAME.fullmatch(version):
-                files = self._files(version)
-                if (MANIFEST_NAME if version.startswith("anchor-") else RECORD) in files:
-                    found[version] = files
-        return found
+        return [version for version in self._folder.names() if NAME.fullmatch(version)]
 
-    def _files(self, path: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for name, size in self._folder.sizes(path).items():
-            inner = {"": size} if size is not None else self._files(f"{path}/{name}")
-            found |= {f"{name}/{below}".rstrip("/"): size for below, size in inner.items()}
-        return found
+    def files(self, version: str) -> list[str]:
+        """See `Source`."""
+        found = list(self._below(version, ""))
+        return found if last_file(version) in found else []
+
+    def _below(self, version: str, path: str) -> Iterator[str]:
+        for name, size in self._folder.sizes(f"{version}/{path}").items():
+            if size is not None:
+                yield path + name
+            else:
+                yield from self._below(version, f"{path}{name}/")
 
     def fetch(self, version: str, name: str, to: Path) -> None:
         """See `Source`."""
@@ -149,52 +166,64 @@ class Mirror:
 
     def fetch(self, shown: Version | None) -> None:
         """Bring the newest anchor if the changes after `shown` do not lead there, and all changes after either."""
-        versions = self._source.versions()
-        anchors = sorted(int(name[7:]) for name in versions if name.startswith("anchor-"))
+        names = self._source.names()
         at = -1 if shown is None else shown.number
-        if anchors and (shown is None or (anchors[-1] > at and not self._leads_on(versions, shown, anchors[-1]))):
-            at = anchors[-1]
-            self._bring(version_name("anchor", at), versions)
-        while (name := version_name("delta", at + 1)) in versions:
-            self._bring(name, versions)
-            at += 1
+        for anchor in reversed(_anchors(names)):
+            if anchor <= at or (shown is not None and self._leads_on(names, shown, anchor)):
+                break
+            if self._bring(version_name("anchor", anchor)):
+                at = anchor
+                break
+        self._bring_changes(names, at)
 
-    def _leads_on(self, versions: dict[str, dict[str, int]], shown: Version, anchor: int) -> bool:
-        if version_name("delta", shown.number + 1) not in versions:
+    def _leads_on(self, names: list[str], shown: Version, anchor: int) -> bool:
+        name, path = version_name("anchor", anchor), self.directory / ".record"
+        if version_name("delta", shown.number + 1) not in names:
             return False
-        path, name = self.directory / ".record", version_name("anchor", anchor)
-        record = next((file for file in versions[name] if file.endswith(RECORD)), RECORD)
+        record = next((file for file in self._source.files(name) if file.endswith(RECORD)), None)
+        if record is None:
+            return True  # it is not finished
         self._source.fetch(name, record, path)
         return parse_record(path.read_bytes(), name).session == shown.session
 
     def bring_earlier_anchors(self) -> bool:
         """After the newest turned out to be damaged; False if there are no others."""
-        versions = self._source.versions()
-        names = [name for name in versions if name.startswith("anchor-") and not (self.directory / name).exists()]
-        for name in names:
-            self._bring(name, versions)
-            at = int(name[7:])
-            while (change := version_name("delta", at + 1)) in versions:
-                self._bring(change, versions)
-                at += 1
-        return bool(names)
+        names = self._source.names()
+        missing = [n for n in _anchors(names) if not (self.directory / version_name("anchor", n)).exists()]
+        brought = [n for n in missing if self._bring(version_name("anchor", n))]
+        for number in brought:
+            self._bring_changes(names, number)
+        return bool(brought)
 
-    def _bring(self, version: str, versions: dict[str, dict[str, int]]) -> None:
+    def _bring_changes(self, names: list[str], after: int) -> None:
+        while (name := version_name("delta", after + 1)) in names and self._bring(name):
+            after += 1
+
+    def _bring(self, version: str) -> bool:
+        """Copy a version, unless it is here; False if it is not finished."""
         target = self.directory / version
         if target.exists():
-            return
+            return True
+        files = self._source.files(version)
         part = self.directory / f".part-{version}"
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        for name in versions[version]:
+        for name in files:
             if not FILE.fullmatch(name):
                 raise ValueError(f"{version} has a file named {name!r}")
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             self._source.fetch(version, name, part / name)
-        os.replace(part, target)
+        if files:
+            os.replace(part, target)
+        return bool(files)
 
     def drop(self, number: int | None = None) -> None:
         """Remove the versions up to this one, which have been applied; None: all."""
         for _, found, path in self._folder.found():
             if number is None or found <= number:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _anchors(names: list[str]) -> list[int]:
+    """Numbers of anchors, in order."""
+    found = [match for name in names if (match := NAME.fullmatch(name)) and match[1] == "anchor"]
+    return sorted(int(match[2]) for match in found)

@@ -71,6 +71,7 @@ class ChangeRecorder:
         self._buffers: dict[str, Words] = {}
         self._thread = BackgroundWorker("zero-publish")
         self._coding: list[_Log] = []
+        self._errors: list[BaseException] = []
 
     # ---- told by the optimizers' steps ----
 
@@ -111,12 +112,12 @@ class ChangeRecorder:
     def _now(self, bucket: ParameterBucket, log: _Log) -> Iterator[Words]:
         return (words_of(self._values(bucket, each)) for each in log.ranges)
 
-    @staticmethod
-    def _await(log: _Log) -> None:
-        """Wait for its coding; after an error there its changes are unknown."""
+    def _await(self, log: _Log) -> None:
+        """Wait for its coding; after an error there, which `take` raises, its changes are unknown."""
         job, log.coding = log.coding, None
-        if job is not None and job.exception() is not None:
+        if job is not None and (error := job.exception()) is not None:
             log.payloads = None
+            self._errors.append(error)
 
     @staticmethod
     def _code(log: _Log, former: list[Words], now: Iterable[Words]) -> None:
@@ -163,11 +164,11 @@ class ChangeRecorder:
         return found, sum(map(changed_of, found.values()))
 
     def _wait(self) -> None:
-        errors = [log.coding.exception() for log in self._coding if log.coding is not None]
         waiting, self._coding = self._coding, []
         for log in waiting:
             self._await(log)
-        for error in filter(None, errors):
+        errors, self._errors = self._errors, []
+        for error in errors[:1]:
             raise error
 
     def places(self) -> list[list[object]]:

@@ -25,8 +25,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME
-from zero_strategy.publish.folder import FILE, NAME, RECORD, VersionFolder
+from zero_strategy.publish.folder import FILE, NAME, VersionFolder, last_file
 from zero_strategy.runtime.regular_files import open_regular
 
 _SILENT_SECONDS = 60
@@ -148,12 +147,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def _finished(folder: VersionFolder) -> dict[str, dict[str, int]]:
     """Files and their bytes of all finished versions."""
     found: dict[str, dict[str, int]] = {}
-    for kind, _, path in folder.found():
+    for _, _, path in folder.found():
         try:
             paths = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if each.is_file()}
             files = {name: each.stat().st_size for name, each in paths.items() if FILE.fullmatch(name)}
         except FileNotFoundError:
             continue  # pruned just now
-        if (MANIFEST_NAME if kind == "anchor" else RECORD) in files:
+        if last_file(path.name) in files:
             found[path.name] = files
     return found

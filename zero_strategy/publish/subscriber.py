@@ -96,23 +96,27 @@ class Subscriber:
 
         Raises:
             ConnectionError: If a server cannot be reached; what is shown stays.
+            FileNotFoundError: If files go while they are read, three times in a row.
             PermissionError: If it refuses the token.
             ValueError: If a file is damaged and there is no newer anchor to go on from; names it. The version before
                 stays shown, or none if the damage showed itself in the values.
         """
         before = (self._shown.session, self._shown.number) if self._shown is not None else None
-        for _ in range(3):  # what is pruned while it is read is not there any more
+        for last in (False, False, True):  # what is pruned while it is read is not there any more
             try:
                 if self._mirror is not None:
                     self._mirror.fetch(self._shown)
                 self._go_on_or_fall_back()
                 break
             except FileNotFoundError:
-                continue
+                if last:
+                    raise
         return self._shown is not None and (self._shown.session, self._shown.number) != before
 
-    def wait(self, timeout: float | None = None, *, poll: float = 0.05) -> bool:
+    def wait(self, timeout: float | None = None, *, poll: float | None = None) -> bool:
         """Return True when there is a newer version and it is shown; False after `timeout` seconds (None: never).
+
+        It looks every `poll` seconds; None: 0.05 in a folder, 1 behind a URL, where a look is a request.
 
         Raises:
             ValueError: See `update`.
@@ -121,7 +125,7 @@ class Subscriber:
         while not self.update():
             if end is not None and time.monotonic() >= end:
                 return False
-            time.sleep(poll)
+            time.sleep(poll if poll is not None else 0.05 if self._mirror is None else 1.0)
         return True
 
     def _go_on_or_fall_back(self) -> None:

@@ -60,8 +60,8 @@ class SequenceGroup:
         """Length of sequences has to be a multiple of it."""
         return self.ulysses * (2 * self.ring if self.ring > 1 else 1)
 
-    def positions(self, length: int) -> Tensor:
-        """Places of this rank's tokens in the whole sequence, (length / size,) int64.
+    def positions(self, length: int, rank: int | None = None) -> Tensor:
+        """Places of a rank's tokens (default: this one's) in the whole sequence, (length / size,) int64.
 
         Raises:
             ValueError: If the length cannot be divided.
@@ -71,12 +71,12 @@ class SequenceGroup:
                 f"sequences of {length} tokens cannot be divided among {self.size} ranks (ulysses {self.ulysses}, ring "
                 f"{self.ring}): pad them to a multiple of {self.parts}"
             )
-        if self.ring == 1:
-            mine = torch.arange(length)
-        else:
-            chunks = torch.arange(length).view(2 * self.ring, -1)
-            mine = torch.cat([chunks[self.member], chunks[2 * self.ring - 1 - self.member]])
-        return mine.view(self.ulysses, -1)[self.rank % self.ulysses]
+        member, peer = divmod(self.rank if rank is None else rank, self.ulysses)
+        places = torch.arange(length)
+        if self.ring > 1:
+            chunks = places.view(2 * self.ring, -1)
+            places = torch.cat([chunks[member], chunks[2 * self.ring - 1 - member]])
+        return places.view(self.ulysses, -1)[peer]
 
     def split(self, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a tensor that all ranks have whole.
@@ -95,13 +95,7 @@ class SequenceGroup:
         self.ranks.all_gather(flat, of="tokens").wait()
         length, others = part.shape[dim], [n for d, n in enumerate(part.shape) if d != dim]
         found = flat.view(self.size * length, *others)
-        order = torch.cat([_positions_of(self, rank, self.size * length) for rank in range(self.size)])
+        order = torch.cat([self.positions(self.size * length, rank) for rank in range(self.size)])
         whole = torch.empty_like(found)
         whole[order.to(part.device)] = found
         return whole.movedim(0, dim).contiguous()
-
-
-def _positions_of(group: SequenceGroup, rank: int, length: int) -> Tensor:
-    other: SequenceGroup = object.__new__(SequenceGroup)
-    other.rank, other.size, other.ulysses, other.ring = rank, group.size, group.ulysses, group.ring
-    return SequenceGroup.positions(other, length)
