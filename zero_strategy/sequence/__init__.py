@@ -2,5 +2,6 @@
 
 from zero_strategy.sequence.attention import attention
 from zero_strategy.sequence.group import SequenceGroup
+from zero_strategy.sequence.visible import Visible
 
-__all__ = ["SequenceGroup", "attention"]
+__all__ = ["SequenceGroup", "Visible", "attention"]

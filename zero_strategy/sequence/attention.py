@@ -21,10 +21,19 @@ from torch import Tensor
 from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.runtime.torch_private import attention_backward, attention_forward
 from zero_strategy.sequence.group import SequenceGroup
+from zero_strategy.sequence.visible import Piece, Shape, Visible, pieces
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, group: SequenceGroup, *, causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: SequenceGroup,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    visible: Visible | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of this rank's tokens to those of all ranks. A collective of the group, forward and backward.
 
@@ -35,6 +44,10 @@ def attention(
         group: The ranks; their tokens are those that `SequenceGroup.positions` says.
         causal: A token sees those before it, and itself.
         scale: Factor of the scores; None: 1 / sqrt(width).
+        visible: Padding or packed samples, of whole sequences: `Visible.padding`, `.positions`, `.documents`.
+        window: Sliding window: a token sees the last so many, with itself; for causal attention.
+
+    A token that sees none has zeros.
 
     Returns:
         (batch, heads, tokens here, width).
@@ -50,11 +63,15 @@ def attention(
             f"ulysses {group.ulysses} does not divide {heads} heads ({key_heads} of keys and values): take a divisor "
             "of them, and a ring for the other ranks"
         )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window}: at least 1 token, and only with causal=True")
+    if visible is not None and len(visible.samples) not in (1, q.shape[0]):
+        raise ValueError(f"visible is of {len(visible.samples)} samples, and the batch has {q.shape[0]}")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if group.ulysses > 1:
         q, k, v = (_to_heads(each, group) for each in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
-    out: Tensor = _Ring.apply(q, k, v, group, causal, factor, repeat)
+    out: Tensor = _Ring.apply(q, k, v, group, causal, factor, repeat, visible, window)
     return _to_tokens(out, group) if group.ulysses > 1 else out
 
 
@@ -142,21 +159,23 @@ def _pass_on(group: SequenceGroup, values: Tensor) -> tuple[Tensor, PendingWork]
     return arriving, group.ranks.all_to_all(outgoing, incoming, values.numel(), "keys and values")
 
 
-def _part(step: int, group: SequenceGroup, causal: bool, tokens: int) -> tuple[slice, slice, bool]:
-    """Rows and columns that a step computes, and whether the mask is causal there.
-
-    Under a causal mask all columns of an earlier member's first chunk are before all rows here, and all columns of a
-    later member are before the rows of the last chunk.
-    """
-    everything, half = slice(0, tokens), tokens // 2
+def _pieces(
+    step: int, group: SequenceGroup, tokens: int, causal: bool, visible: Visible | None, window: int | None
+) -> list[Piece]:
+    """Scores that a step computes; `tokens` are those of a member of the ring."""
     source = (group.member - step) % group.ring
+    if visible is not None or window is not None:
+        return pieces(group.spans(group.member, tokens), group.spans(source, tokens), visible, causal, window)
+    # All columns of an earlier member's first chunk are before all rows here, and all columns of a later member are
+    # before the rows of the last chunk; of both members' chunks together the diagonal is one.
+    everything, half = slice(0, tokens), tokens // 2
     if not causal:
-        return everything, everything, False
+        return [Piece(None, everything, everything, Shape.FULL)]
     if source == group.member:
-        return everything, everything, True
+        return [Piece(None, everything, everything, Shape.CAUSAL)]
     if source < group.member:
-        return everything, slice(0, half), False
-    return slice(half, tokens), everything, False
+        return [Piece(None, everything, slice(0, half), Shape.FULL)]
+    return [Piece(None, slice(half, tokens), everything, Shape.FULL)]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -172,55 +191,76 @@ def _folded(x: Tensor, repeat: int) -> Tensor:
     return x.unflatten(1, (-1, repeat)).sum(dim=2) if repeat > 1 else x
 
 
+def _cut(x: Tensor, piece: Piece, where: slice) -> Tensor:
+    """A piece's part of queries, keys, values or what goes with them, in the order that the kernel needs."""
+    part = x[piece.batch, :, where]
+    return part.flip(2) if piece.shape is Shape.REVERSED else part
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: SequenceGroup, causal: bool, scale: float, repeat: int
-    ) -> Tensor:
-        held = torch.stack([k, v])
-        tokens = q.shape[2]
-        out = lse = None
-        rest: list[Any] = []
-        for step in range(group.ring):
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: SequenceGroup, causal: bool, scale: float, repeat: int,
+        visible: Visible | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        held, tokens = torch.stack([k, v]), q.shape[2]
+        steps = [_pieces(step, group, tokens, causal, visible, window) for step in range(group.ring)]
+        alone = _is_alone(steps, tokens)
+        out = lse = None if alone else q.new_zeros(q.shape, dtype=_wide(q))
+        if out is not None:
+            lse = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q))
+        rest: list[list[Any]] = []
+        for step, todo in enumerate(steps):
             begun = _pass_on(group, held) if step + 1 < group.ring else None
-            rows, columns, masked = _part(step, group, causal, tokens)
-            keys, values = (_expanded(each[:, :, columns], repeat) for each in held)
-            found, sums, more = attention_forward(q[:, :, rows], keys, values, masked, scale)
-            rest.append(more)
-            if out is None or lse is None:
-                out, lse = found if group.ring == 1 else found.to(_wide(q)), sums
-            else:
-                _merge(out[:, :, rows], lse[:, :, rows], found, sums)
+            rest.append([])
+            for piece in todo:
+                keys, values = (_expanded(_cut(each, piece, piece.columns), repeat) for each in held)
+                masked = piece.shape is not Shape.FULL
+                found, sums, more = attention_forward(_cut(q, piece, piece.rows), keys, values, masked, scale)
+                rest[step].append(more)
+                if out is None or lse is None:
+                    out, lse = found, sums
+                    break
+                if piece.shape is Shape.REVERSED:
+                    found, sums = found.flip(2), sums.flip(2)
+                _merge(out[piece.batch, :, piece.rows], lse[piece.batch, :, piece.rows], found, sums)
             if begun is not None:
                 begun[1].wait()
                 held = begun[0]
         assert out is not None and lse is not None
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = group, causal, scale, repeat, rest
+        ctx.options = group, scale, repeat, steps, rest, alone
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        group, causal, scale, repeat, rest = ctx.options
-        grad, tokens = grads[0].contiguous(), q.shape[2]
-        held = torch.stack([k, v])
-        grad_q = torch.zeros_like(q, dtype=_wide(q)) if group.ring > 1 else None
+        group, scale, repeat, steps, rest, alone = ctx.options
+        grad, held = grads[0].contiguous(), torch.stack([k, v])
+        sums = held.dtype if alone else _wide(q)
+        grad_q = None if alone else torch.zeros_like(q, dtype=sums)
         travelling: tuple[Tensor, PendingWork] | None = None  # gradients of the keys and values that are here
-        for step in range(group.ring):
+        for step, todo in enumerate(steps):
             begun = _pass_on(group, held) if step + 1 < group.ring else None
-            rows, columns, masked = _part(step, group, causal, tokens)
-            keys, values = (_expanded(each[:, :, columns], repeat) for each in held)
-            parts = attention_backward(
-                grad[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], lse[:, :, rows].contiguous(), masked,
-                scale, rest[step],
-            )  # fmt: skip
-            found = torch.zeros_like(held, dtype=_wide(q) if group.ring > 1 else held.dtype)
-            found[:, :, :, columns] = torch.stack([_folded(part.to(found.dtype), repeat) for part in parts[1:]])
-            if grad_q is None:
-                return parts[0], found[0], found[1], None, None, None, None
-            grad_q[:, :, rows] += parts[0]
+            found = torch.zeros_like(held, dtype=sums)
+            for piece, more in zip(todo, rest[step], strict=True):
+                keys, values = (_expanded(_cut(each, piece, piece.columns), repeat) for each in held)
+                of_rows = [_cut(each, piece, piece.rows) for each in (grad, q, out)]
+                parts = attention_backward(
+                    of_rows[0], of_rows[1], keys, values, of_rows[2], _cut(lse, piece, piece.rows).contiguous(),
+                    piece.shape is not Shape.FULL, scale, more,
+                )  # fmt: skip
+                if piece.shape is Shape.REVERSED:
+                    parts = parts[0].flip(2), parts[1].flip(2), parts[2].flip(2)
+                both = torch.stack([_folded(part.to(sums), repeat) for part in parts[1:]])
+                if grad_q is None:
+                    return parts[0], both[0], both[1], *[None] * 6
+                found[:, piece.batch, :, piece.columns] += both
+                grad_q[piece.batch, :, piece.rows] += parts[0]
+            if group.ring == 1:
+                held = found
+                break
             if travelling is not None:
                 travelling[1].wait()
                 found += travelling[0]
@@ -228,10 +268,20 @@ class _Ring(torch.autograd.Function):
             if begun is not None:
                 begun[1].wait()
                 held = begun[0]
-        assert travelling is not None and grad_q is not None
-        home, work = travelling
-        work.wait()
-        return grad_q.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None
+        if travelling is not None:
+            held = travelling[0]
+            travelling[1].wait()
+        assert grad_q is not None
+        return grad_q.to(q.dtype), held[0].to(k.dtype), held[1].to(v.dtype), *[None] * 6
+
+
+def _is_alone(steps: list[list[Piece]], tokens: int) -> bool:
+    """True if one call of a kernel computes everything, so that there is nothing to merge."""
+    if len(steps) > 1 or len(steps[0]) != 1:
+        return False
+    piece = steps[0][0]
+    everything = slice(0, tokens)
+    return piece.sample is None and piece.rows == everything == piece.columns and piece.shape is not Shape.REVERSED
 
 
 def _merge(out: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> None:

@@ -78,6 +78,13 @@ class SequenceGroup:
             places = torch.cat([chunks[member], chunks[2 * self.ring - 1 - member]])
         return places.view(self.ulysses, -1)[peer]
 
+    def spans(self, member: int, tokens: int) -> list[tuple[int, int]]:
+        """Where the tokens of a member of the ring are in the whole sequence; `tokens` is how many it has."""
+        if self.ring == 1:
+            return [(0, tokens)]
+        chunk = tokens // 2
+        return [(at * chunk, (at + 1) * chunk) for at in (member, 2 * self.ring - 1 - member)]
+
     def split(self, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a tensor that all ranks have whole.
 
