@@ -393,6 +393,7 @@ class ZeroEngine:
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
             self._check_observed()
+            self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         return sharded.begin_step(args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

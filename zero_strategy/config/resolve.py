@@ -173,7 +173,7 @@ def check_no_sequence(config: ZeroConfig, who: str) -> None:
     if config.mesh.sequence > 1:
         raise ValueError(
             f"mesh.sequence is {config.mesh.sequence} [{config.origin_of('mesh.sequence')}]: {who} gives every rank "
-            "samples of its own, and averages losses of ranks; train in a loop with ZeroEngine, or leave it at 1"
+            "samples of its own; use ZeroEngine, ZeroAccelerator, ZeroTrainer or Lightning, or leave it at 1"
         )
 
 

@@ -7,8 +7,6 @@
 The model that `prepare` returns is the user's own, sharded in place; there is no wrapper. Accelerate's distributed type
 stays MULTI_GPU or MULTI_CPU, so all that it does beside sharding (loaders, gathering, trackers) is its own.
 
-The launch is checked first: one owner of sharding, and as many processes as were asked for.
-
 `accelerate launch --cpu --num_processes 2` starts one process (Accelerate wants `mpirun` there), and with
 `--multi_gpu` on a machine without a GPU every process believes to be alone unless `cpu=True` is given.
 """
@@ -17,24 +15,38 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.deferred import is_deferred
-from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_no_sequence, check_owned, load_config, resolve
+from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_owned, load_config, resolve
 from zero_strategy.config.load import ConfigSource
 from zero_strategy.diagnostics.norms import NormSettings
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.accelerate_launch import (
+    asked_parallelism,
+    check_adoptable,
+    check_format,
+    check_processes,
+    check_single_owner,
+    check_uneven_batches,
+    configured,
+    needs_cpu,
+    with_parallelism,
+    without_parallelism,
+)
 from zero_strategy.integrations.accelerate_models import (
     AgreedGradScaler,
+    GroupedScheduler,
     PreparedModels,
     ZeroOptimizer,
     compile_in_place,
@@ -44,9 +56,11 @@ from zero_strategy.integrations.accelerate_models import (
 from zero_strategy.integrations.accelerate_saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.pipeline_runs import check_dispatch, pipeline_engine, waiting_runners
+from zero_strategy.integrations.sequence_models import CutLoader, SequenceModel, divide_sequences
 from zero_strategy.integrations.strategy_setup import refuse_tensor, verify_settings
 from zero_strategy.ops.library import norm_order
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.sequence import SequenceGroup
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,25 +100,34 @@ class ZeroAccelerator(Accelerator):
     zero_config: ZeroConfig
     scaler: AgreedGradScaler | None
     loss_weight: float = 1.0
+    _asked: ParallelismConfig | None = None
+    _distinct = False
     _share: tuple[int, int] | None = None
 
     def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
         check_single_owner(keywords, os.environ)
+        self._asked = asked_parallelism(keywords.pop("parallelism_config", None), os.environ)
         if needs_cpu(os.environ) and len(arguments) < 5:  # `cpu` is the fifth
             keywords.setdefault("cpu", True)
-        super().__init__(*arguments, **keywords)
+        with without_parallelism(os.environ):
+            super().__init__(*arguments, **keywords)
         self._set_up(zero_config)
 
     @classmethod
     def adopt(
-        cls, accelerator: Accelerator, zero_config: ConfigSource | None = None, facts: Mapping[str, Fact] | None = None
+        cls,
+        accelerator: Accelerator,
+        zero_config: ConfigSource | None = None,
+        facts: Callable[[ZeroConfig], Mapping[str, Fact]] | None = None,
+        parallelism: ParallelismConfig | None = None,
     ) -> Self:
         """Ours in the place of an Accelerator that somebody else has made and that has prepared nothing yet.
 
         Args:
             accelerator: Theirs.
             zero_config: As for making one.
-            facts: What its owner decides, to be held against a DeepSpeed JSON.
+            facts: Gives what its owner decides, to be held against a DeepSpeed JSON.
+            parallelism: Sizes that its owner asks for.
 
         Raises:
             ValueError: As making one; or if it has prepared something.
@@ -112,25 +135,25 @@ class ZeroAccelerator(Accelerator):
         check_adoptable(accelerator, os.environ)
         adopted = cls.__new__(cls)
         adopted.__dict__.update(accelerator.__dict__)
+        adopted._asked = parallelism
         adopted._set_up(zero_config, facts)
         return adopted
 
-    def _set_up(self, zero_config: Any, facts: Mapping[str, Fact] | None = None) -> None:
+    def _set_up(self, zero_config: Any, facts: Callable[[ZeroConfig], Mapping[str, Fact]] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
-        self.zero_config = load_config(configured(zero_config))
+        self.zero_config = with_parallelism(load_config(configured(zero_config)), self._asked, self.num_processes)
         refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
         check_uneven_batches(self.zero_config, type(self).__name__)
         check_format(self.zero_config)
         self._prepared, self._told_factor = PreparedModels(), False
+        self._divided: dict[int, list[SequenceModel]] = {}
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
-        self._facts = (
-            dict(facts)
-            if facts
-            else {
-                "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
-                "training_precision": Fact(precision, f"ZeroAccelerator(mixed_precision={precision!r})"),
-            }
-        )
+        self._facts = {
+            "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
+            "training_precision": Fact(precision, f"ZeroAccelerator(mixed_precision={precision!r})"),
+        }
+        if facts is not None:
+            self._facts = dict(facts(self.zero_config))
         check_owned(self.zero_config, self._facts, later=LATER_KEYS)
         if precision == "fp16":
             self.native_amp = True  # on the CPU, too, where Accelerate's would compute in fp32 without a word
@@ -143,12 +166,12 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Number of processes; while the loader of a pipeline is prepared, of those that get different data."""
+        """Number of processes; while a loader is prepared, of those that get different data."""
         return int(super().num_processes) if self._share is None else self._share[0]
 
     @property
     def process_index(self) -> int:
-        """This process's number; while the loader of a pipeline is prepared, which of those shares it gets."""
+        """This process's number; while a loader is prepared, which of those shares it gets."""
         return int(super().process_index) if self._share is None else self._share[1]
 
     # ---- prepare ----
@@ -159,10 +182,8 @@ class ZeroAccelerator(Accelerator):
         order = models + [index for index in range(len(objects)) if index not in models]
         placement = None if device_placement is None else [device_placement[index] for index in order]
         prepared = super().prepare(*(objects[index] for index in order), device_placement=placement)
-        pipeline = self._pipeline
-        copies = self.num_processes if pipeline is None else pipeline.mpu().data_parallel_size
         steps = self.gradient_accumulation_steps
-        facts = facts_of_prepared(self._facts, self._dataloaders, self._optimizers, copies, steps)
+        facts = facts_of_prepared(self._facts, self._dataloaders, self._optimizers, self._shares[0], steps)
         check_owned(self.zero_config, facts, later=LATER_KEYS)
         if len(objects) == 1:
             return prepared
@@ -179,7 +200,6 @@ class ZeroAccelerator(Accelerator):
             if not listed:
                 super().prepare_model(model, device_placement, evaluation_mode=True)
             return model
-        check_no_sequence(self.zero_config, "Accelerate")
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:
@@ -193,6 +213,9 @@ class ZeroAccelerator(Accelerator):
             engine: ZeroEngine = pipeline_engine(model, self.zero_config, self.num_processes, self.device, self)
         else:
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
+        self._divided[id(model)] = divide_sequences(engine)
+        for divided in self._divided[id(model)]:
+            divided.cut_already = self._loaders_cut
         install_diagnostics(engine)
         engine.use_loss_scaler(None if self.scaler is None else self.scaler.rule)
         waiting = self._prepared.add(model, engine, training=not evaluation_mode)
@@ -218,34 +241,93 @@ class ZeroAccelerator(Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As Accelerate's: a step of it is one per process, which is told once."""
         every = self.step_scheduler_with_optimizer and not self.split_batches
-        if every and self.num_processes > 1 and not self._told_factor and self.is_local_main_process:
+        copies, _ = self._shares
+        if every and copies > 1 and not self._told_factor and self.is_local_main_process:
             self._told_factor = True
             warnings.warn(
-                f"Accelerate steps a prepared {type(scheduler).__name__} {self.num_processes} times per optimizer "
-                "step, once per process: its lengths must count the batches of a DataLoader that is not prepared. For "
+                f"Accelerate steps a prepared {type(scheduler).__name__} {copies} times per optimizer step, once per "
+                "process with its own data: lengths must count the batches of a DataLoader that is not prepared. For "
                 "one step per optimizer step: DataLoaderConfiguration(split_batches=True), or "
                 "step_scheduler_with_optimizer=False and scheduler.step() after real optimizer steps only",
                 stacklevel=2,
             )
-        return super().prepare_scheduler(scheduler)
+        prepared = super().prepare_scheduler(scheduler)
+        if not every or copies == self.num_processes or isinstance(prepared, GroupedScheduler):
+            return prepared
+        self._schedulers[-1] = GroupedScheduler(prepared, copies)
+        return self._schedulers[-1]
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As Accelerate's; the ranks of one pipeline get the same batches, its copies different ones.
+        """As Accelerate's; ranks of one pipeline, or of one sequence, get the same batches.
 
         Raises:
-            ValueError: If one process would read for all ranks of a pipeline.
+            ValueError: If one process would read for all ranks of a pipeline or a sequence.
         """
-        pipeline = self._pipeline
-        if pipeline is None:
+        shares = self._shares
+        if shares[0] == self.num_processes:
             return super().prepare_data_loader(data_loader, *arguments, **keywords)
         check_dispatch(self.dispatch_batches)
-        grid = pipeline.mpu()
         dispatch, self.dataloader_config.dispatch_batches = self.dispatch_batches, False
-        self._share = grid.data_parallel_size, grid.data_parallel_id
+        self._share = shares
         try:
-            return super().prepare_data_loader(data_loader, *arguments, **keywords)
+            prepared = super().prepare_data_loader(data_loader, *arguments, **keywords)
         finally:
             self._share, self.dataloader_config.dispatch_batches = None, dispatch
+        return CutLoader(prepared, self._sequence) if self._loaders_cut else prepared
+
+    @property
+    def _shares(self) -> tuple[int, int]:
+        """How many shares of the data there are, and which of them this process gets."""
+        if (pipeline := self._pipeline) is not None:
+            grid = pipeline.mpu()
+            return grid.data_parallel_size, grid.data_parallel_id
+        sequence = self.zero_config.mesh.sequence
+        return max(1, self.num_processes // sequence), self.process_index // sequence
+
+    @property
+    def _loaders_cut(self) -> bool:
+        """Whether loaders give each rank its tokens, as Accelerate's do for `sp_size`; else the model takes them."""
+        return self._asked is not None and self._asked.sp_size > 1
+
+    def _sequence(self) -> SequenceGroup:
+        """The ranks that divide sequences with this one.
+
+        Raises:
+            ValueError: If no model is prepared.
+        """
+        for engine in self.engines.values():
+            return engine.sequence
+        raise ValueError("the loader divides sequences among the ranks of a model: prepare the model first, or too")
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's: of all processes; inside `gather_for_metrics` of those that had different samples."""
+        found = super().gather(tensor)
+        if not self._distinct:
+            return found
+        processes, every = self.num_processes, self.zero_config.mesh.sequence
+        return recursively_apply(lambda x: torch.cat(x.chunk(processes)[::every]), found)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's; of ranks that had the same samples, one counts."""
+        if self.zero_config.mesh.sequence == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        objects = use_gather_object or _has_objects(input_data)
+        if objects and self.process_index % self.zero_config.mesh.sequence:
+            input_data = []
+        self._distinct = True
+        try:
+            return super().gather_for_metrics(input_data, objects)
+        finally:
+            self._distinct = False
+
+    @contextmanager
+    def maybe_context_parallel(self, *arguments: Any, **keywords: Any) -> Iterator[None]:
+        """As Accelerate's, but buffers stay whole: a prepared model takes this rank's tokens of what it is given."""
+        if self.zero_config.mesh.sequence > 1:
+            yield
+            return
+        with super().maybe_context_parallel(*arguments, **keywords):
+            yield
 
     @property
     def _pipeline(self) -> PipelineModule | None:
@@ -503,131 +585,10 @@ class ZeroAccelerator(Accelerator):
         return verify_settings(self.zero_config, factory, keywords)
 
 
-CONFIG_VARIABLE = "ZERO_STRATEGY_CONFIG"
-"""Names the config of a `ZeroAccelerator` that is given none: a YAML or DeepSpeed JSON file."""
-
-_PLUGINS = {
-    "ACCELERATE_USE_DEEPSPEED": ("deepspeed_plugin", "distributed_type: DEEPSPEED", "--use_deepspeed"),
-    "ACCELERATE_USE_FSDP": ("fsdp_plugin", "distributed_type: FSDP", "--use_fsdp"),
-    "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm_plugin", "distributed_type: MEGATRON_LM", "--use_megatron_lm"),
-}
-_RIGHT_COMMAND = (
-    "accelerate launch --multi_gpu --num_processes {count} --num_machines 1 --mixed_precision no "
-    "--dynamo_backend no --main_process_port 0 SCRIPT"
-)
-
-
-def check_single_owner(keywords: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Raise if the launch or the script asks for another way of sharding, too.
-
-    Args:
-        keywords: What the Accelerator was given.
-        environment: The environment's variables.
-
-    Raises:
-        ValueError: Naming the setting to drop.
-    """
-    for variable, (argument, line, flag) in _PLUGINS.items():
-        if environment.get(variable, "false").lower() == "true":
-            raise ValueError(
-                f"{variable}={environment[variable]} asks for another way of sharding beside ZeroAccelerator: in the "
-                f"file of `accelerate launch --config_file` replace `{line}` by `distributed_type: MULTI_GPU` (which "
-                f"only means one process per device), or drop {flag} from the command"
-            )
-        if keywords.get(argument) is not None:
-            raise ValueError(f"{argument} asks for another way of sharding beside ZeroAccelerator's; drop one of them")
-    for argument in ("deepspeed_plugins", "torch_tp_plugin", "parallelism_config"):
-        if keywords.get(argument) is not None:
-            raise ValueError(
-                f"{argument} is not supported by ZeroAccelerator, which shards by data parallelism alone: drop it"
-            )
-    if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        raise ValueError(
-            "ACCELERATE_USE_PARALLELISM_CONFIG: ZeroAccelerator shards by data parallelism and has no other axes; drop "
-            "`parallelism_config` from the launch"
-        )
-
-
-def check_adoptable(accelerator: Any, environment: Mapping[str, str]) -> None:
-    """Raise if an Accelerator that somebody else has made shards already, or has prepared something.
-
-    Raises:
-        ValueError: Naming what it was made with; or that it has prepared something.
-    """
-    names = ("parallelism_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
-    check_single_owner({name: getattr(accelerator.state, name, None) for name in names}, environment)
-    if accelerator._models or accelerator._optimizers:
-        raise ValueError("this Accelerator has prepared models or optimizers already, which cannot be undone")
-
-
-def needs_cpu(environment: Mapping[str, str]) -> bool:
-    """True if a launcher started several processes where there is no device, which Accelerate must be told."""
-    return "LOCAL_RANK" in environment and not torch.accelerator.is_available()
-
-
-def check_processes(count: int, environment: Mapping[str, str]) -> None:
-    """Compare the number of processes that Accelerate found with what the launcher started.
-
-    Args:
-        count: Accelerate's.
-        environment: The environment's variables.
-
-    Raises:
-        ValueError: If the launcher started more than that: each would train alone.
-    """
-    launched = int(environment.get("WORLD_SIZE") or 1)
-    if launched > 1 and count == 1:
-        raise ValueError(
-            f"WORLD_SIZE is {launched}, but Accelerate runs as one process, so every process would train alone. A "
-            "PartialState() or Accelerator() made before the ZeroAccelerator fixes this: make the ZeroAccelerator "
-            "first, or set ACCELERATE_USE_CPU=true where there is no GPU"
-        )
-    alone = count == 1 and "WORLD_SIZE" not in environment and "MASTER_ADDR" in environment
-    if alone and environment.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
-        warnings.warn(
-            "this is one process, though the launcher prepared for several (MASTER_ADDR is set): `accelerate launch "
-            "--cpu --num_processes N` starts one unless it has mpirun. To start 2: " + _RIGHT_COMMAND.format(count=2),
-            stacklevel=3,
-        )
-
-
-def check_uneven_batches(config: ZeroConfig, owner: str) -> None:
-    """Raise for a setting that Accelerate has a call of its own for.
-
-    Raises:
-        ValueError: Naming it.
-    """
-    if config.uneven_batches != "error":
-        raise ValueError(
-            f"uneven_batches is {config.uneven_batches!r} [{config.origin_of('uneven_batches')}], and under {owner} "
-            "loaders repeat samples (even_batches=True), unless the loop is inside of `with "
-            "accelerator.join_uneven_inputs([model], even_batches=False):`; use that, and leave the setting out"
-        )
-
-
-def check_format(config: ZeroConfig) -> None:
-    """Raise for a form of checkpoints that Accelerate does not have.
-
-    Raises:
-        ValueError: Naming the setting.
-    """
-    if config.checkpoint.format != "directory":
-        raise ValueError(
-            f"checkpoint.format={config.checkpoint.format!r} is for Lightning's Trainer and Fabric. "
-            "save_state writes directories, and save_model full weights: remove that setting"
-        )
-
-
-def configured(given: Any = None) -> Any:
-    """The config of a script, or else the file that the environment names; None for neither.
-
-    Raises:
-        ValueError: If there are both; names them.
-    """
-    named = os.environ.get(CONFIG_VARIABLE) or None
-    if given is not None and named is not None:
-        raise ValueError(
-            f"the script has a zero_config, and the variable {CONFIG_VARIABLE} names {named}: two sources of one "
-            f"config; drop zero_config=... so that the file counts, or unset {CONFIG_VARIABLE}"
-        )
-    return named if given is None else given
+def _has_objects(data: Any) -> bool:
+    """True for what is not made of tensors alone."""
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return True
+    return False

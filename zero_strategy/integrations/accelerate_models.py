@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -277,6 +278,30 @@ class ZeroOptimizer(AcceleratedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state."""
         self.engine.load_optimizer_state_dict(self.optimizer, state_dict)
+
+
+class GroupedScheduler(AcceleratedScheduler):
+    """Accelerate's wrapper around a schedule, where some processes have the same data.
+
+    Args:
+        prepared: Accelerate's.
+        copies: Processes that have data of their own: steps of the schedule per optimizer step.
+    """
+
+    def __init__(self, prepared: AcceleratedScheduler, copies: int) -> None:
+        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, prepared.split_batches)
+        self._copies = copies
+
+    def step(self, *arguments: Any, **keywords: Any) -> None:
+        """As Accelerate's, so many times."""
+        stepped = self.gradient_state.sync_gradients and not any(one.step_was_skipped for one in self.optimizers)
+        if not stepped:
+            super().step(*arguments, **keywords)
+            return
+        for _ in range(self._copies):
+            total = getattr(self.scheduler, "total_steps", None)  # of OneCycle: no further than that
+            if total is None or self.scheduler._step_count <= total:
+                self.scheduler.step(*arguments, **keywords)
 
 
 def facts_of_prepared(

@@ -27,13 +27,13 @@ from zero_strategy.config import (
     ZeroConfig,
     ZeroSettings,
     batch_fact,
-    check_no_sequence,
     load_config,
 )
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.released import ANOTHER_STRATEGY
 from zero_strategy.fsdp.unshard import InertHook
+from zero_strategy.integrations.sequence_models import divide_sequences
 from zero_strategy.runtime.torch_private import map_tensors
 
 if TYPE_CHECKING:
@@ -115,13 +115,13 @@ def check_world_size(nodes: int, processes: int, owner: str) -> None:
         )
 
 
-def trainer_facts(trainer: Any, world_size: int, tensor: int = 1) -> dict[str, Fact]:
+def trainer_facts(trainer: Any, world_size: int, alike: int = 1) -> dict[str, Fact]:
     """The Trainer's settings that decide how steps are taken.
 
     Args:
         trainer: A Trainer of either namespace.
         world_size: Number of ranks.
-        tensor: Those of them that see the same data.
+        alike: Those of them that see the same data.
     """
     devices, nodes = trainer.num_devices, trainer.num_nodes
     facts = {
@@ -138,7 +138,7 @@ def trainer_facts(trainer: Any, world_size: int, tensor: int = 1) -> dict[str, F
     micro_batch = _micro_batch(trainer)
     if micro_batch is not None:
         facts["micro_batch_per_rank"] = Fact(micro_batch, "train_dataloader.batch_size")
-        copies = max(1, world_size // tensor)
+        copies = max(1, world_size // alike)
         facts["samples_per_step"] = batch_fact(copies, micro_batch, trainer.accumulate_grad_batches)
     return facts
 
@@ -221,10 +221,11 @@ class TensorMesh(_Base):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For a sampler: ranks that divide the same layers see the same data."""
+        """For a sampler: ranks that divide the same layers, or tokens of sequences, see the same data."""
         if self._device_mesh is None:
             found: dict[str, Any] = super().distributed_sampler_kwargs
-            return found
+            sequence = self.config.mesh.sequence
+            return {"num_replicas": found["num_replicas"] // sequence, "rank": found["rank"] // sequence}
         mesh = self._device_mesh[DATA]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
@@ -294,12 +295,12 @@ def engine_for(
     Raises:
         RuntimeError: If the module is sharded with other settings already; names them.
     """
-    check_no_sequence(config.config, "Lightning")
     engine = engine_of(module)
     if engine is None:
         if device is not None:
             move_to(module, device)
         engine = make(module, config, compute_dtype=compute_dtype, device=device)
+        divide_sequences(engine)
         install_diagnostics(engine)
         _tell_dtype(module, compute_dtype)
         module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype, config)

@@ -207,7 +207,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
         module = self._lightning_module
         trainer = None if module is None else module._trainer
-        return {} if trainer is None else trainer_facts(trainer, world_size, self.config.mesh.tensor or 1)
+        alike = (self.config.mesh.tensor or 1) * self.config.mesh.sequence
+        return {} if trainer is None else trainer_facts(trainer, world_size, alike)
 
     # ---- set-up ----
 

@@ -43,10 +43,19 @@ from zero_strategy.convert.averages import averages_of, has_averages
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
+from zero_strategy.integrations.accelerate_launch import asked_parallelism, without_parallelism
 from zero_strategy.integrations.pretrained import from_pretrained
+from zero_strategy.integrations.sequence_models import divide_sequences, gathered
 from zero_strategy.optim.averaging import WeightAverage
 
-__all__ = ["WeightAveragingCallback", "ZeroTrainer", "ZeroTrainerMixin", "from_pretrained", "make_zero_trainer"]
+__all__ = [
+    "WeightAveragingCallback",
+    "ZeroTrainer",
+    "ZeroTrainerMixin",
+    "divide_sequences",
+    "from_pretrained",
+    "make_zero_trainer",
+]
 
 _SCHEDULER = "scheduler.pt"
 _ARGUMENTS = "training_args.bin"
@@ -122,10 +131,13 @@ class ZeroTrainerMixin:
     lr_scheduler: Any
     processing_class: Any
     optimizer: Any
+    compute_loss_func: Any
 
     def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
         self._zero_config, self._weights_later = zero_config, False
         super().__init__(*arguments, **keywords)
+        if self.accelerator.zero_config.mesh.sequence > 1:
+            self._check_loss()
         checkpoints = self.accelerator.zero_config.checkpoint
         frozen = dict(checkpoints.settings())["checkpoint.frozen"]
         if is_adapted(self.model) and frozen.origin == DEFAULT:  # the Trainer's checkpoints leave out the base, too
@@ -146,12 +158,47 @@ class ZeroTrainerMixin:
                     f"TrainingArguments({name}={getattr(self.args, name)!r}) asks for another way of sharding beside "
                     f"{type(self).__name__}'s zero_config; drop one of them"
                 )
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator = ZeroAccelerator.adopt(self.accelerator, self._zero_config, _facts(self.args))
+        asked = asked_parallelism(getattr(self.args, "parallelism_config", None), os.environ)
+        if asked is not None:
+            self.args.parallelism_config = None  # Accelerate would make a device mesh
+        try:
+            with without_parallelism(os.environ):
+                super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        finally:
+            if asked is not None:
+                self.args.parallelism_config = asked
+        self.accelerator = ZeroAccelerator.adopt(
+            self.accelerator,
+            self._zero_config,
+            lambda config: _facts(self.args, self.args.world_size // config.mesh.sequence),
+            asked,
+        )
         _check_schedule(self.accelerator.zero_config)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    def _check_loss(self) -> None:
+        """Raise for losses that are computed from whole sequences."""
+        smoothing = getattr(self.args, "label_smoothing_factor", 0.0)
+        for name, value in (("label_smoothing_factor", smoothing), ("compute_loss_func", self.compute_loss_func)):
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} beside mesh.sequence: losses of whole sequences, of which a rank has a part; "
+                    "leave it out, so that the model computes the loss"
+                )
+
+    def get_tp_size(self) -> int:
+        """Ranks that get the same samples: they divide layers, or the tokens of sequences."""
+        return int(super().get_tp_size()) * int(self.accelerator.zero_config.mesh.sequence)  # type: ignore[misc]
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
+        """As the Trainer's; logits are those of all tokens."""
+        loss, logits, labels = super().prediction_step(model, inputs, *rest, **more)  # type: ignore[misc]
+        engine = self.zero_engine
+        if engine is not None and engine.sequence.size > 1 and logits is not None and labels is not None:
+            logits = gathered(engine.sequence, logits, labels.shape[1])
+        return loss, logits, labels
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's; a schedule that was given beside one of a DeepSpeed JSON is one too many."""
@@ -322,8 +369,8 @@ def make_zero_trainer(trainer: type[Trainer]) -> type[Trainer]:
     return made
 
 
-def _facts(args: TrainingArguments) -> dict[str, Fact]:
-    """Settings that the arguments decide, by DeepSpeed's names."""
+def _facts(args: TrainingArguments, copies: int) -> dict[str, Fact]:
+    """Settings that the arguments decide, by DeepSpeed's names; `copies` ranks get different data."""
 
     def fact(name: str, value: Any) -> Fact:
         return Fact(value, f"TrainingArguments({name}={getattr(args, name)!r})")
@@ -333,7 +380,7 @@ def _facts(args: TrainingArguments) -> dict[str, Fact]:
     return {
         "gradient_accumulation_steps": fact("gradient_accumulation_steps", steps),
         "train_micro_batch_size_per_gpu": fact("per_device_train_batch_size", micro),
-        "train_batch_size": batch_fact(args.world_size, micro, steps),
+        "train_batch_size": batch_fact(copies, micro, steps),
         "gradient_clipping": fact("max_grad_norm", args.max_grad_norm),
         "training_precision": Fact("bf16" if args.bf16 else "fp16" if args.fp16 else "no", "TrainingArguments"),
         "dataloader_drop_last": fact("dataloader_drop_last", args.dataloader_drop_last),

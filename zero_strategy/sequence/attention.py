@@ -67,6 +67,7 @@ def attention(
         raise ValueError(f"window={window}: at least 1 token, and only with causal=True")
     if visible is not None and len(visible.samples) not in (1, q.shape[0]):
         raise ValueError(f"visible is of {len(visible.samples)} samples, and the batch has {q.shape[0]}")
+    group.used = True
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if group.ulysses > 1:
         q, k, v = (_to_heads(each, group) for each in (q, k, v))

@@ -27,6 +27,7 @@ class SequenceGroup:
         ulysses: Ranks that divide the heads.
         ring: Members of the ring.
         counters: What this rank sent.
+        used: Something was divided, or attended to.
 
     Raises:
         ValueError: If `ulysses` does not divide the ranks.
@@ -40,6 +41,7 @@ class SequenceGroup:
         if self.ulysses < 1 or self.size % self.ulysses:
             raise ValueError(f"ulysses={ulysses}: must divide the {self.size} ranks of the group")
         self.ring = self.size // self.ulysses
+        self.used = False
 
     @property
     def member(self) -> int:
@@ -50,6 +52,22 @@ class SequenceGroup:
     def peers(self) -> range:
         """Ranks of the same member, in the order of their tokens."""
         return range(self.member * self.ulysses, (self.member + 1) * self.ulysses)
+
+    def check_used(self, origin: str) -> None:
+        """Raise if there are several ranks, and each has computed whole sequences.
+
+        Args:
+            origin: Of the setting.
+
+        Raises:
+            ValueError: Naming the setting and the way out.
+        """
+        if self.size > 1 and not self.used:
+            raise ValueError(
+                f"mesh.sequence is {self.size} [{origin}], but no sequence was divided: the model is none of "
+                "transformers, and neither calls zero_strategy.sequence.attention nor engine.sequence.split. Let it, "
+                "or leave mesh.sequence at 1"
+            )
 
     def neighbour(self, step: int) -> int:
         """The rank `step` members on in the ring, with the same heads."""
@@ -91,6 +109,7 @@ class SequenceGroup:
         Raises:
             ValueError: If its length along `dim` cannot be divided.
         """
+        self.used = True
         return whole.index_select(dim, self.positions(whole.shape[dim]).to(whole.device))
 
     @torch.no_grad()

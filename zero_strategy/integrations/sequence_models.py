@@ -1,0 +1,549 @@
+"""Hugging Face models whose sequences ranks divide: the model is called with whole batches, and computes its part.
+
+    batch, the same on all ranks of a group            a hook before the model's forward
+      input_ids, labels, position_ids, mask      ->      this rank's tokens; labels shifted first
+    layers                                               token by token, as they are
+    attention                                    ->      `zero_strategy.sequence.attention`, a registered function
+    loss                                         ->      sum of this rank's tokens / tokens of the group, added up
+
+Attention functions of transformers are registered by name, and its loss function is a property with a setter; nothing
+of a model's code is replaced. What the rest of the model says about masks never reaches layers: padding and packed
+samples are read from the whole batch, and travel to the attention function in the place of a 4-d mask, which models
+hand on as it is, also to layers that a checkpoint computes again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.sequence import SequenceGroup, Visible, attention
+
+IGNORED = -100
+_MARK = 7_305_801  # the first number of a `_message`
+_LOSSES = ("ForCausalLM", "LMHeadModel")
+_TOKENWISE = ("ForMaskedLM", "ForTokenClassification")
+_LAYERS = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
+_COMPARED_CALLS = 4
+
+
+def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
+    """Let the Hugging Face models of an engine's module compute this rank's tokens of every sequence.
+
+    Integrations call it; in a loop of your own, call it after `ZeroEngine(model, ...)`.
+
+    Returns:
+        What divides each of them; empty where `mesh.sequence` is 1, or the module has none.
+
+    Raises:
+        ValueError: For a model that cannot compute tokens one by one, or an attention that cannot be divided; names it.
+    """
+    if engine.sequence.size == 1 or "transformers" not in sys.modules:
+        return []
+    return [SequenceModel(outer, model, engine) for outer, model in _models(engine.module)]
+
+
+def _models(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Outermost models of transformers, each with what is called: itself, or PEFT's around it."""
+    from transformers import PreTrainedModel
+
+    peft = sys.modules.get("peft")
+    if isinstance(module, PreTrainedModel):
+        return [(module, module)]
+    if peft is not None and isinstance(module, peft.PeftModel):
+        inner = module.get_base_model()
+        return [(module, inner)] if isinstance(inner, PreTrainedModel) else []
+    return [found for child in module.children() for found in _models(child)]
+
+
+class SequenceModel:
+    """Cuts the batches of a model, gives its layers their attention, and adds up its losses.
+
+    Args:
+        outer: The module that is called.
+        model: The `PreTrainedModel` in it.
+        engine: The ranks; its `sequence` gets as many Ulysses ranks as the heads allow, where `mesh.ulysses` is not
+            given.
+
+    Raises:
+        ValueError: As `divide_sequences`.
+    """
+
+    def __init__(self, outer: nn.Module, model: Any, engine: ZeroEngine) -> None:
+        from transformers import AttentionInterface
+
+        check_divisible(outer, model)
+        self.group = engine.sequence = _group_for(model, engine)
+        self._model, self._weight = weakref.ref(model), float(self.group.size)
+        self._labels: Tensor | None = None
+        self._items: Tensor | int | None = None
+        self._compared = 0
+        self.cut_already = False
+        """Batches come from a loader that has cut them, with `position_ids` and `shift_labels`."""
+        self._signature = inspect.signature(outer.forward)
+        self._tokenwise = type(model).__name__.endswith(_TOKENWISE)
+        self.name, self._before = f"zero_sequence_{id(self):x}", model.config._attn_implementation
+        self._plain_loss = model.loss_function
+        attend = _Attend(self.group, model.config)
+        AttentionInterface.register(self.name, attend)
+        model.set_attn_implementation(self.name)
+        model.loss_function = _Loss(self)
+        outer.register_forward_pre_hook(_Cut(self), with_kwargs=True, prepend=True)
+        outer.register_forward_hook(_Finish(self), with_kwargs=True, always_call=True)
+
+    # ---- before the forward ----
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward, with this rank's tokens.
+
+        Raises:
+            ValueError: If an argument cannot be cut; names it.
+        """
+        bound = self._signature.bind_partial(*args, **kwargs)
+        given: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(value)
+            else:
+                given[name] = value
+        given = {name: value for name, value in given.items() if value is not None}
+        self._labels = self._items = None
+        labelled = "labels" in given or "shift_labels" in given
+        if given.get("past_key_values") is not None or not (labelled or torch.is_grad_enabled()):
+            self._whole(True)  # `generate`, and scores of whole sequences: as one process
+            return args, kwargs
+        self._whole(False)
+        _check_arguments(given)
+        if self.cut_already:
+            return (), self._taken(given)
+        self._compare(given)
+        return (), self._divided(given)
+
+    def _whole(self, whole: bool) -> None:
+        model = self._model()
+        wanted = self._before if whole else self.name
+        if model is not None and model.config._attn_implementation != wanted:
+            model.set_attn_implementation(wanted)
+
+    def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
+        tokens = given["inputs_embeds"] if "inputs_embeds" in given else given["input_ids"]
+        batch, length = tokens.shape[:2]
+        mask, places = given.pop("attention_mask", None), given.get("position_ids")
+        visible = None
+        if mask is not None:
+            visible = Visible.padding(mask)
+        elif places is not None:
+            visible = Visible.positions(places[0] if places.dim() == 3 else places)
+        if places is None:
+            given["position_ids"] = torch.arange(length, device=tokens.device).expand(batch, -1)
+        elif places.shape[-2] == 1 != batch:
+            given["position_ids"] = places.expand(*places.shape[:-2], batch, length)
+        labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+        if labels is not None and shifted is None:
+            shifted = labels if self._tokenwise else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        padding = -length % self.group.parts
+        if padding and visible is None:
+            visible = Visible(((((0, length), (0, length)),),))
+        for name, value in given.items():
+            if isinstance(value, Tensor) and (dim := _dimension(name, value, batch, length)) is not None:
+                given[name] = _cut(value, dim, padding, 0, self.group)
+        given["attention_mask"] = _message(visible, length + padding)
+        if shifted is not None:
+            self._items = (shifted != IGNORED).sum()
+            given["labels"] = self._labels = _cut(shifted, 1, padding, IGNORED, self.group)
+        return self._without_cache(given)
+
+    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that were cut by a loader."""
+        if self._tokenwise:
+            raise ValueError(
+                "ParallelismConfig(sp_size=...) is for causal language models; take cp_size, or mesh.sequence"
+            )
+        places, labels = given["position_ids"], given.pop("shift_labels", None)
+        given.pop("labels", None), given.pop("attention_mask", None)
+        whole = self.group.gather(places, dim=-1)
+        given["attention_mask"] = _message(Visible.positions(whole), whole.shape[-1])
+        if labels is not None:
+            counts = self.group.ranks.all_gather_small((labels != IGNORED).sum().view(1), "tokens that count")
+            self._items = int(torch.stack(counts).sum())
+            given["labels"] = self._labels = labels
+        return self._without_cache(given)
+
+    def _without_cache(self, given: dict[str, Any]) -> dict[str, Any]:
+        kinds = {one.kind for one in self._signature.parameters.values()}
+        if "use_cache" in self._signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+            given["use_cache"] = False
+        return given
+
+    def _compare(self, given: Mapping[str, Any]) -> None:
+        """Raise unless all ranks of the group were given the same batch; looked at in the first calls."""
+        if self._compared >= _COMPARED_CALLS:
+            return
+        self._compared += 1
+        tokens = given["inputs_embeds"] if "inputs_embeds" in given else given["input_ids"]
+        shape = [*tokens.shape, 0][:3]
+        mine = torch.tensor([*shape, float(tokens.detach().double().sum())], dtype=torch.float64)
+        everyone = self.group.ranks.all_gather_objects(mine.tolist(), "batches")
+        if any(other != everyone[0] for other in everyone):
+            shapes = [tuple(int(n) for n in other[:2]) for other in everyone]
+            raise ValueError(
+                f"the {self.group.size} ranks that divide sequences were given different batches, of shapes {shapes}: "
+                "give them the same samples, by a prepared loader or DistributedSampler(data, "
+                "**engine.sampler_arguments), and shuffle by the same seed"
+            )
+
+    # ---- the loss ----
+
+    def loss(self, logits: Tensor, labels: Any = None, *rest: Any, **keywords: Any) -> Tensor:
+        """The loss function of the model: over the tokens of all ranks of the group."""
+        if self._labels is None:
+            found: Tensor = self._plain_loss(logits, labels, *rest, **keywords)
+            return found
+        own_labels, self._labels = self._labels, None
+        if keywords.get("num_items_in_batch") is None:
+            keywords["num_items_in_batch"] = self._items
+        keywords.pop("shift_labels", None)
+        if not self._tokenwise:
+            keywords["shift_labels"] = own_labels
+        part: Tensor = self._plain_loss(logits, own_labels, *rest, **keywords)
+        return sum_over(part, self.group, self._weight)
+
+    def finish(self, outputs: Any) -> Any:
+        """The outputs of a forward, with the loss.
+
+        Raises:
+            ValueError: If the model computed its loss without its loss function.
+        """
+        labels, self._labels = self._labels, None
+        if labels is None or outputs is None:
+            return outputs
+        if not self._tokenwise:
+            model = self._model()
+            raise ValueError(
+                f"{type(model).__name__}.forward computes a loss without its loss_function, which sees the tokens of "
+                "one rank only: compute the loss from its logits, by engine.token_mean, or leave mesh.sequence at 1"
+            )
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[1]
+        total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        assert self._items is not None
+        loss = sum_over(total / self._items, self.group, self._weight)
+        if isinstance(outputs, dict):
+            outputs["loss"] = loss
+            return outputs
+        return (loss, *outputs[1:])
+
+
+class _Part:
+    """A hook or function of a `SequenceModel`; a copy of the model is not divided."""
+
+    def __init__(self, owner: SequenceModel | None) -> None:
+        self.owner = owner
+
+    def __deepcopy__(self, memo: Any) -> _Part:
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[type[_Part], tuple[None]]:
+        return type(self), (None,)
+
+
+class _Cut(_Part):
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return None if self.owner is None else self.owner.cut(args, kwargs)
+
+
+class _Finish(_Part):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        return None if self.owner is None else self.owner.finish(outputs)
+
+
+class _Loss(_Part):
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.owner is None:
+            raise RuntimeError(
+                "this is a copy of a model whose sequences ranks divide: give it an attention and a loss of its own, "
+                'model.set_attn_implementation("sdpa") and del model._loss_function'
+            )
+        return self.owner.loss(*args, **kwargs)
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: SequenceGroup, weight: float) -> Tensor:
+        ctx.weight = weight
+        everyone = part.new_zeros(group.size)
+        everyone[group.rank] = part.detach()
+        group.ranks.all_gather(everyone, of="losses").wait()
+        return everyone.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.weight, None, None
+
+
+def sum_over(part: Tensor, group: SequenceGroup, weight: float) -> Tensor:
+    """The sum over the ranks of a group; a gradient of it is `weight` times that of this rank's part.
+
+    An engine takes the mean of gradients over all ranks: with the number of ranks as weight, the sum of the group's.
+    """
+    found: Tensor = _SumOver.apply(part, group, weight)
+    return found
+
+
+# ---- attention ----
+
+
+class _Attend:
+    """The attention function of a model's layers.
+
+    Args:
+        group: The ranks.
+        config: The model's.
+    """
+
+    def __init__(self, group: SequenceGroup, config: Any) -> None:
+        self.group = group
+        self._windowed = getattr(config, "sliding_window", None) is not None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, None]:
+        """As transformers calls it; q, k and v are (batch, heads, tokens here, width).
+
+        Raises:
+            ValueError: If a layer wants what cannot be divided; names it.
+        """
+        name = type(module).__name__
+        found = _read(attention_mask)
+        if found is None:
+            raise ValueError(
+                f"{name}: a forward that no hook has divided, or a mask that the model has made itself; sequences that "
+                "ranks divide take attention_mask of (batch, tokens), and no other"
+            )
+        visible, length = found
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{name}: {query.shape[2]} queries to {key.shape[2]} keys (cross-attention) with sequences"
+            )
+        if dropout and module.training:
+            raise ValueError(f"{name}: dropout {dropout} in attention, which {NOT_DIVIDED}; set it to 0 in the config")
+        for what in ("softcap", "s_aux", "position_bias", "head_mask", "cache"):
+            if keywords.get(what) is not None:
+                raise ValueError(f"{name}: attention with {what}, which {NOT_DIVIDED}")
+        window = keywords.get("sliding_window")
+        if self._windowed and "sliding_window" not in keywords:
+            raise ValueError(f"{name}: config.sliding_window, which its layers do not tell the attention function")
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if window is not None and window >= length:
+            window = None
+        out = attention(
+            query, key, value, self.group, causal=causal, scale=scaling, visible=visible, window=window
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
+
+
+NOT_DIVIDED = "cannot be divided among ranks (mesh.sequence)"
+
+
+def _message(visible: Visible | None, length: int) -> Tensor:
+    """Who sees whom, as numbers in a tensor of 4 dimensions."""
+    numbers = [_MARK, length, -1 if visible is None else len(visible.samples)]
+    for sample in () if visible is None else visible.samples:
+        numbers.append(len(sample))
+        for row, column in sample:
+            numbers += [*row, *column]
+    return torch.tensor(numbers, dtype=torch.int64).view(1, 1, 1, -1)
+
+
+def _read(message: Any) -> tuple[Visible | None, int] | None:
+    """What `_message` wrote, and the length of sequences; None: it is something else."""
+    if not isinstance(message, Tensor) or message.shape[:3] != (1, 1, 1) or message.is_floating_point():
+        return None
+    mark, length, count, *rest = message.flatten().tolist()
+    if mark != _MARK:
+        return None
+    if count < 0:
+        return None, length
+    samples, numbers = [], iter(rest)
+    for _ in range(count):
+        spans = [tuple(next(numbers) for _ in range(4)) for _ in range(next(numbers))]
+        samples.append(tuple(((a, b), (c, d)) for a, b, c, d in spans))
+    return Visible(tuple(samples)), length
+
+
+# ---- what cannot be divided ----
+
+
+def _group_for(model: Any, engine: ZeroEngine) -> SequenceGroup:
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    settings, size = engine.config.config, engine.sequence.size
+
+    def fits(ulysses: int) -> bool:
+        return heads % ulysses == 0 and (key_heads % ulysses == 0 or ulysses % key_heads == 0)
+
+    if settings.origin_of("mesh.ulysses").startswith("derived"):
+        best = max(n for n in range(1, size + 1) if size % n == 0 and fits(n))
+        return SequenceGroup(engine.sequence.ranks, best)
+    ulysses = engine.sequence.ulysses
+    if not fits(ulysses):
+        raise ValueError(
+            f"mesh.ulysses is {ulysses} [{settings.origin_of('mesh.ulysses')}]: it does not divide the {heads} heads "
+            f"({key_heads} of keys and values) of {type(model).__name__}; leave it out, for a ring of the other ranks"
+        )
+    return engine.sequence
+
+
+def check_divisible(outer: nn.Module, model: Any) -> None:
+    """Raise for a model that is not computed token by token, but for an attention that can be divided.
+
+    Raises:
+        ValueError: Naming what it has.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"mesh.sequence: {name} has {what}, which {NOT_DIVIDED}")
+
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"mesh.sequence: {name} does not take its attention from transformers' attention interface, so ranks "
+            "cannot divide its sequences; use a model that does, or mesh.tensor"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("an encoder and a decoder")
+    if not name.endswith((*_LOSSES, *_TOKENWISE, "Model")) or getattr(model, "pooler", None) is not None:
+        refuse("a head that takes some tokens of a sequence (only language models and token classifiers do not)")
+    for key in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout"):
+        if getattr(config, key, 0.0):
+            raise ValueError(
+                f"mesh.sequence: {name} has config.{key}={getattr(config, key)}, and dropout in attention "
+                f"{NOT_DIVIDED}; set config.{key} = 0.0 before the model is made"
+            )
+    for key in ("attn_logit_softcapping", "attention_chunk_size", "output_router_logits", "output_attentions"):
+        if getattr(config, key, None):
+            refuse(f"config.{key}={getattr(config, key)}")
+    if other := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS):
+        refuse(f"layers of the kind {', '.join(other)}")
+    for path, child in model.named_modules():
+        if isinstance(child, (nn.Conv1d, nn.RNNBase)):
+            refuse(f"{path} ({type(child).__name__})")
+    if any(config.is_prompt_learning for config in getattr(outer, "peft_config", {}).values()):
+        refuse("prompt learning")
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise for arguments that cannot be cut."""
+    if "input_ids" not in given and "inputs_embeds" not in given:
+        raise ValueError(f"sequences that ranks divide: a forward without input_ids or inputs_embeds ({sorted(given)})")
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        found = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"attention_mask is {found}: only one of (batch, tokens) can be cut; padding, or None")
+    for name in ("pixel_values", "input_features", "encoder_hidden_states", "head_mask", "or_mask_function"):
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: it {NOT_DIVIDED}")
+    if given.get("output_attentions"):
+        raise ValueError(f"output_attentions=True: it {NOT_DIVIDED}")
+    if "cu_seq_lens_q" in given and "position_ids" not in given:
+        raise ValueError("cu_seq_lens_q without position_ids: give position_ids that begin anew at each sample")
+    logits = given.get("logits_to_keep")
+    if logits is not None and not (isinstance(logits, int) and logits == 0):
+        raise ValueError("logits_to_keep: ranks have different tokens; leave it out")
+
+
+def _dimension(name: str, value: Tensor, batch: int, length: int) -> int | None:
+    """Along which dimension a tensor has the tokens of sequences; None: it has none."""
+    if name == "position_ids":
+        return value.dim() - 1
+    if value.dim() >= 2 and value.shape[:2] == (batch, length):
+        return 1
+    return None
+
+
+def _cut(value: Tensor, dim: int, padding: int, fill: int, group: SequenceGroup) -> Tensor:
+    """This rank's tokens, after so many of padding at the end."""
+    if padding:
+        shape = list(value.shape)
+        shape[dim] = padding
+        value = torch.cat([value, value.new_full(shape, fill)], dim=dim)
+    return group.split(value, dim)
+
+
+def gathered(group: SequenceGroup, part: Any, length: int) -> Any:
+    """Outputs of tokens of all ranks, without the padding; None stays None. A collective of the group."""
+    if part is None:
+        return None
+    if isinstance(part, (list, tuple)):
+        return type(part)(gathered(group, each, length) for each in part)
+    return group.gather(part, dim=1)[:, :length]
+
+
+class CutLoader:
+    """A loader that gives each rank its tokens, as Accelerate's does where a `ParallelismConfig` has `sp_size`.
+
+    Batches get `position_ids`, and `shift_labels` in the place of `labels`.
+
+    Args:
+        loader: The loader of whole batches.
+        group: Gives the ranks, once there is a model.
+    """
+
+    def __init__(self, loader: Any, group: Callable[[], SequenceGroup]) -> None:
+        self._loader, self._group = loader, group
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_loader", "_group"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        group = self._group()
+        for batch in self._loader:
+            yield cut_batch(batch, group)
+
+
+def cut_batch(batch: Any, group: SequenceGroup) -> dict[str, Any]:
+    """This rank's tokens of a batch: labels are shifted before, and lengths padded to what can be divided.
+
+    Raises:
+        ValueError: If the batch is no mapping with `input_ids`, or has padding before tokens.
+    """
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise ValueError(f"batches that a loader cuts are mappings with input_ids, and this one is a {type(batch)}")
+    found, tokens = dict(batch), batch["input_ids"]
+    rows, length = tokens.shape
+    mask = found.pop("attention_mask", None)
+    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask: padding before tokens; pad at the end, or give position_ids of packed samples"
+        )
+    found.setdefault("position_ids", torch.arange(length, device=tokens.device).expand(rows, -1))
+    labels = found.pop("labels", None)
+    if labels is not None:
+        found.setdefault("shift_labels", F.pad(labels[:, 1:], (0, 1), value=IGNORED))
+    padding = -length % group.parts
+    for name, value in found.items():
+        if isinstance(value, Tensor) and (dim := _dimension(name, value, rows, length)) is not None:
+            found[name] = _cut(value, dim, padding, IGNORED if name == "shift_labels" else 0, group)
+    return found
