@@ -390,10 +390,11 @@ class ZeroEngine:
         self.activations.choose(self.mesh.control)
         if self.average is not None:
             self.average.before_step()
+        if not self.sequence.used:
+            self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
             self._check_observed()
-            self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         return sharded.begin_step(args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor
@@ -96,7 +97,7 @@ def accuracy(found: Any) -> dict[str, float]:
 
 
 def trained(mesh: dict[str, int] | None, kind: str, form: str, stage: int, folder: str, asked: Any = None) -> Any:
-    """What the Trainer logs, and the weights; None: the Trainer of transformers."""
+    """Metrics that the Trainer logs, and the weights; None: the Trainer of transformers."""
     with fresh_state():
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=2,
@@ -283,6 +284,96 @@ def test_a_trainer_of_lightning(ranks: Launcher) -> None:
 # ---- loops, and what is refused ----
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Gemma3": {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Mixtral": {"num_local_experts": 2},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 48, "dropout": 0.0},
+    "Roberta": {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "pad_token_id": 1},
+    "ModernBert": {"local_attention": 64},
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    config = getattr(transformers, config_name)(
+        **{
+            "vocab_size": WORDS,
+            "pad_token_id": 0,
+            "max_position_embeddings": 64,
+            "num_key_value_heads": 2,
+            **SIZES,
+            **MODELS[name],
+        }
+    )
+    head = "ForMaskedLM" if name in ("Roberta", "ModernBert") else "ForCausalLM"
+    model: PreTrainedModel = getattr(transformers, name + head)(config)
+    return model
+
+
+def one_step(name: str, change: str = "") -> tuple[float, float]:
+    """Differences of the loss, and of a step with the whole gradient, from the model's own."""
+    plain = model_of(name)
+    model = copy.deepcopy(plain)
+    settings: dict[str, Any] = {"stage": 2, "mesh": {"sequence": 2, "ulysses": 1}, "units": {"min_numel": 0}}
+    if change == "checkpointing of transformers":
+        model.gradient_checkpointing_enable()
+    if change == "activation_checkpointing":
+        settings["activation_checkpointing"] = {"mode": "full"}
+    if change == "adapter":
+        import peft
+
+        torch.manual_seed(1)
+        options: Any = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))  # type: ignore[assignment]
+        plain = copy.deepcopy(model)
+    engine = ZeroEngine(model, settings)
+    divide_sequences(engine)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    engine.attach(optimizer)
+    batch = collate(data("padded" if name != "OPT" else "plain", 2))
+    loss = model(**batch).loss
+    loss.backward()
+    whole = plain(**batch).loss
+    whole.backward()
+    optimizer.step()
+    state = engine.full_state_dict()
+    gaps = [
+        float((state[n] - (p.detach() - p.grad)).abs().max() / max(float(p.grad.abs().max()), 1e-2))
+        for n, p in plain.named_parameters()
+        if p.grad is not None
+    ]
+    engine.close()
+    return abs(float(loss) - float(whole)), max(gaps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_many_kinds(ranks: Launcher, name: str) -> None:
+    for loss, gradients in ranks(2, timeout=120)(one_step, name):
+        assert loss < 2e-6 and gradients < 2e-5
+
+
+@pytest.mark.parametrize("change", ["checkpointing of transformers", "activation_checkpointing", "adapter"])
+def test_layers_that_are_computed_again_and_adapters(ranks: Launcher, change: str) -> None:
+    for loss, gradients in ranks(2, timeout=120)(one_step, "Qwen2", change):
+        assert loss < 2e-6 and gradients < 2e-5
+
+
+class Shifted(LlamaForCausalLM):
+    """Mixes neighbours, which no rank has whole."""
+
+    def forward(self, input_ids: Any = None, **keywords: Any) -> Any:
+        mixed = self.model.embed_tokens(input_ids.roll(1, dims=1))
+        return super().forward(inputs_embeds=mixed, **keywords)
+
+
+class ShiftedForCausalLM(Shifted):
+    pass
+
+
 def generated(stage: int) -> tuple[bool, bool]:
     """Generation, and scores without labels, of whole sequences on every rank; the config that is saved."""
     model = build("llama")
@@ -343,6 +434,14 @@ def refusals() -> dict[str, str]:
             model(**{**batch, **more})
         found[what] = str(raised.value)
     engine.close()
+    torch.manual_seed(0)
+    shifted = ShiftedForCausalLM(LlamaConfig(vocab_size=WORDS, **SIZES))
+    engine = ZeroEngine(shifted, {"stage": 0, "mesh": {"sequence": 2}})
+    divide_sequences(engine)
+    with pytest.raises(ValueError) as raised:
+        shifted(**batch)
+    found["mixed"] = str(raised.value)
+    engine.close()
     alone = ZeroEngine(torch.nn.Linear(2, 2), {"stage": 0, "mesh": {"sequence": 2}})
     optimizer = torch.optim.SGD(alone.module.parameters(), lr=0.1)
     alone.attach(optimizer)
@@ -363,6 +462,7 @@ def test_what_cannot_be_divided_is_refused_by_name(ranks: Launcher) -> None:
             "mask": "attention_mask is of 4 dimensions",
             "batches": "different batches",
             "logits": "logits_to_keep",
+            "mixed": "ShiftedForCausalLM computes other outputs",
             "unused": "no sequence was divided",
         }.items():
             assert text in found[what], (what, found[what])

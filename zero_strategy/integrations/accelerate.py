@@ -277,7 +277,7 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def _shares(self) -> tuple[int, int]:
-        """How many shares of the data there are, and which of them this process gets."""
+        """Number of shares of the data, and the one that this process gets."""
         if (pipeline := self._pipeline) is not None:
             grid = pipeline.mpu()
             return grid.data_parallel_size, grid.data_parallel_id
@@ -286,7 +286,7 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def _loaders_cut(self) -> bool:
-        """Whether loaders give each rank its tokens, as Accelerate's do for `sp_size`; else the model takes them."""
+        """True if loaders give each rank its tokens, as Accelerate's do for `sp_size`; else the model takes them."""
         return self._asked is not None and self._asked.sp_size > 1
 
     def _sequence(self) -> SequenceGroup:

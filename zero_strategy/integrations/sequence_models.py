@@ -85,7 +85,7 @@ class SequenceModel:
         self._model, self._weight = weakref.ref(model), float(self.group.size)
         self._labels: Tensor | None = None
         self._items: Tensor | int | None = None
-        self._compared = 0
+        self._outer, self._probed, self._compared = weakref.ref(outer), False, 0
         self.cut_already = False
         """Batches come from a loader that has cut them, with `position_ids` and `shift_labels`."""
         self._signature = inspect.signature(outer.forward)
@@ -125,6 +125,8 @@ class SequenceModel:
         if self.cut_already:
             return (), self._taken(given)
         self._compare(given)
+        if not self._probed:
+            self._probe(given)
         return (), self._divided(given)
 
     def _whole(self, whole: bool) -> None:
@@ -143,7 +145,7 @@ class SequenceModel:
         elif places is not None:
             visible = Visible.positions(places[0] if places.dim() == 3 else places)
         if places is None:
-            given["position_ids"] = torch.arange(length, device=tokens.device).expand(batch, -1)
+            given["position_ids"] = self._places(tokens)
         elif places.shape[-2] == 1 != batch:
             given["position_ids"] = places.expand(*places.shape[:-2], batch, length)
         labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
@@ -160,6 +162,60 @@ class SequenceModel:
             self._items = (shifted != IGNORED).sum()
             given["labels"] = self._labels = _cut(shifted, 1, padding, IGNORED, self.group)
         return self._without_cache(given)
+
+    def _places(self, tokens: Tensor) -> Tensor:
+        """Positions that the model would give tokens: from 0 on, or after those of padding (RoBERTa and its kin)."""
+        model, (batch, length) = self._model(), tokens.shape[:2]
+        for child in () if model is None or tokens.dim() > 2 else model.modules():
+            own = getattr(child, "create_position_ids_from_input_ids", None)
+            if own is not None and getattr(child, "padding_idx", None) is not None:
+                found: Tensor = own(tokens, child.padding_idx)
+                return found
+        return torch.arange(length, device=tokens.device).expand(batch, -1)
+
+    def _probe(self, given: dict[str, Any]) -> None:
+        """Compare a few tokens, divided and whole, before the first of them count.
+
+        Raises:
+            ValueError: If they differ: layers see other tokens otherwise than by attention, or positions are counted
+                in a way of their own.
+        """
+        self._probed = True
+        model, outer = self._model(), self._outer()
+        assert model is not None and outer is not None
+        tokens = given["inputs_embeds"] if "inputs_embeds" in given else given["input_ids"]
+        batch, length = tokens.shape[:2]
+        few = min(length, max(32, 4 * self.group.parts))
+        part = {
+            name: value.narrow(dim, 0, few)
+            for name, value in given.items()
+            if isinstance(value, Tensor) and (dim := _dimension(name, value, batch, length)) is not None
+        }
+        labels = part.pop("labels", part.pop("shift_labels", None))
+        labels = torch.zeros(batch, few, dtype=torch.int64, device=tokens.device) if labels is None else labels
+        training = [module for module in outer.modules() if module.training]
+        outer.eval()
+        try:
+            with torch.no_grad():
+                whole = _tokens_of(outer(**part, return_dict=True))
+                divided = _tokens_of(outer(**part, labels=labels, return_dict=True))
+        finally:
+            for module in training:
+                module.training = True
+        wanted = _cut(whole, 1, -few % self.group.parts, 0, self.group)
+        here = self.group.positions(few + -few % self.group.parts) < few
+        if "attention_mask" in part:
+            here = here & _cut(part["attention_mask"] != 0, 1, -few % self.group.parts, 0, self.group).all(dim=0).cpu()
+        gap = (divided - wanted)[:, here.to(divided.device)].float().abs().max() if bool(here.any()) else 0.0
+        largest = float(wanted.float().abs().max())
+        bound = (1e-3 if wanted.dtype in (torch.float32, torch.float64) else 0.1) * largest
+        gaps = self.group.ranks.all_gather_objects(float(gap) / max(bound, 1e-30), "comparison")
+        if not max(gaps) <= 1:
+            raise ValueError(
+                f"mesh.sequence: {type(model).__name__} computes other outputs where ranks divide its sequences (by "
+                f"{max(gaps) * bound / largest:.2g} of the largest, among the first {few} tokens): some layer sees "
+                "other tokens otherwise than by attention, or counts positions in a way of its own (give position_ids)"
+            )
 
     def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments that were cut by a loader."""
@@ -362,7 +418,7 @@ NOT_DIVIDED = "cannot be divided among ranks (mesh.sequence)"
 
 
 def _message(visible: Visible | None, length: int) -> Tensor:
-    """Who sees whom, as numbers in a tensor of 4 dimensions."""
+    """The pairs of queries and keys, as numbers in a tensor of 4 dimensions."""
     numbers = [_MARK, length, -1 if visible is None else len(visible.samples)]
     for sample in () if visible is None else visible.samples:
         numbers.append(len(sample))
@@ -372,7 +428,7 @@ def _message(visible: Visible | None, length: int) -> Tensor:
 
 
 def _read(message: Any) -> tuple[Visible | None, int] | None:
-    """What `_message` wrote, and the length of sequences; None: it is something else."""
+    """The content of a `_message`, and the length of sequences; None: it is something else."""
     if not isinstance(message, Tensor) or message.shape[:3] != (1, 1, 1) or message.is_floating_point():
         return None
     mark, length, count, *rest = message.flatten().tolist()
@@ -485,6 +541,12 @@ def _cut(value: Tensor, dim: int, padding: int, fill: int, group: SequenceGroup)
         shape[dim] = padding
         value = torch.cat([value, value.new_full(shape, fill)], dim=dim)
     return group.split(value, dim)
+
+
+def _tokens_of(outputs: Any) -> Tensor:
+    """Logits, or states, (batch, tokens, width)."""
+    found: Tensor = outputs["logits"] if "logits" in outputs else outputs["last_hidden_state"]
+    return found
 
 
 def gathered(group: SequenceGroup, part: Any, length: int) -> Any:

@@ -40,7 +40,7 @@ def attention(
     Args:
         q: (batch, heads, tokens here, width).
         k: (batch, key heads, tokens here, width); key heads divide heads.
-        v: Likewise.
+        v: Likewise; of another width, if need be.
         group: The ranks; their tokens are those that `SequenceGroup.positions` says.
         causal: A token sees those before it, and itself.
         scale: Factor of the scores; None: 1 / sqrt(width).
@@ -50,7 +50,7 @@ def attention(
     A token that sees none has zeros.
 
     Returns:
-        (batch, heads, tokens here, width).
+        (batch, heads, tokens here, width of v).
 
     Raises:
         ValueError: If heads cannot be divided as asked for; names the numbers.
@@ -68,12 +68,16 @@ def attention(
     if visible is not None and len(visible.samples) not in (1, q.shape[0]):
         raise ValueError(f"visible is of {len(visible.samples)} samples, and the batch has {q.shape[0]}")
     group.used = True
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
+    if width != q.shape[-1]:  # kernels and messages have one width
+        wide = max(width, q.shape[-1])
+        q, k, v = (torch.nn.functional.pad(each, (0, wide - each.shape[-1])) for each in (q, k, v))
     if group.ulysses > 1:
         q, k, v = (_to_heads(each, group) for each in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
     out: Tensor = _Ring.apply(q, k, v, group, causal, factor, repeat, visible, window)
-    return _to_tokens(out, group) if group.ulysses > 1 else out
+    out = _to_tokens(out, group) if group.ulysses > 1 else out
+    return out[..., :width]
 
 
 # ---- Ulysses: tokens for heads ----

@@ -97,7 +97,7 @@ class SequenceGroup:
         return places.view(self.ulysses, -1)[peer]
 
     def spans(self, member: int, tokens: int) -> list[tuple[int, int]]:
-        """Where the tokens of a member of the ring are in the whole sequence; `tokens` is how many it has."""
+        """Places of the tokens of a member of the ring in the whole sequence; `tokens` is how many it has."""
         if self.ring == 1:
             return [(0, tokens)]
         chunk = tokens // 2

@@ -1,4 +1,4 @@
-"""Which tokens a token sees, as rectangles and triangles that fused kernels compute: no mask has a memory of its own.
+"""Tokens that a token sees, as rectangles and triangles that fused kernels compute: no mask has a memory of its own.
 
 A fused kernel computes all scores of a rectangle, or those of a square on and below its diagonal. Padding, packed
 samples and sliding windows are cut into such pieces here; a square of which the scores on and above the diagonal count

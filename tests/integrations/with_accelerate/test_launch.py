@@ -9,16 +9,20 @@ import threading
 from pathlib import Path
 
 import pytest
+from accelerate.parallelism_config import ParallelismConfig
 
 from tests.integrations.with_accelerate.upstream import run_here
 from tests.launcher import Launcher
 from tests.warm import run_warm_script
 from zero_strategy.config import load_config
 from zero_strategy.integrations.accelerate_launch import (
+    asked_parallelism,
     check_processes,
     check_single_owner,
     check_uneven_batches,
     needs_cpu,
+    with_parallelism,
+    without_parallelism,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -144,9 +148,26 @@ def test_other_ways_of_sharding_are_refused() -> None:
         check_single_owner({}, {"ACCELERATE_USE_DEEPSPEED": "True"})
     with pytest.raises(ValueError, match="fsdp_plugin"):
         check_single_owner({"fsdp_plugin": object()}, {})
-    with pytest.raises(ValueError, match="parallelism_config"):
-        check_single_owner({"parallelism_config": object()}, {})
+    with pytest.raises(ValueError, match="torch_tp_plugin"):
+        check_single_owner({"torch_tp_plugin": object()}, {})
     check_single_owner({"mixed_precision": "no"}, {"ACCELERATE_USE_FSDP": "false"})
+
+
+def test_the_sizes_of_accelerate_are_settings() -> None:
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    assert asked_parallelism(None, {}) is None and asked_parallelism(None, variables) is not None
+    with without_parallelism(variables):
+        assert not variables
+    assert variables
+    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2)
+    found = with_parallelism(load_config(), sizes, 8).mesh
+    assert (found.replicate, found.sequence, found.ulysses) == (2, 2, 1)
+    found = with_parallelism(load_config(), ParallelismConfig(sp_size=4), 8).mesh  # as Accelerate's example
+    assert (found.replicate, found.sequence, found.ulysses) == (1, 4, None)
+    with pytest.raises(ValueError, match="is of 8 processes, and there are 4"):
+        with_parallelism(load_config(), sizes, 4)
+    with pytest.raises(ValueError, match=r"mesh\.sequence is 4 .*ParallelismConfig says 2"):
+        with_parallelism(load_config(mesh={"sequence": 4}), sizes, 8)
 
 
 def test_uneven_batches_have_a_call_of_accelerate_s_own() -> None:
