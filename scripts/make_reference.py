@@ -79,6 +79,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "offload.probe_seconds": ("time for measuring the drive at the start; 0: do not measure", "0"),
     "activation_checkpointing.mode": ("activations to compute again in backward", "selective"),
     "activation_checkpointing.every_n": ("mode `every_n`: one unit in so many is computed again", "3"),
+    "activation_checkpointing.tile_tokens": ("tokens of an MLP and of the loss that are computed at a time", "4096"),
     "activation_checkpointing.budget": (
         "mode `budget`: share of mode `none`'s bytes that may be kept; none: 0.5",
         "0.6",

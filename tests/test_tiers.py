@@ -34,7 +34,11 @@ FEATURES = {
         "publish/test_weights.py", "publish/test_publish.py", "publish/test_recorder.py", "publish/test_served.py",
     ],
     "guides/large_models.md": ["engine/test_init.py", "integrations/with_transformers/test_pretrained.py"],
-    "guides/long_context.md": ["sequence/test_attention.py", "sequence/test_training.py", "integrations/test_sequence.py"],
+    "guides/long_context.md": [
+        "sequence/test_attention.py",
+        "sequence/test_training.py",
+        "integrations/test_sequence.py",
+    ],
     "guides/lora.md": ["integrations/with_transformers/test_adapters.py"],
     "guides/measuring.md": [
         "diagnostics/test_integrations.py", "diagnostics/test_report.py", "diagnostics/test_straggler.py",

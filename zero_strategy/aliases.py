@@ -36,6 +36,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "checkpoint.remote": "checkpoint.storage",
         "checkpoint.snapshot": "checkpoint.save",
         "checkpoint.verify": "cli.checkpoint_checks",
+        "compat.deepspeed.transformer.vocabulary_loss": "sequence.vocabulary_loss",
         "deferred": "checkpoint.deferred",
         "diagnostics.gradient_norms": "diagnostics.norms",
         "diagnostics.install": "diagnostics.recorder",
@@ -73,7 +74,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "memory.viewless": "compat.megatron.tensors",
         "ops.applier": "ops.multi_tensor",
         "ops.native": "ops.library",
-        "ops.vocabulary_loss": "compat.deepspeed.transformer.vocabulary_loss",
+        "ops.vocabulary_loss": "sequence.vocabulary_loss",
         "optim.model_parallel_norm": "compat.megatron.gradients",
         "optim.no_optimizer": "optim.fused",
         "piece_exchange": "checkpoint.piece_reader",
@@ -142,7 +143,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "transformer.layer": "compat.deepspeed.transformer.layer",
         "transformer.replacement": "compat.deepspeed.transformer.replacement",
         "transformer.rotary": "compat.deepspeed.transformer.layer",
-        "transformer.vocabulary_loss": "compat.deepspeed.transformer.vocabulary_loss",
+        "transformer.vocabulary_loss": "sequence.vocabulary_loss",
         "versions": "compat.megatron.lifecycle",
     }
 )

@@ -96,7 +96,9 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float((guesses == labels)[counted].mean()), "counted": float(counted.sum())}
 
 
-def trained(mesh: dict[str, int] | None, kind: str, form: str, stage: int, folder: str, asked: Any = None) -> Any:
+def trained(
+    mesh: dict[str, int] | None, kind: str, form: str, stage: int, folder: str, asked: Any = None, more: Any = None
+) -> Any:
     """Metrics that the Trainer logs, and the weights; None: the Trainer of transformers."""
     with fresh_state():
         arguments = TrainingArguments(
@@ -112,7 +114,7 @@ def trained(mesh: dict[str, int] | None, kind: str, form: str, stage: int, folde
         if mesh is None:
             trainer: Any = Trainer(model, arguments, **keywords)
         else:
-            config = {"stage": stage, "units": {"min_numel": 0}, "mesh": mesh}
+            config = {"stage": stage, "units": {"min_numel": 0}, "mesh": mesh, **(more or {})}
             trainer = ZeroTrainer(model, arguments, zero_config=config, **keywords)
         trainer.train()
         names = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_counted", "num_input_tokens_seen")
@@ -360,6 +362,76 @@ def test_models_of_many_kinds(ranks: Launcher, name: str) -> None:
 def test_layers_that_are_computed_again_and_adapters(ranks: Launcher, change: str) -> None:
     for loss, gradients in ranks(2, timeout=120)(one_step, "Qwen2", change):
         assert loss < 2e-6 and gradients < 2e-5
+
+
+def tiled(stage: int, sequence: int, mode: str) -> tuple[float, float, bool]:
+    """Differences of 20 losses and of the weights from the model's own; and that nobody has logits."""
+    plain = build("llama")
+    model = copy.deepcopy(plain)
+    settings = {"mode": mode, "tile_tokens": 5}
+    config = {"stage": stage, "mesh": {"sequence": sequence}, "activation_checkpointing": settings}
+    engine = ZeroEngine(model, config)
+    divide_sequences(engine)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, plain)]
+    engine.attach(optimizers[0])
+    gaps, hidden = [], True
+    for step in range(20):
+        row = 2 * step + engine.mesh.rank // sequence
+        outputs, whole = model(**collate([sample(row)])), []
+        outputs.loss.backward()
+        copies = engine.mesh.world_size // sequence
+        for number in range(copies):
+            whole.append(plain(**collate([sample(2 * step + number)])).loss)
+            (whole[-1] / copies).backward()
+        gaps.append(abs(float(outputs.loss) - float(whole[engine.mesh.rank // sequence])))
+        hidden = hidden and "logits" not in outputs
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    copied = copy.deepcopy(model) if stage == 0 and sequence == 1 else None
+    if copied is not None:
+        del copied._loss_function
+        assert copied(**collate([sample(1)])).logits.shape == (1, TOKENS, WORDS)
+    state = engine.full_state_dict()
+    engine.close()
+    return max(gaps), apart(state, dict(plain.state_dict())), hidden
+
+
+@pytest.mark.parametrize("stage, sequence, mode", [(0, 1, "none"), (3, 1, "full"), (3, 2, "none"), (2, 2, "full")])
+def test_tiles_of_mlps_and_of_the_loss(ranks: Launcher, stage: int, sequence: int, mode: str) -> None:
+    for losses, weights, hidden in ranks(2, timeout=120)(tiled, stage, sequence, mode):
+        assert losses < 2e-6 and weights < 2e-5 and hidden
+
+
+def test_the_trainer_of_transformers_with_tiles(ranks: Launcher, tmp_path: Path) -> None:
+    theirs, weights = ranks(2, timeout=120)(trained, None, "llama", "plain", 0, str(tmp_path / "plain"))[0]
+    tiles = {"activation_checkpointing": {"tile_tokens": 4}}
+    ours, state = ranks(2, timeout=120)(trained, {}, "llama", "plain", 3, str(tmp_path / "ours"), None, tiles)[0]
+    assert max(abs(a[n] - b[n]) for a, b in zip(ours, theirs, strict=True) for n in a) < 2e-5
+    assert apart(state, weights) < 2e-5
+
+
+def untiled() -> list[str]:
+    found = []
+    shape: dict[str, Any] = {"vocab_size": WORDS, "num_key_value_heads": 2, **SIZES}
+    for model in (
+        transformers.CohereForCausalLM(transformers.CohereConfig(**shape)),  # a scale of logits
+        build("bert"),
+        transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=WORDS, hidden_size=12, ffn_dim=16)),
+    ):
+        engine = ZeroEngine(model, {"stage": 0, "activation_checkpointing": {"tile_tokens": 4}})
+        with pytest.raises(ValueError) as raised:
+            divide_sequences(engine)
+            model(**collate([sample(0)]))
+        found.append(str(raised.value))
+        engine.close()
+    return found
+
+
+def test_models_without_tiles_are_refused_by_name(ranks: Launcher) -> None:
+    scaled, bert, opt = ranks(1)(untiled)[0]
+    assert "computes with its logits" in scaled
+    assert "BertForMaskedLM is no causal" in bert and "OPTForCausalLM has no modules called mlp" in opt
 
 
 class Shifted(LlamaForCausalLM):

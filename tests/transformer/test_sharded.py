@@ -14,9 +14,9 @@ from tests.engine.trainings import DEFAULTS, PlainTraining, Setting, ShardedTrai
 from tests.launcher import Launcher
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer
-from zero_strategy.compat.deepspeed.transformer.vocabulary_loss import linear_cross_entropy
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.sequence.vocabulary_loss import linear_cross_entropy
 
 WIDTH, TOKENS, DEPTH = 8, 20, 3
 SAVING = {"normalize_invertible": True, "gelu_checkpoint": True, "attn_dropout_checkpoint": True}

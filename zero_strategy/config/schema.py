@@ -296,6 +296,10 @@ class ActivationCheckpointingConfig(Section):
     are chosen after the first step, by what that step would have kept and computed. None: derived, 0.5, or what is
     taken with all units computed again where that is more."""
 
+    tile_tokens: int = field(default=0, metadata=at_least(0))
+    """MLPs and the loss of Hugging Face models over so many tokens at a time, whatever the mode: of an MLP nothing but
+    inputs and outputs is kept, and logits are never whole. 0: all at once."""
+
 
 @dataclass
 class PipelineConfig(Section):

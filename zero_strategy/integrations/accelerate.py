@@ -346,6 +346,10 @@ class ZeroAccelerator(Accelerator):
         """
         return self._prepared.engine(model)
 
+    def divided(self, model: nn.Module) -> list[SequenceModel]:
+        """The Hugging Face models in a prepared one whose sequences are divided or tiled."""
+        return self._divided.get(id(model), [])
+
     def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """The model itself: there is no wrapper."""
         if id(model) in self.engines:

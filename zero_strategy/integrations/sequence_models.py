@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.sequence import SequenceGroup, Visible, attention
+from zero_strategy.sequence.tiling import TiledHead, tile_modules
 
 IGNORED = -100
 _MARK = 7_305_801  # the first number of a `_message`
@@ -36,19 +37,22 @@ _COMPARED_CALLS = 4
 
 
 def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
-    """Let the Hugging Face models of an engine's module compute this rank's tokens of every sequence.
+    """Let the Hugging Face models of an engine's module compute this rank's tokens of every sequence, tile by tile.
 
     Integrations call it; in a loop of your own, call it after `ZeroEngine(model, ...)`.
 
     Returns:
-        What divides each of them; empty where `mesh.sequence` is 1, or the module has none.
+        What divides each of them; empty where neither `mesh.sequence` nor `activation_checkpointing.tile_tokens` asks
+        for it, or the module has none.
 
     Raises:
         ValueError: For a model that cannot compute tokens one by one, or an attention that cannot be divided; names it.
     """
-    if engine.sequence.size == 1 or "transformers" not in sys.modules:
+    tokens = engine.config.config.activation_checkpointing.tile_tokens
+    asked = engine.sequence.size > 1 or tokens > 0
+    if not asked or "transformers" not in sys.modules:
         return []
-    return [SequenceModel(outer, model, engine) for outer, model in _models(engine.module)]
+    return [SequenceModel(outer, model, engine, tokens) for outer, model in _models(engine.module)]
 
 
 def _models(module: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -72,29 +76,37 @@ class SequenceModel:
         model: The `PreTrainedModel` in it.
         engine: The ranks; its `sequence` gets as many Ulysses ranks as the heads allow, where `mesh.ulysses` is not
             given.
+        tile: Tokens of MLPs and of the loss at a time; 0: all.
+
+    Attributes:
+        cut_already: Batches come from a loader that has cut them, with `position_ids` and `shift_labels`.
+        loss_only: Without gradients, too, nobody wants logits.
 
     Raises:
         ValueError: As `divide_sequences`.
     """
 
-    def __init__(self, outer: nn.Module, model: Any, engine: ZeroEngine) -> None:
-        from transformers import AttentionInterface
-
-        check_divisible(outer, model)
-        self.group = engine.sequence = _group_for(model, engine)
+    def __init__(self, outer: nn.Module, model: Any, engine: ZeroEngine, tile: int = 0) -> None:
+        self.divided = engine.sequence.size > 1
+        if self.divided:
+            check_divisible(outer, model)
+            engine.sequence = _group_for(model, engine)
+        self.group = engine.sequence
         self._model, self._weight = weakref.ref(model), float(self.group.size)
         self._labels: Tensor | None = None
         self._items: Tensor | int | None = None
         self._outer, self._probed, self._compared = weakref.ref(outer), False, 0
-        self.cut_already = False
-        """Batches come from a loader that has cut them, with `position_ids` and `shift_labels`."""
+        self.cut_already = self.loss_only = self._tiling = False
         self._signature = inspect.signature(outer.forward)
         self._tokenwise = type(model).__name__.endswith(_TOKENWISE)
         self.name, self._before = f"zero_sequence_{id(self):x}", model.config._attn_implementation
         self._plain_loss = model.loss_function
-        attend = _Attend(self.group, model.config)
-        AttentionInterface.register(self.name, attend)
-        model.set_attn_implementation(self.name)
+        self._head = _tile(model, tile) if tile else None
+        if self.divided:
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(self.name, _Attend(self.group, model.config))
+            model.set_attn_implementation(self.name)
         model.loss_function = _Loss(self)
         outer.register_forward_pre_hook(_Cut(self), with_kwargs=True, prepend=True)
         outer.register_forward_hook(_Finish(self), with_kwargs=True, always_call=True)
@@ -115,10 +127,14 @@ class SequenceModel:
             else:
                 given[name] = value
         given = {name: value for name, value in given.items() if value is not None}
-        self._labels = self._items = None
+        self._forget()
         labelled = "labels" in given or "shift_labels" in given
         if given.get("past_key_values") is not None or not (labelled or torch.is_grad_enabled()):
             self._whole(True)  # `generate`, and scores of whole sequences: as one process
+            return args, kwargs
+        if not self.divided:
+            if labelled and self._wants_tiles:
+                self._expect(_shifted(given, False))
             return args, kwargs
         self._whole(False)
         _check_arguments(given)
@@ -129,7 +145,27 @@ class SequenceModel:
             self._probe(given)
         return (), self._divided(given)
 
+    @property
+    def _wants_tiles(self) -> bool:
+        return self._head is not None and (self.loss_only or torch.is_grad_enabled())
+
+    def _forget(self) -> None:
+        self._labels, self._items, self._tiling = None, None, False
+        if self._head is not None:
+            self._head.forget()
+
+    def _expect(self, labels: Tensor, items: Tensor | int | None = None) -> None:
+        """The loss is that of these labels of this rank; `items`: tokens of the group that count."""
+        self._labels = labels
+        self._items = (labels != IGNORED).sum() if items is None else items
+        self._tiling = self._wants_tiles
+        if self._tiling:
+            assert self._head is not None
+            self._head.expect(labels)
+
     def _whole(self, whole: bool) -> None:
+        if not self.divided:
+            return
         model = self._model()
         wanted = self._before if whole else self.name
         if model is not None and model.config._attn_implementation != wanted:
@@ -148,9 +184,9 @@ class SequenceModel:
             given["position_ids"] = self._places(tokens)
         elif places.shape[-2] == 1 != batch:
             given["position_ids"] = places.expand(*places.shape[:-2], batch, length)
-        labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
-        if labels is not None and shifted is None:
-            shifted = labels if self._tokenwise else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        labelled = "labels" in given or "shift_labels" in given
+        shifted = _shifted(given, self._tokenwise) if labelled else None
+        given.pop("labels", None), given.pop("shift_labels", None)
         padding = -length % self.group.parts
         if padding and visible is None:
             visible = Visible(((((0, length), (0, length)),),))
@@ -159,8 +195,8 @@ class SequenceModel:
                 given[name] = _cut(value, dim, padding, 0, self.group)
         given["attention_mask"] = _message(visible, length + padding)
         if shifted is not None:
-            self._items = (shifted != IGNORED).sum()
-            given["labels"] = self._labels = _cut(shifted, 1, padding, IGNORED, self.group)
+            given["labels"] = _cut(shifted, 1, padding, IGNORED, self.group)
+            self._expect(given["labels"], (shifted != IGNORED).sum())
         return self._without_cache(given)
 
     def _places(self, tokens: Tensor) -> Tensor:
@@ -229,8 +265,8 @@ class SequenceModel:
         given["attention_mask"] = _message(Visible.positions(whole), whole.shape[-1])
         if labels is not None:
             counts = self.group.ranks.all_gather_small((labels != IGNORED).sum().view(1), "tokens that count")
-            self._items = int(torch.stack(counts).sum())
-            given["labels"] = self._labels = labels
+            given["labels"] = labels
+            self._expect(labels, int(torch.stack(counts).sum()))
         return self._without_cache(given)
 
     def _without_cache(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +300,12 @@ class SequenceModel:
             found: Tensor = self._plain_loss(logits, labels, *rest, **keywords)
             return found
         own_labels, self._labels = self._labels, None
+        if self._tiling:
+            assert self._head is not None
+            items = keywords.get("num_items_in_batch")
+            items = self._items if items is None else items
+            assert items is not None
+            return sum_over(self._head.take(logits) / items, self.group, self._weight)
         if keywords.get("num_items_in_batch") is None:
             keywords["num_items_in_batch"] = self._items
         keywords.pop("shift_labels", None)
@@ -278,19 +320,24 @@ class SequenceModel:
         Raises:
             ValueError: If the model computed its loss without its loss function.
         """
-        labels, self._labels = self._labels, None
+        labels, tiling = self._labels, self._tiling
+        items = self._items
+        self._forget()
+        if tiling and labels is None and isinstance(outputs, dict):  # states stand where logits would be
+            return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
         if labels is None or outputs is None:
             return outputs
         if not self._tokenwise:
             model = self._model()
             raise ValueError(
-                f"{type(model).__name__}.forward computes a loss without its loss_function, which sees the tokens of "
-                "one rank only: compute the loss from its logits, by engine.token_mean, or leave mesh.sequence at 1"
+                f"{type(model).__name__}.forward computes a loss without its loss_function, of this rank's tokens "
+                "only: compute the loss from its logits, by engine.token_mean, or leave mesh.sequence at 1, and "
+                "activation_checkpointing.tile_tokens out"
             )
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[1]
         total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        assert self._items is not None
-        loss = sum_over(total / self._items, self.group, self._weight)
+        assert items is not None
+        loss = sum_over(total / items, self.group, self._weight)
         if isinstance(outputs, dict):
             outputs["loss"] = loss
             return outputs
@@ -541,6 +588,34 @@ def _cut(value: Tensor, dim: int, padding: int, fill: int, group: SequenceGroup)
         shape[dim] = padding
         value = torch.cat([value, value.new_full(shape, fill)], dim=dim)
     return group.split(value, dim)
+
+
+def _shifted(given: Mapping[str, Any], tokenwise: bool) -> Tensor:
+    """Labels of the tokens in whose places they are predicted, (batch, tokens)."""
+    shifted = given.get("shift_labels")
+    if shifted is not None or tokenwise:
+        found: Tensor = given["labels"] if shifted is None else shifted
+        return found
+    return F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
+
+
+def _tile(model: Any, tokens: int) -> TiledHead | None:
+    """Tile the MLPs of a causal language model, and its head.
+
+    Raises:
+        ValueError: If it has none that can be tiled; names the model.
+    """
+    name = f"activation_checkpointing.tile_tokens: {type(model).__name__}"
+    if not type(model).__name__.endswith(_LOSSES):
+        raise ValueError(f"{name} is no causal language model, of which alone MLPs and the loss are tiled")
+    if not tile_modules(model, tokens):
+        raise ValueError(f"{name} has no modules called mlp or feed_forward")
+    head, loss = model.get_output_embeddings(), getattr(model.loss_function, "__name__", "another")
+    if type(head) is not nn.Linear or loss != "ForCausalLMLoss":
+        raise ValueError(
+            f"{name}: tiles of the loss need a Linear as head, and ForCausalLMLoss; they are {head}, {loss}"
+        )
+    return TiledHead(head, tokens)
 
 
 def _tokens_of(outputs: Any) -> Tensor:
