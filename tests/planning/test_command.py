@@ -156,6 +156,25 @@ def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and "none fits" in out
 
 
+def test_the_longest_sequences_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--largest", "--layers", "4", "--hidden", "256", "--vocabulary", "32000", "--world", "4")
+    budget = ("--gpu-mem", "2GB", "--host-mem", "8GB", "--dtype", "bf16")
+    status, found = as_json(capsys, *arguments, *budget)
+    tokens = {(e["activation_checkpointing"], e["tile_tokens"], e["sequence_ranks"]): e["tokens"] for e in found}
+    assert status == 0 and len(tokens) == 3 * 2 * 2
+    for mode in ("none", "full"):
+        for tile in (0, 2048):
+            one, two, four = (tokens[mode, tile, ranks] for ranks in (1, 2, 4))
+            assert one > 1000 and two == pytest.approx(2 * one, rel=0.01) and four == pytest.approx(4 * one, rel=0.01)
+    assert tokens["full", 2048, 1] > 4 * tokens["none", 0, 1]
+    peaks = [tier["taken"] for e in found for name, tier in e["ledger"]["tiers"].items() if name == "device"]
+    assert all(0.98 * 0.95 * 2e9 < peak <= 0.95 * 2e9 for peak in peaks) and len(peaks) == 12
+    status, table, _ = run(capsys, *arguments, *budget, "--micro-batch", "2")
+    assert status == 0 and "2 per micro-batch, on 4 rank(s)" in table and "mesh.sequence" in table
+    status, table, _ = run(capsys, *arguments, "--gpu-mem", "1MB", "--host-mem", "8GB")
+    assert status == 1 and "none fits" in table
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -184,7 +203,7 @@ def test_the_largest_models(capsys: pytest.CaptureFixture[str]) -> None:
         (("--params", "1e8", "--micro-batch", "0"), "--micro-batch is 0"),
         ((f"{MODELS}:Stack", "--micro-batch", "1"), "plain numbers only"),
         (("--params", "1e8", "--ranks-per-host", "3"), "ranks_per_host is 3"),
-        (("--largest", "--params", "1e8"), "leave out the model"),
+        (("--largest", f"{MODELS}:Stack"), "leave out the model"),
         (("--params", "1e8", "--config", "no_such.yaml"), "no_such.yaml"),
     ],
 )

@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_strategy.cli.plan_fit import Budget, gpt_shape, largest_json, largest_models, largest_table
+from zero_strategy.cli.plan_fit import (
+    Budget,
+    gpt_shape,
+    largest_json,
+    largest_models,
+    largest_table,
+    longest_json,
+    longest_sequences,
+    longest_table,
+)
 from zero_strategy.cli.verify import sentence
 from zero_strategy.config import UnitsConfig, ZeroConfig, load_config
 from zero_strategy.config.deepspeed.read import inspect_deepspeed
@@ -280,6 +289,7 @@ examples:
   zero-strategy plan --params 7e9 --layers 32 --hidden 4096 --world 2 --dtype bf16 --gpu-mem 24GB --host-mem 128GB
   zero-strategy plan --params 7e9 --dtype bf16 --gpu-mem 24GB --offload-optimizer cpu --png plan.png
   zero-strategy plan --largest --dtype bf16 --gpu-mem 24GB --host-mem 64GB --disk 1TB
+  zero-strategy plan --largest --params 8e9 --world 8 --dtype bf16 --gpu-mem 80GB --host-mem 1TB
 """
 
 _RANKS_PER_HOST = 8
@@ -332,7 +342,7 @@ def add_plan_command(commands: Any) -> None:
         "--largest",
         action="store_true",
         help="instead: the largest GPT-like model (hidden = 128 x layers) for every stage and offload, with saves that "
-        "are not in the background",
+        "are not in the background; with --params or --layers and --hidden: the longest sequences of that model",
     )
     output.add_argument("--hidden-per-layer", type=int, default=128, help="that ratio (default: %(default)s)")
 
@@ -461,8 +471,10 @@ def _model(options: argparse.Namespace, config: Any) -> Any:
 
     numbers = (options.params, options.layers, options.hidden, options.vocabulary)
     if options.largest:
-        if options.model is not None or any(number is not None for number in numbers[:3]):
-            raise ValueError("--largest looks for the model: leave out the model and --params, --layers, --hidden")
+        if options.model is not None:
+            raise ValueError("--largest looks for a model, or the sequences of one of --params: leave out the model")
+        if any(number is not None for number in numbers[:3]):
+            return shape_of_numbers(*numbers)
         if options.hidden_per_layer < 1:
             raise ValueError(f"--hidden-per-layer is {options.hidden_per_layer}; accepted: 1 or more")
         return family_shape(1, options.vocabulary or VOCABULARY, options.hidden_per_layer)
@@ -481,7 +493,23 @@ def _model(options: argparse.Namespace, config: Any) -> Any:
         return model_shape(options.model, arguments, config.units)
 
 
+def _longest(plan: Any, budget: Any, options: argparse.Namespace) -> int:
+    batch = options.micro_batch or 1
+    found = list(longest_sequences(plan, budget, batch))
+    if options.json:
+        print(json.dumps(longest_json(found), indent=1))
+    else:
+        ranks, per_host = plan.resolved.world_size, plan.ranks_per_host
+        print(
+            f"longest sequences, {batch} per micro-batch: {plan.model.title}, on {ranks} rank(s), {per_host} per host"
+        )
+        print(f"(bytes per rank, peaks included; {budget.margin:.0%} stays free)\n\n{longest_table(found)}")
+    return int(all(entry.plan is None for entry in found))
+
+
 def _largest(plan: Any, budget: Any, options: argparse.Namespace) -> int:
+    if any(number is not None for number in (options.params, options.layers, options.hidden)):
+        return _longest(plan, budget, options)
     vocabulary = options.vocabulary or VOCABULARY
     models = list(largest_models(plan, budget, lambda step: family_shape(step, vocabulary, options.hidden_per_layer)))
     if options.json:

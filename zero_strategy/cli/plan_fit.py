@@ -391,7 +391,7 @@ def gpt_shape(
     ]
     units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
     # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
-    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary, products=6 * hidden + inner)
+    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary, products=6 * hidden + inner, inner=2 * inner)
     return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
 
 
@@ -476,6 +476,104 @@ def _search(base: MemoryPlan, budget: Budget, member: Callable[[int], ModelShape
         else:
             high = middle
     return found
+
+
+TILE = 2048
+"""Tokens of a tile, in answers to how long sequences can be."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence under one setting.
+
+    Attributes:
+        mode: Of activation checkpointing.
+        tile_tokens: 0: no tiles.
+        sequence: Ranks that divide a sequence.
+        tokens: Its length; 0 if not even the shortest fits.
+        plan: Its plan; None for 0.
+    """
+
+    mode: str
+    tile_tokens: int
+    sequence: int
+    tokens: int
+    plan: MemoryPlan | None
+
+
+def longest_sequences(plan: MemoryPlan, budget: Budget, micro_batch: int = 1) -> Iterator[Longest]:
+    """The longest sequence with and without recomputation and tiles, whole and divided among more and more ranks.
+
+    Args:
+        plan: Its model has costs of tokens.
+        budget: What there is.
+        micro_batch: Sequences of a micro-batch.
+    """
+    world = plan.resolved.world_size
+    for sequence in (n for n in range(1, world + 1) if world % n == 0 and n & (n - 1) == 0):
+        mesh = replace(plan.resolved.config.mesh, sequence=sequence, ulysses=None, shard=None)
+        for mode in ("none", "full"):
+            for tile in (0, TILE):
+                kept = replace(plan.resolved.config.activation_checkpointing, mode=mode, tile_tokens=tile)
+                base = plan.changed(settings={"activation_checkpointing": kept, "mesh": mesh})
+                yield _longest(base, budget, micro_batch, Longest(mode, tile, sequence, 0, None))
+
+
+def _longest(base: MemoryPlan, budget: Budget, micro_batch: int, setting: Longest) -> Longest:
+    """By doubling, then by halving, in steps that can be divided."""
+    step, found = 2 * setting.sequence, setting
+
+    def good(count: int) -> bool:
+        nonlocal found
+        tried = replace(base, tokens=count * step * micro_batch)
+        if fits(tried, budget):
+            found = replace(setting, tokens=count * step, plan=tried)
+            return True
+        return False
+
+    low, high = 0, 1
+    while high * step <= _MOST_TOKENS and good(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if good(middle):
+            low = middle
+        else:
+            high = middle
+    return found
+
+
+_MOST_TOKENS = 1 << 32
+
+
+def longest_table(found: Sequence[Longest]) -> str:
+    """Columns: recomputation, tiles, ranks of a sequence, tokens, bytes per rank."""
+    rows = [
+        (
+            entry.mode,
+            entry.tile_tokens or "-",
+            entry.sequence,
+            f"{entry.tokens:,}" if entry.tokens else "none fits",
+            "" if entry.plan is None else size(entry.plan.ledger().tier_bytes("device")),
+        )
+        for entry in found
+    ]
+    header = ("activation_checkpointing", "tile_tokens", "mesh.sequence", "tokens of a sequence", "device")
+    return table(rows, header, right=(1, 2, 3, 4))
+
+
+def longest_json(found: Sequence[Longest]) -> list[dict[str, object]]:
+    """The same as plain types."""
+    return [
+        {
+            "activation_checkpointing": entry.mode,
+            "tile_tokens": entry.tile_tokens,
+            "sequence_ranks": entry.sequence,
+            "tokens": entry.tokens,
+            "ledger": None if entry.plan is None else entry.plan.ledger().to_json(entries=False),
+        }
+        for entry in found
+    ]
 
 
 def largest_table(models: list[Largest]) -> str:

@@ -47,6 +47,7 @@ from zero_strategy.offload.chunk_store import Allowance
 from zero_strategy.offload.stores import chunk_numel
 from zero_strategy.planning.ledger import Entry, Owner, allocated
 from zero_strategy.runtime.torch_private import non_persistent_buffers
+from zero_strategy.sequence.tiling import loss_tile
 
 TIER_ORDER = ("none", "cpu", "nvme")
 """From the fastest to the largest; "none" is the device."""
@@ -424,6 +425,8 @@ class TokenCosts(NamedTuple):
 
     products: int = 0
     """Inside a block: results of matrix products and of attention."""
+    inner: int = 0
+    """Inside a block's MLP, between its input and its output."""
 
     def nbytes(self, tokens: int, itemsize: int, *, recompute: bool = False) -> int:
         """Bytes for a micro-batch of `tokens`; `recompute`: every block is run again in backward."""
@@ -440,11 +443,23 @@ class TokenCosts(NamedTuple):
             settings: What is run again in backward.
             offload: What autograd keeps of blocks waits on the host; two blocks' part of it is on the device.
         """
-        moving, staying, again = self._blocks(settings)
+        costs = self._replace(per_layer=self.per_layer - self.inner, inner=0) if settings.tile_tokens else self
+        moving, staying, again = costs._blocks(settings)
         here = min(moving, 2 * -(-moving // self.layers)) if offload else moving
         last_norm = 2 * self.boundary
-        device = itemsize * (here + staying + again + last_norm + self.logits) + 2 * 4 * self.logits
-        return tokens * device, tokens * itemsize * moving if offload else 0
+        kept = tokens * itemsize * (here + staying + last_norm)
+        # The loss is done with before a block is run again.
+        moment = max(self._loss(tokens, itemsize, settings), tokens * itemsize * again)
+        return kept + moment, tokens * itemsize * moving if offload else 0
+
+    def _loss(self, tokens: int, itemsize: int, settings: ActivationCheckpointingConfig) -> int:
+        """Bytes of logits and what is made of them; in tiles, of one tile, and of the gradients that the loss makes."""
+        if not settings.tile_tokens:
+            return tokens * self.logits * (itemsize + 2 * 4)
+        tile = min(tokens, settings.tile_tokens)
+        gradients = (4 * self.logits + itemsize * tokens) * self.boundary  # of the head's weight, and of its inputs
+        logits = loss_tile(tile, self.logits) * self.logits * (4 + (itemsize if itemsize < 4 else 0))
+        return max(gradients + logits, 2 * itemsize * tile * self.inner)
 
     def _blocks(self, settings: ActivationCheckpointingConfig) -> tuple[int, int, int]:
         """Elements per token that autograd keeps of blocks, that checkpoints keep, and of a block that is run again."""

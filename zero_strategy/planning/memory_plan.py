@@ -65,7 +65,8 @@ class MemoryPlan:
         ranks_per_host: Ranks that share a host's memory and drives.
         snapshots: Checkpoints are written in the background, from a copy in host memory.
         activations: Bytes per rank to be kept free on the device for activations.
-        tokens: Of a micro-batch, where activations shall be computed (models of plain numbers).
+        tokens: Of a micro-batch, where activations shall be computed (models of plain numbers); ranks of
+            `mesh.sequence` divide them.
         recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
         accumulation: Micro-batches of a step, all but the last under `no_sync`.
     """
@@ -161,9 +162,11 @@ class MemoryPlan:
         if self.model.costs is None:
             return 0, 0
         itemsize, config = (self.compute_dtype or torch.float32).itemsize, self.resolved.config
-        settings = ActivationCheckpointingConfig("full") if self.recompute else config.activation_checkpointing
+        settings = config.activation_checkpointing
+        if self.recompute:
+            settings = ActivationCheckpointingConfig("full", tile_tokens=settings.tile_tokens)
         offload = config.offload.activations == "cpu" and self.device_type != "cpu"
-        return self.model.costs.in_tiers(self.tokens, itemsize, settings, offload=offload)
+        return self.model.costs.in_tiers(-(-self.tokens // config.mesh.sequence), itemsize, settings, offload=offload)
 
     def _buffer_bytes(self, buffer: BufferShape) -> int:
         return buffer.numel * self._buffer_dtype(buffer).itemsize

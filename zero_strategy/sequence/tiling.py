@@ -40,6 +40,11 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, dim: int
     return torch.cat(found, dim)
 
 
+def loss_tile(tokens: int, vocabulary: int) -> int:
+    """Tokens of the loss at a time, where MLPs take `tokens`: as many as make logits of 64 MiB, or 64."""
+    return min(tokens, max(64, 2**24 // vocabulary))
+
+
 class TiledForward:
     """Stands in for the `forward` of a module that works token by token. A copy of the module has the class's own.
 
@@ -108,7 +113,8 @@ class TiledHead:
         kind = states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         x, weight = x.to(dtype), weight.to(dtype)
-        loss = linear_cross_entropy(x, weight, labels, bias, reduction="sum", chunk_size=self._tokens)
+        chunk = loss_tile(self._tokens, len(weight))
+        loss = linear_cross_entropy(x, weight, labels, bias, reduction="sum", chunk_size=chunk)
         self._found = loss, states
         return states
 
