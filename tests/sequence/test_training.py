@@ -140,6 +140,34 @@ def test_groups_of_neighbours(ranks: Launcher) -> None:
     ranks(4)(replicas)
 
 
+def kept(sequence: int, ulysses: int) -> int:
+    """Bytes that autograd keeps of a forward of one sequence, beside parameters."""
+    group = SequenceGroup(dist.group.WORLD if sequence > 1 else None, ulysses)
+    model, storages = made(), dict[int, int]()
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens, labels = (group.split(each) for each in batch(0, range(8)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = summed(model(tokens, group.positions(TOKENS), group, True), labels)
+    assert loss.requires_grad  # what is kept is alive, so that no storage was counted twice
+    return sum(storages.values())
+
+
+def test_activations_of_a_rank_are_its_part(ranks: Launcher) -> None:
+    whole = ranks(1)(kept, 1, 1)[0]
+    for world, ulysses in ((2, 1), (2, 2), (4, 1), (4, 2)):  # more than heads of keys have these several times
+        for found in ranks(world)(kept, world, ulysses):
+            # Ulysses has outputs twice: by heads for its own backward, by tokens for the layer after it.
+            outputs = 2 * 8 * TOKENS * WIDTH * 4 if ulysses > 1 else 0
+            assert whole / world <= 1.001 * found and found <= 1.03 * (whole + outputs) / world
+
+
 def refusals() -> None:
     def message(**mesh: Any) -> str:
         with pytest.raises(ValueError) as raised:

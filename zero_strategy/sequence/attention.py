@@ -114,7 +114,7 @@ def _heads_to_tokens(x: Tensor, group: SequenceGroup, heads: int) -> Tensor:
     parts = [part.contiguous() for part in x.chunk(group.ulysses, dim=2)]
     found = _exchange(group, parts, parts[0].shape, "heads for tokens")
     batch, _, tokens, width = parts[0].shape
-    whole = x.new_zeros(batch, heads, tokens, width)
+    whole = _by_tokens(x, (batch, heads, tokens, width), x.dtype)
     for each, part in zip(_heads_of(group, heads), found, strict=True):
         whole[:, each] += part
     return whole
@@ -183,6 +183,12 @@ def _pieces(
     return [Piece(None, slice(half, tokens), everything, Shape.FULL)]
 
 
+def _by_tokens(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros of (batch, heads, tokens, width), with the heads of a token side by side, so that nobody copies it."""
+    batch, heads, tokens, width = shape
+    return like.new_zeros((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
+
+
 def _wide(x: Tensor) -> torch.dtype:
     """Dtype of sums over the ring."""
     return torch.promote_types(x.dtype, torch.float32)
@@ -211,7 +217,7 @@ class _Ring(torch.autograd.Function):
         held, tokens = torch.stack([k, v]), q.shape[2]
         steps = [_pieces(step, group, tokens, causal, visible, window) for step in range(group.ring)]
         alone = _is_alone(steps, tokens)
-        out = lse = None if alone else q.new_zeros(q.shape, dtype=_wide(q))
+        out = lse = None if alone else _by_tokens(q, q.shape, _wide(q))
         if out is not None:
             lse = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q))
         rest: list[list[Any]] = []
