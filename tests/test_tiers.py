@@ -68,7 +68,7 @@ FEATURES = {
     "guides/preemption.md": ["integrations/test_preemption.py", "integrations/test_resume.py"],
     "guides/schedules.md": ["pipeline/test_schedule_command.py"],
     "guides/stages.md": ["engine/test_exactness.py"],
-    "guides/tensor_parallelism.md": ["engine/test_tensor_parallel.py"],
+    "guides/tensor_parallelism.md": ["engine/test_tensor_parallel.py", "integrations/test_tensor_models.py"],
     "guides/uneven_batches.md": ["integrations/test_uneven.py"],
     "guides/utilities.md": ["integrations/megatron/test_on_ranks.py"],
     "guides/verify.md": ["diagnostics/test_verify_integrations.py", "diagnostics/test_verify_rounding.py"],

@@ -20,7 +20,6 @@ from tests.integrations.trainers import Module, Net, data, join, trainer, zero
 from tests.launcher import Launcher
 from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.integrations import strategy_class
-from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.lightning import PipelineStrategy
 
 TENSOR = {"mesh": {"tensor": 2}}
@@ -120,8 +119,6 @@ def other_faces() -> dict[str, Any]:
         if number < 3:
             engine.backward(F.mse_loss(engine(x).squeeze(-1), y))
             engine.step()
-    with pytest.raises(ValueError, match=r"mesh.tensor is 2 .*ZeroAccelerator has no tensor-parallel ranks: use Zero"):
-        ZeroAccelerator(zero_config=TENSOR, cpu=True)
     return {"fabric": of_fabric, "initialize": engine.zero.full_state_dict()}
 
 

@@ -111,6 +111,10 @@ class DeferredWeights:
         for hook in self._hooks:
             hook.remove()
 
+    def follow(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Have the values of parameters ready for those that took their place, of the same shapes."""
+        self.parameters = [(replaced.get(parameter, parameter), source) for parameter, source in self.parameters]
+
     def part_for(self, module: nn.Module) -> DeferredWeights:
         """Those of the parameters that a module has."""
         own = {id(parameter) for parameter in module.parameters()}
@@ -162,6 +166,35 @@ def hand_over(module: nn.Module, parts: Iterable[nn.Module]) -> None:
                 held.keep_with(part)
 
 
+def make_replaceable(module: nn.Module) -> Callable[[Mapping[nn.Parameter, nn.Parameter]], None]:
+    """Let parameters that wait for values be replaced by others of the same shapes: they are on the meta device then.
+
+    Returns:
+        To be called with {parameter: the one in its place}.
+
+    Raises:
+        ValueError: If one was written to before.
+    """
+    found = [vars(owner)[_SLOT] for owner in module.modules() if _SLOT in vars(owner)]
+    for deferred in found:
+        for parameter, _ in deferred.parameters:
+            if parameter.is_meta:
+                continue
+            if parameter.is_floating_point() and _touched(parameter):
+                raise ValueError(
+                    f"parameters were written to before the weights of {deferred.directory} are there, and before "
+                    "layers are divided; write to them in GatheredParameters when the model is sharded"
+                )
+            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, meta)
+
+    def follow(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for deferred in found:
+            deferred.follow(replaced)
+
+    return follow
+
+
 def open_deferred(module: nn.Module, device: torch.device | None = None) -> StateReader | None:
     """Tensors to read into a module, by the names of its parameters, which become meta ones; None if nothing is.
 
@@ -186,13 +219,14 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
             sources[id(copied)] = sources[id(original)]
     named = dict(module.named_parameters())
     directory = ", ".join(dict.fromkeys(deferred.directory for deferred in found))
-    empty = [name for name, parameter in named.items() if parameter.is_meta]
+    empty = [name for name, parameter in named.items() if parameter.is_meta and id(parameter) not in sources]
     if empty:
         raise ValueError(
             f"parameters {empty[:5]} are on the meta device beside weights of {directory} that are read only now; make "
             "them with memory (not on the meta device, without low_cpu_mem_usage)"
         )
-    touched = {id(p): _touched(p) for p in named.values() if id(p) in sources and p.is_floating_point()}
+    filled = [p for p in named.values() if id(p) in sources and p.is_floating_point() and not p.is_meta]
+    touched = {id(p): _touched(p) for p in filled}
     written = [name for name, p in named.items() if touched.get(id(p)) == "in place"]
     if written:
         raise ValueError(

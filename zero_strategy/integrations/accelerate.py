@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.deferred import is_deferred
+from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_owned, load_config, resolve
 from zero_strategy.config.load import ConfigSource
 from zero_strategy.diagnostics.norms import NormSettings
@@ -57,12 +58,14 @@ from zero_strategy.integrations.accelerate_saving import load_prepared, save_pre
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.pipeline_runs import check_dispatch, pipeline_engine, waiting_runners
 from zero_strategy.integrations.sequence_models import CutLoader, SequenceModel, divide_sequences
-from zero_strategy.integrations.strategy_setup import refuse_tensor, verify_settings
+from zero_strategy.integrations.strategy_setup import verify_settings
+from zero_strategy.integrations.tensor_models import divide_if_asked, use_replaced
 from zero_strategy.ops.library import norm_order
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.sequence import SequenceGroup
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
     from zero_strategy.verify.compare import VerifyReport
@@ -142,11 +145,11 @@ class ZeroAccelerator(Accelerator):
     def _set_up(self, zero_config: Any, facts: Callable[[ZeroConfig], Mapping[str, Fact]] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
         self.zero_config = with_parallelism(load_config(configured(zero_config)), self._asked, self.num_processes)
-        refuse_tensor(self.zero_config, type(self).__name__, "ZeroStrategy, zero_strategy.initialize, or a ZeroEngine")
         check_uneven_batches(self.zero_config, type(self).__name__)
         check_format(self.zero_config)
         self._prepared, self._told_factor = PreparedModels(), False
         self._divided: dict[int, list[SequenceModel]] = {}
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
         self._facts = {
             "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
@@ -212,6 +215,7 @@ class ZeroAccelerator(Accelerator):
         if isinstance(model, PipelineModule):
             engine: ZeroEngine = pipeline_engine(model, self.zero_config, self.num_processes, self.device, self)
         else:
+            self._replaced.update(divide_if_asked(model, self.zero_config, self._tensor_mesh))
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         self._divided[id(model)] = divide_sequences(engine)
         for divided in self._divided[id(model)]:
@@ -235,7 +239,12 @@ class ZeroAccelerator(Accelerator):
         self._optimizers.append(prepared)
         return prepared
 
+    def _tensor_mesh(self) -> DeviceMesh:
+        """The ranks that divide layers with this one."""
+        return make_device_mesh(self.device.type, tensor=self.zero_config.mesh.tensor or 1)["tp"]
+
     def _attach(self, optimizer: Optimizer) -> None:
+        use_replaced(optimizer, self._replaced)
         self._prepared.attach(optimizer, [prepared.optimizer for prepared in self._optimizers])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -258,10 +267,10 @@ class ZeroAccelerator(Accelerator):
         return self._schedulers[-1]
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As Accelerate's; ranks of one pipeline, or of one sequence, get the same batches.
+        """As Accelerate's; ranks of one pipeline, of one sequence, or of the same layers get the same batches.
 
         Raises:
-            ValueError: If one process would read for all ranks of a pipeline or a sequence.
+            ValueError: If one process would read for all ranks.
         """
         shares = self._shares
         if shares[0] == self.num_processes:
@@ -281,8 +290,12 @@ class ZeroAccelerator(Accelerator):
         if (pipeline := self._pipeline) is not None:
             grid = pipeline.mpu()
             return grid.data_parallel_size, grid.data_parallel_id
-        sequence = self.zero_config.mesh.sequence
-        return max(1, self.num_processes // sequence), self.process_index // sequence
+        return max(1, self.num_processes // self._alike), self.process_index // self._alike
+
+    @property
+    def _alike(self) -> int:
+        """Processes that get the same samples: they divide layers, or the tokens of sequences."""
+        return (self.zero_config.mesh.tensor or 1) * self.zero_config.mesh.sequence
 
     @property
     def _loaders_cut(self) -> bool:
@@ -304,15 +317,15 @@ class ZeroAccelerator(Accelerator):
         found = super().gather(tensor)
         if not self._distinct:
             return found
-        processes, every = self.num_processes, self.zero_config.mesh.sequence
+        processes, every = self.num_processes, self._alike
         return recursively_apply(lambda x: torch.cat(x.chunk(processes)[::every]), found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As Accelerate's; of ranks that had the same samples, one counts."""
-        if self.zero_config.mesh.sequence == 1:
+        if self._alike == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         objects = use_gather_object or _has_objects(input_data)
-        if objects and self.process_index % self.zero_config.mesh.sequence:
+        if objects and self.process_index % self._alike:
             input_data = []
         self._distinct = True
         try:

@@ -61,6 +61,7 @@ from zero_strategy.integrations.strategy_setup import (
     shows_settings,
     verify_settings,
 )
+from zero_strategy.integrations.tensor_models import use_replaced
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -154,6 +155,7 @@ class FabricStrategy(TensorMesh, _Base):
             start_method=start_method,
         )
         self.engines: list[ZeroEngine] = []
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         self._whole_files = checkpoint_io is not None
         self._backward_sync_control: Any = BackwardSync()
 
@@ -238,7 +240,9 @@ class FabricStrategy(TensorMesh, _Base):
         """
         resolved = self._resolve()
         check_owned(self.config, resolved.facts)
-        engine = engine_for(module, resolved, self.precision.plan.compute_dtype)
+        engine = engine_for(
+            module, resolved, self.precision.plan.compute_dtype, mesh=self._device_mesh, replaced=self._replaced
+        )
         self.precision.adopt(engine, self.config.loss_scale)
         if engine not in self.engines:
             self.engines.append(engine)
@@ -250,6 +254,7 @@ class FabricStrategy(TensorMesh, _Base):
         Raises:
             ValueError: If its parameters are not those of one module that was set up.
         """
+        use_replaced(optimizer, self._replaced)
         self._owner(optimizer).attach(optimizer)
         return optimizer
 

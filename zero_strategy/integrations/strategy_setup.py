@@ -34,6 +34,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.released import ANOTHER_STRATEGY
 from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.integrations.sequence_models import divide_sequences
+from zero_strategy.integrations.tensor_models import divide_if_asked
 from zero_strategy.runtime.torch_private import map_tensors
 
 if TYPE_CHECKING:
@@ -282,6 +283,8 @@ def engine_for(
     compute_dtype: torch.dtype | None,
     device: torch.device | None = None,
     make: Callable[..., ZeroEngine] = ZeroEngine,
+    mesh: DeviceMesh | None = None,
+    replaced: dict[nn.Parameter, nn.Parameter] | None = None,
 ) -> ZeroEngine:
     """The module's engine, made now if it has none.
 
@@ -299,6 +302,10 @@ def engine_for(
     if engine is None:
         if device is not None:
             move_to(module, device)
+        if mesh is not None:
+            made = divide_if_asked(module, config.config, lambda: mesh[TENSOR])
+            if replaced is not None:
+                replaced.update(made)
         engine = make(module, config, compute_dtype=compute_dtype, device=device)
         divide_sequences(engine)
         install_diagnostics(engine)

@@ -261,7 +261,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self.setup_precision_plugin()
 
     def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
-        return engine_for(module, self._resolve(), compute_dtype, self.root_device)
+        return engine_for(module, self._resolve(), compute_dtype, self.root_device, mesh=self._device_mesh)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call `configure_optimizers` and let its optimizers update shards."""

@@ -46,12 +46,14 @@ from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.accelerate_launch import asked_parallelism, without_parallelism
 from zero_strategy.integrations.pretrained import from_pretrained
 from zero_strategy.integrations.sequence_models import divide_sequences, gathered
+from zero_strategy.integrations.tensor_models import divide_layers
 from zero_strategy.optim.averaging import WeightAverage
 
 __all__ = [
     "WeightAveragingCallback",
     "ZeroTrainer",
     "ZeroTrainerMixin",
+    "divide_layers",
     "divide_sequences",
     "from_pretrained",
     "make_zero_trainer",
@@ -170,7 +172,9 @@ class ZeroTrainerMixin:
         self.accelerator = ZeroAccelerator.adopt(
             self.accelerator,
             self._zero_config,
-            lambda config: _facts(self.args, self.args.world_size // config.mesh.sequence),
+            lambda config: _facts(
+                self.args, self.args.world_size // (config.mesh.sequence * (config.mesh.tensor or 1))
+            ),
             asked,
         )
         _check_schedule(self.accelerator.zero_config)
@@ -190,7 +194,8 @@ class ZeroTrainerMixin:
 
     def get_tp_size(self) -> int:
         """Ranks that get the same samples: they divide layers, or the tokens of sequences."""
-        return int(super().get_tp_size()) * int(self.accelerator.zero_config.mesh.sequence)  # type: ignore[misc]
+        mesh = self.accelerator.zero_config.mesh
+        return int(super().get_tp_size()) * int(mesh.sequence) * int(mesh.tensor or 1)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
         """As the Trainer's; logits are those of all tokens."""

@@ -1,0 +1,189 @@
+"""`mesh.tensor` for Hugging Face models: their own plan, under transformers, Accelerate, Lightning and Fabric."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader
+
+from tests.integrations import trainers
+from tests.integrations.test_sequence import SIZES, WORDS, apart, collate, data, trained
+from tests.integrations.with_accelerate.training import fresh_state
+from tests.launcher import Launcher
+from zero_strategy import ZeroEngine
+from zero_strategy.comm.mesh import make_device_mesh
+from zero_strategy.integrations.accelerate import ZeroAccelerator
+from zero_strategy.integrations.transformers import divide_layers, from_pretrained
+
+
+def build(kind: str, tied: bool = False) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": WORDS, "num_key_value_heads": 2, "head_dim": 8, **SIZES}
+    config = getattr(transformers, f"{kind}Config")(tie_word_embeddings=tied, **shape)
+    model: transformers.PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model
+
+
+def loop(stage: int | None, kind: str, tied: bool) -> tuple[float, float]:
+    """Differences of losses and weights from the model's own."""
+    plain = build(kind, tied)
+    model = copy.deepcopy(plain)
+    mesh = make_device_mesh("cpu", tensor=2)
+    replaced = divide_layers(model, mesh["tp"])
+    assert len(replaced) > 10
+    engine = ZeroEngine(model, {"stage": stage})
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, plain)]
+    engine.attach(optimizers[0])
+    rank, copies, gaps = dist.get_rank(), dist.get_world_size() // 2, []
+    for step in range(10):
+        batches = [collate(data("plain", 40)[2 * step + number : 2 * step + number + 1]) for number in range(copies)]
+        loss = model(**batches[rank // 2]).loss
+        loss.backward()
+        whole = [plain(**batch).loss for batch in batches]
+        (sum(whole) / copies).backward()  # type: ignore[union-attr]
+        gaps.append(abs(float(loss) - float(whole[rank // 2])))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = engine.full_state_dict()
+    engine.close()
+    return max(gaps), apart(state, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("kind, tied", [("Llama", False), ("Qwen3", True)])
+@pytest.mark.parametrize("world, stage", [(2, 0), (4, 2), (4, 3)])
+def test_the_plan_of_a_model(ranks: Launcher, world: int, stage: int, kind: str, tied: bool) -> None:
+    for losses, weights in ranks(world, timeout=120)(loop, stage, kind, tied):
+        assert losses < 2e-6 and weights < 2e-5
+
+
+def test_the_trainer_of_transformers(ranks: Launcher, tmp_path: Path) -> None:
+    theirs, weights = ranks(2, timeout=120)(trained, None, "llama", "plain", 0, str(tmp_path / "plain"))[0]
+    ours, state = ranks(4, timeout=120)(trained, {"tensor": 2}, "llama", "plain", 3, str(tmp_path / "ours"))[0]
+    assert max(abs(a[n] - b[n]) for a, b in zip(ours, theirs, strict=True) for n in a) < 2e-5
+    assert apart(state, weights) < 2e-5
+
+
+def accelerated(way: str, folder: str) -> Any:
+    with fresh_state():
+        if way == "plain":
+            accelerator = Accelerator(cpu=True)
+        elif way == "settings":
+            accelerator = ZeroAccelerator(zero_config={"stage": 3, "mesh": {"tensor": 2}})
+        else:
+            sizes = ParallelismConfig(tp_size=2, dp_shard_size=2)
+            accelerator = ZeroAccelerator(zero_config={"stage": 2}, parallelism_config=sizes)
+        model = build("Llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # made before layers are divided
+        loader = DataLoader(data("plain", 20), batch_size=1, collate_fn=collate)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses = []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.gather_for_metrics(loss.detach().view(1)).mean()))
+        state = accelerator.get_state_dict(model)
+        if way != "plain":
+            accelerator.save_model(model, folder)
+            state = accelerator.engine(model).full_state_dict()
+        found = losses, {name: value.detach().clone() for name, value in state.items()}
+        accelerator.free_memory(model)
+        return found
+
+
+@pytest.mark.parametrize("way", ["settings", "ParallelismConfig"])
+def test_a_loop_of_accelerate(ranks: Launcher, tmp_path: Path, way: str) -> None:
+    losses, weights = ranks(2, timeout=120)(accelerated, "plain", "")[0]
+    for ours, state in ranks(4, timeout=120)(accelerated, way, str(tmp_path)):
+        assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 2e-5 and len(ours) == 10
+        assert apart(state, weights) < 2e-4  # Adam makes steps of rounding where gradients are near zero
+
+
+def lightning(divided: bool) -> Any:
+    import lightning.pytorch as pl
+
+    from zero_strategy.integrations.lightning import ZeroStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build("Llama")
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss: Tensor = self.model(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    module = Module()
+    strategy = ZeroStrategy(stage=3, mesh={"tensor": 2}) if divided else "ddp"
+    trainer = trainers.trainer(strategy, max_epochs=1)
+    trainer.fit(module, DataLoader(data("plain", 8), batch_size=1, collate_fn=collate))
+    if not divided:
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    assert isinstance(trainer.strategy, ZeroStrategy) and trainer.strategy.engine is not None
+    return trainer.strategy.engine.full_state_dict()
+
+
+def test_a_trainer_of_lightning(ranks: Launcher) -> None:
+    weights = ranks(2, timeout=120)(lightning, False)[0]
+    for state in ranks(4, timeout=120)(lightning, True):
+        assert apart(state, weights) < 2e-5
+
+
+def loaded(folder: str) -> tuple[float, float]:
+    """A model that is read as it is prepared: the loss, and of how many elements this rank reads."""
+    with fresh_state():
+        accelerator = ZeroAccelerator(zero_config={"stage": 3, "mesh": {"tensor": 2}})
+        model = from_pretrained(transformers.LlamaForCausalLM, folder)
+        model = accelerator.prepare(model)
+        loss = float(model(**collate(data("plain", 1))).loss)
+        plain = transformers.LlamaForCausalLM.from_pretrained(folder)
+        accelerator.free_memory(model)
+        return loss, float(plain(**collate(data("plain", 1))).loss)
+
+
+def test_a_model_that_is_read_when_it_is_prepared(ranks: Launcher, tmp_path: Path) -> None:
+    build("Llama").save_pretrained(tmp_path)
+    for found, expected in ranks(2, timeout=120)(loaded, str(tmp_path)):
+        assert found == pytest.approx(expected, abs=2e-6)
+
+
+def refused() -> list[str]:
+    mesh, found = make_device_mesh("cpu", tensor=2)["tp"], []
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=1, n_head=2)
+    gpt = transformers.GPT2LMHeadModel(config)
+    odd = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=WORDS, **{**SIZES, "num_attention_heads": 1})
+    )
+    cases: list[tuple[Any, Any]] = [
+        (gpt, None), (odd, None), (build("Llama"), {"model.layers.*.mlp.up_proj": "sideways"}),
+        (build("Llama"), {"a": "colwise"}),
+    ]  # fmt: skip
+    for model, plan in cases:
+        with pytest.raises(ValueError) as raised:
+            divide_layers(model, mesh, plan)
+        found.append(str(raised.value))
+    own = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise"}
+    assert len(divide_layers(build("Llama"), mesh, {**own, "model.layers.*.mlp.down_proj": RowwiseParallel()})) == 6
+    return found
+
+
+def test_what_cannot_be_divided_is_named(ranks: Launcher) -> None:
+    for plan, heads, style, names in ranks(2)(refused):
+        assert "GPT2LMHeadModel has no tp_plan" in plan and "1 num_attention_heads" in heads
+        assert "'sideways'" in style and "no module of LlamaForCausalLM" in names

@@ -1,0 +1,151 @@
+"""Hugging Face models whose layers ranks divide, by the plan that a model brings along, or a user's.
+
+The styles of transformers' `tp_plan` are those of torch's `parallelize_module` under other names:
+
+    colwise                          ColwiseParallel()
+    rowwise                          RowwiseParallel()
+    colwise_gather_output            ColwiseParallel(output_layouts=Replicate())
+    embedding_rowwise                RowwiseParallel(input_layouts=Replicate())
+    replicated_with_grad_allreduce   SequenceParallel(sequence_dim=2): norms of heads, of which a rank has some
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_strategy.checkpoint.deferred import make_replaceable
+from zero_strategy.config import ZeroConfig
+from zero_strategy.fsdp.dtensor import tensor_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Plan = Mapping[str, Any]
+"""{pattern of module names: a style of transformers by its name, or one of torch}."""
+
+
+def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> dict[nn.Parameter, nn.Parameter]:
+    """Divide the layers of the Hugging Face models in a module among the ranks of a mesh.
+
+    Integrations call it where `mesh.tensor` is more than one and nothing is divided yet. Parameters are new objects, so
+    call it before optimizers are made. Tied weights stay tied.
+
+    Args:
+        module: A model of transformers, or a module with some; weights of `from_pretrained` may be yet to be read.
+        mesh: Of one dimension.
+        plan: For names of modules in each model; None: the model's own.
+
+    Returns:
+        {parameter that was replaced: its `DTensor`}.
+
+    Raises:
+        ValueError: If a model has no plan, one with a style that is not known, or heads that cannot be divided.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for model in _models(module):
+        styles = _styles(model, model.tp_plan if plan is None else plan, mesh)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        follow = make_replaceable(module)
+        for path, style in styles.items():
+            parallelize_module(model.get_submodule(path), mesh, style)
+        model.tie_weights()
+        after = dict(model.named_parameters(remove_duplicate=False))
+        changed = {old: after[name] for name, old in before.items() if after[name] is not old}
+        follow(changed)
+        replaced.update(changed)
+    return replaced
+
+
+def divide_if_asked(
+    module: nn.Module, config: ZeroConfig, mesh: Callable[[], DeviceMesh]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """`divide_layers` where `mesh.tensor` is more than one, and the module has Hugging Face models as they were made.
+
+    Args:
+        module: It.
+        config: The settings.
+        mesh: Makes the mesh of ranks that divide layers.
+    """
+    if (config.mesh.tensor or 1) == 1 or tensor_ranks(module) is not None or not _models(module):
+        return {}
+    return divide_layers(module, mesh())
+
+
+def use_replaced(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let an optimizer that was made before layers were divided hold their parameters.
+
+    Raises:
+        ValueError: If it has state of the former ones.
+    """
+    for group in optimizer.param_groups:
+        if not any(parameter in replaced for parameter in group["params"]):
+            continue
+        if any(parameter in optimizer.state for parameter in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} has state of layers that mesh.tensor divides now: prepare the model "
+                "before its first step, or load the state afterwards"
+            )
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+
+
+def _models(module: nn.Module) -> list[Any]:
+    """Outermost models of transformers."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    if isinstance(module, transformers.PreTrainedModel):
+        return [module]
+    return [found for child in module.children() for found in _models(child)]
+
+
+def _styles(model: Any, plan: Plan, mesh: DeviceMesh) -> dict[str, Any]:
+    """{path: torch's style}, in the order of the model's modules."""
+    name, ways = type(model).__name__, mesh.size()
+    if not plan:
+        raise ValueError(
+            f"mesh.tensor is {ways}, and {name} has no tp_plan: divide its layers by divide_layers(model, mesh, plan), "
+            "or leave mesh.tensor at 1"
+        )
+    config = model.config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None)
+        if heads is not None and heads % ways:
+            raise ValueError(f"mesh.tensor is {ways}, which does not divide {name}'s {heads} {key}")
+    found: dict[str, Any] = {}
+    for path, _ in model.named_modules():
+        for pattern, style in plan.items():
+            if path and fnmatch.fnmatchcase(path, pattern):
+                found[path] = _style(style, f"{name}'s tp_plan for {pattern}")
+    missing = [pattern for pattern in plan if not any(fnmatch.fnmatchcase(path, pattern) for path in found)]
+    if missing and len(missing) == len(plan):
+        raise ValueError(f"no module of {name} has a name as in the plan: {', '.join(missing)}")
+    return found
+
+
+def _style(style: Any, where: str) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+    if isinstance(style, ParallelStyle):
+        return style
+    known: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    }
+    if style not in known:
+        raise ValueError(
+            f"{where} is {style!r}; accepted: {', '.join(known)}, or a style of torch.distributed.tensor.parallel. "
+            "Leave mesh.tensor at 1 for this model, or give a plan of your own to divide_layers"
+        )
+    return known[style]()
