@@ -97,14 +97,16 @@ def accuracy(found: Any) -> dict[str, float]:
 
 
 def trained(
-    mesh: dict[str, int] | None, kind: str, form: str, stage: int, folder: str, asked: Any = None, more: Any = None
-) -> Any:
+    mesh: dict[str, int] | None, kind: str, form: str, stage: int, folder: str, asked: Any = None, more: Any = None,
+    bf16: bool = False,
+) -> Any:  # fmt: skip
     """Metrics that the Trainer logs, and the weights; None: the Trainer of transformers."""
     with fresh_state():
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=2,
             num_train_epochs=2, learning_rate=1e-2, optim="sgd", max_grad_norm=0.5, logging_steps=1, save_strategy="no",
             eval_strategy="epoch", report_to=[], use_cpu=True, disable_tqdm=True, seed=3, parallelism_config=asked,
+            bf16=bf16,
         )  # fmt: skip
         keywords: dict[str, Any] = {
             "train_dataset": data(form), "eval_dataset": data(form, 5), "data_collator": collate,
@@ -151,6 +153,15 @@ def test_the_parallelism_config_of_training_arguments(ranks: Launcher, tmp_path:
     ours, state = ranks(4, timeout=120)(trained, {}, "llama", "plain", 3, str(tmp_path / "ours"), sizes)[0]
     assert max(abs(a[n] - b[n]) for a, b in zip(ours, theirs, strict=True) for n in a) < 2e-5
     assert apart(state, weights) < 2e-5
+
+
+@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": {"mode": "full", "tile_tokens": 4}}])
+def test_the_trainer_of_transformers_under_autocast(ranks: Launcher, tmp_path: Path, more: dict[str, Any]) -> None:
+    theirs, _ = ranks(2, timeout=120)(trained, None, "llama", "padded", 0, str(tmp_path / "a"), bf16=True)[0]
+    mesh = {"sequence": 2, "ulysses": 1}
+    ours, _ = ranks(4, timeout=120)(trained, mesh, "llama", "padded", 3, str(tmp_path / "b"), None, more, bf16=True)[0]
+    losses = [[record[n] for record in each for n in record if "loss" in n] for each in (theirs, ours)]
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 2e-3 and len(losses[0]) == 8
 
 
 # ---- Accelerate ----

@@ -23,7 +23,7 @@ from tests.launcher import Launcher
 from zero_strategy import ZeroEngine
 from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.integrations.accelerate import ZeroAccelerator
-from zero_strategy.integrations.transformers import divide_layers, from_pretrained
+from zero_strategy.integrations.transformers import divide_layers, divide_sequences, from_pretrained
 
 
 def build(kind: str, tied: bool = False) -> transformers.PreTrainedModel:
@@ -180,6 +180,12 @@ def refused() -> list[str]:
         found.append(str(raised.value))
     own = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise"}
     assert len(divide_layers(build("Llama"), mesh, {**own, "model.layers.*.mlp.down_proj": RowwiseParallel()})) == 6
+    tiles = {"stage": 0, "activation_checkpointing": {"tile_tokens": 4}}
+    divided = build("Llama")
+    divide_layers(divided, mesh)
+    engine = ZeroEngine(divided, tiles)
+    with pytest.raises(ValueError, match=r"is divided by mesh\.tensor"):
+        divide_sequences(engine)
     return found
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.sequence import SequenceGroup, Visible, attention
 from zero_strategy.sequence.tiling import TiledHead, tile_modules
 
@@ -101,11 +102,12 @@ class SequenceModel:
         self._tokenwise = type(model).__name__.endswith(_TOKENWISE)
         self.name, self._before = f"zero_sequence_{id(self):x}", model.config._attn_implementation
         self._plain_loss = model.loss_function
+        self._attend = _Attend(self.group, model.config)
         self._head = _tile(model, tile) if tile else None
         if self.divided:
             from transformers import AttentionInterface
 
-            AttentionInterface.register(self.name, _Attend(self.group, model.config))
+            AttentionInterface.register(self.name, self._attend)
             model.set_attn_implementation(self.name)
         model.loss_function = _Loss(self)
         outer.register_forward_pre_hook(_Cut(self), with_kwargs=True, prepend=True)
@@ -244,7 +246,9 @@ class SequenceModel:
             here = here & _cut(part["attention_mask"] != 0, 1, -few % self.group.parts, 0, self.group).all(dim=0).cpu()
         gap = (divided - wanted)[:, here.to(divided.device)].float().abs().max() if bool(here.any()) else 0.0
         largest = float(wanted.float().abs().max())
-        bound = (1e-3 if wanted.dtype in (torch.float32, torch.float64) else 0.1) * largest
+        # Under autocast logits may be wide, but not what they are computed from.
+        wide = all(dtype in (torch.float32, torch.float64) for dtype in (wanted.dtype, self._attend.dtype))
+        bound = (1e-3 if wide else 0.1) * largest
         gaps = self.group.ranks.all_gather_objects(float(gap) / max(bound, 1e-30), "comparison")
         if not max(gaps) <= 1:
             raise ValueError(
@@ -409,10 +413,13 @@ class _Attend:
     Args:
         group: The ranks.
         config: The model's.
+
+    Attributes:
+        dtype: Of the output of the last call.
     """
 
     def __init__(self, group: SequenceGroup, config: Any) -> None:
-        self.group = group
+        self.group, self.dtype = group, torch.float32
         self._windowed = getattr(config, "sliding_window", None) is not None
 
     def __call__(
@@ -458,6 +465,7 @@ class _Attend:
         out = attention(
             query, key, value, self.group, causal=causal, scale=scaling, visible=visible, window=window
         )  # fmt: skip
+        self.dtype = out.dtype
         return out.transpose(1, 2).contiguous(), None
 
 
@@ -608,6 +616,8 @@ def _tile(model: Any, tokens: int) -> TiledHead | None:
     name = f"activation_checkpointing.tile_tokens: {type(model).__name__}"
     if not type(model).__name__.endswith(_LOSSES):
         raise ValueError(f"{name} is no causal language model, of which alone MLPs and the loss are tiled")
+    if tensor_ranks(model) is not None:
+        raise ValueError(f"{name} is divided by mesh.tensor, so that no rank has its logits; leave one of the two out")
     if not tile_modules(model, tokens):
         raise ValueError(f"{name} has no modules called mlp or feed_forward")
     head, loss = model.get_output_embeddings(), getattr(model.loss_function, "__name__", "another")

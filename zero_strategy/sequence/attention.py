@@ -68,6 +68,10 @@ def attention(
     if visible is not None and len(visible.samples) not in (1, q.shape[0]):
         raise ValueError(f"visible is of {len(visible.samples)} samples, and the batch has {q.shape[0]}")
     group.used = True
+    if torch.is_autocast_enabled(q.device.type):  # as for torch's attention
+        q, k, v = (each.to(torch.get_autocast_dtype(q.device.type)) for each in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; accepted: one dtype")
     factor, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
     if width != q.shape[-1]:  # kernels and messages have one width
         wide = max(width, q.shape[-1])
