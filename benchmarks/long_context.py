@@ -2,7 +2,7 @@
 
     python -m benchmarks.long_context memory        # longest in --limit bytes: plain, tiles, two ranks, both
     python -m benchmarks.long_context activations   # peak of a step's activations at 1, 2 and 4 ranks, --tokens
-    python -m benchmarks.long_context time          # one process, Ulysses, a ring; the share of messages that is hidden
+    python -m benchmarks.long_context time          # one process, Ulysses, a ring; waiting, and messages by themselves
 
 A GPT of 46M parameters in fp32 without position embeddings, with attention and tiles of `zero_strategy.sequence`, AdamW
 at stage 1. Bytes are those of the process beyond what a small model's steps left. Each case has fresh processes.
@@ -100,8 +100,11 @@ def made(name: str, sequence: int, ulysses: int, mode: str = "none") -> tuple[Ze
     return engine, step
 
 
-def measured(sequence: int, ulysses: int, length: int, tile: int, mode: str = "none") -> tuple[int, int]:
+def measured(
+    sequence: int, ulysses: int, length: int, tile: int, mode: str = "none", threads: int = 1
+) -> tuple[int, int]:
     """Bytes that the process has grown by, at the peak of a step, and between steps."""
+    torch.set_num_threads(threads)
     give_back_freed(MMAP_THRESHOLD_BYTES)
     meter = Meter("cpu")
     small, small_step = made("transformer-tiny", sequence, ulysses)
@@ -137,7 +140,7 @@ def shape_plan(sequence: int) -> MemoryPlan:
 def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The plan's longest sequences, measured; the longest by measurement, from two lengths."""
     found = []
-    for sequence, mode, tile in CASES:
+    for sequence, mode, tile in CASES if options.case is None else [CASES[options.case]]:
         budget = Budget(device=options.limit, host=options.limit * sequence, disk=None, margin=0.0)
         planned = next(
             entry.tokens
@@ -146,7 +149,7 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         half = planned // 2 // (2 * sequence) * 2 * sequence
         peak, other = (
-            max(each[0] for each in run(sequence, measured, sequence, 1, length, tile, mode))
+            max(each[0] for each in run(sequence, measured, sequence, 1, length, tile, mode, options.threads))
             for length in (planned, half)
         )
         longest = int(planned + (options.limit - peak) / ((peak - other) / (planned - half)))
@@ -224,18 +227,15 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
         step, waited, alone = (max(each) for each in zip(*run(
             ranks, timed, ranks, ulysses, options.tokens, options.steps), strict=True))  # fmt: skip
         first = found[0]["step"] if found else step
-        hidden = 1 - waited / alone if alone else 0.0
-        entry = {"case": name, "step": step, "of_one": step / first, "waited": waited, "alone": alone, "hidden": hidden}
-        found.append(entry)
+        found.append({"case": name, "step": step, "of_one": step / first, "waited": waited, "alone": alone})
         print(found[-1], flush=True)
     rows = [
-        (e["case"], f"{e['step']:.2f} s", f"{e['of_one']:.3f}", f"{1e3 * e['waited']:.0f} ms",
-         f"{1e3 * e['alone']:.0f} ms", f"{e['hidden']:.0%}" if e["alone"] else "")
+        (e["case"], f"{e['step']:.2f} s", f"{e['of_one']:.3f}", f"{e['waited'] / e['step']:.1%}",
+         f"{e['alone'] / e['step']:.1%}")
         for e in found
     ]  # fmt: skip
-    print(
-        table(rows, ("case", "step", "of one", "waiting for messages", "messages alone", "hidden"), right=range(1, 6))
-    )
+    header = ("case", "step", "of one process", "waiting for ranks and messages", "messages by themselves")
+    print(table(rows, header, right=range(1, 5)))
     return found
 
 
@@ -245,6 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("memory", "activations", "time"))
     parser.add_argument("--limit", type=int, default=2**31, help="bytes of a rank (default: 2 GiB)")
     parser.add_argument("--tokens", type=int, default=16384, help="of the sequence (default: %(default)s)")
+    parser.add_argument("--case", type=int, help=f"of memory, only this of {len(CASES)}, from 0")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="that are timed (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write JSON here")
     options = parser.parse_args(arguments)

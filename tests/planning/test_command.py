@@ -165,7 +165,8 @@ def test_the_longest_sequences_of_a_model(capsys: pytest.CaptureFixture[str]) ->
     for mode in ("none", "full"):
         for tile in (0, 2048):
             one, two, four = (tokens[mode, tile, ranks] for ranks in (1, 2, 4))
-            assert one > 1000 and two == pytest.approx(2 * one, rel=0.01) and four == pytest.approx(4 * one, rel=0.01)
+            assert one > 1000 and 1.3 * one < two < 2.02 * one  # messages of attention take some
+            assert four == pytest.approx(2 * two, rel=0.01)
     assert tokens["full", 2048, 1] > 4 * tokens["none", 0, 1]
     peaks = [tier["taken"] for e in found for name, tier in e["ledger"]["tiers"].items() if name == "device"]
     assert all(0.98 * 0.95 * 2e9 < peak <= 0.95 * 2e9 for peak in peaks) and len(peaks) == 12

@@ -411,6 +411,12 @@ class BufferShape(NamedTuple):
     """Whether checkpoints hold it."""
 
 
+GRADIENTS = 8
+"""Of a block in its backward, beside the inside of an MLP: norms, queries, keys, values, outputs; in model widths."""
+MESSAGES = 10
+"""Of attention over divided sequences: what is sent, what arrives, and the same of gradients."""
+
+
 class TokenCosts(NamedTuple):
     """Elements that a forward of a transformer keeps for backward, per token; no matrix of attention scores."""
 
@@ -433,7 +439,13 @@ class TokenCosts(NamedTuple):
         return sum(self.in_tiers(tokens, itemsize, ActivationCheckpointingConfig("full" if recompute else "none")))
 
     def in_tiers(
-        self, tokens: int, itemsize: int, settings: ActivationCheckpointingConfig, *, offload: bool = False
+        self,
+        tokens: int,
+        itemsize: int,
+        settings: ActivationCheckpointingConfig,
+        *,
+        offload: bool = False,
+        divided: bool = False,
     ) -> tuple[int, int]:
         """Bytes for a micro-batch of `tokens`, on the device and on the host.
 
@@ -442,14 +454,16 @@ class TokenCosts(NamedTuple):
             itemsize: Of the dtype that is computed in.
             settings: What is run again in backward.
             offload: What autograd keeps of blocks waits on the host; two blocks' part of it is on the device.
+            divided: Ranks divide sequences; `tokens` are those of one.
         """
         costs = self._replace(per_layer=self.per_layer - self.inner, inner=0) if settings.tile_tokens else self
         moving, staying, again = costs._blocks(settings)
         here = min(moving, 2 * -(-moving // self.layers)) if offload else moving
         last_norm = 2 * self.boundary
         kept = tokens * itemsize * (here + staying + last_norm)
-        # The loss is done with before a block is run again.
-        moment = max(self._loss(tokens, itemsize, settings), tokens * itemsize * again)
+        # The loss is done with before the backward of a block, with gradients and messages of its attention.
+        backward = again + (GRADIENTS + (MESSAGES if divided else 0)) * self.boundary
+        moment = max(self._loss(tokens, itemsize, settings), tokens * itemsize * backward)
         return kept + moment, tokens * itemsize * moving if offload else 0
 
     def _loss(self, tokens: int, itemsize: int, settings: ActivationCheckpointingConfig) -> int:

@@ -166,7 +166,10 @@ class MemoryPlan:
         if self.recompute:
             settings = ActivationCheckpointingConfig("full", tile_tokens=settings.tile_tokens)
         offload = config.offload.activations == "cpu" and self.device_type != "cpu"
-        return self.model.costs.in_tiers(-(-self.tokens // config.mesh.sequence), itemsize, settings, offload=offload)
+        ranks = config.mesh.sequence
+        return self.model.costs.in_tiers(
+            -(-self.tokens // ranks), itemsize, settings, offload=offload, divided=ranks > 1
+        )
 
     def _buffer_bytes(self, buffer: BufferShape) -> int:
         return buffer.numel * self._buffer_dtype(buffer).itemsize
