@@ -164,6 +164,30 @@ def test_the_trainer_of_transformers_under_autocast(ranks: Launcher, tmp_path: P
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 2e-3 and len(losses[0]) == 8
 
 
+def evaluated(mesh: dict[str, int] | None, folder: str) -> float:
+    """The loss of an evaluation before any training, of which nobody wants logits."""
+    with fresh_state():
+        arguments = TrainingArguments(
+            folder, per_device_eval_batch_size=1, prediction_loss_only=True, report_to=[], use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        keywords: dict[str, Any] = {"eval_dataset": data("plain", 4), "data_collator": collate}
+        tiles = {"activation_checkpointing": {"tile_tokens": 4}}
+        if mesh is None:
+            trainer = Trainer(build("llama"), arguments, **keywords)
+        else:
+            trainer = ZeroTrainer(
+                build("llama"), arguments, zero_config={"stage": 3, "mesh": mesh, **tiles}, **keywords
+            )
+        return float(trainer.evaluate()["eval_loss"])
+
+
+def test_an_evaluation_comes_first(ranks: Launcher, tmp_path: Path) -> None:
+    expected = ranks(2, timeout=120)(evaluated, None, str(tmp_path / "a"))[0]
+    for found in ranks(4, timeout=120)(evaluated, {"sequence": 2}, str(tmp_path / "b")):
+        assert found == pytest.approx(expected, abs=2e-6)
+
+
 # ---- Accelerate ----
 
 

@@ -180,6 +180,14 @@ def refused() -> list[str]:
         found.append(str(raised.value))
     own = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise"}
     assert len(divide_layers(build("Llama"), mesh, {**own, "model.layers.*.mlp.down_proj": RowwiseParallel()})) == 6
+    torch.manual_seed(dist.get_rank())
+    dropping = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, attention_dropout=0.1, **SIZES)
+    )
+    with pytest.raises(ValueError, match="different random states"):
+        divide_layers(dropping, mesh)
+    torch.manual_seed(0)
+    assert divide_layers(dropping, mesh)
     tiles = {"stage": 0, "activation_checkpointing": {"tile_tokens": 4}}
     divided = build("Llama")
     divide_layers(divided, mesh)

@@ -231,13 +231,15 @@ class SequenceModel:
         }
         labels = part.pop("labels", part.pop("shift_labels", None))
         labels = torch.zeros(batch, few, dtype=torch.int64, device=tokens.device) if labels is None else labels
-        training = [module for module in outer.modules() if module.training]
+        training, loss_only = [module for module in outer.modules() if module.training], self.loss_only
         outer.eval()
+        self.loss_only = False
         try:
             with torch.no_grad():
                 whole = _tokens_of(outer(**part, return_dict=True))
                 divided = _tokens_of(outer(**part, labels=labels, return_dict=True))
         finally:
+            self.loss_only = loss_only
             for module in training:
                 module.training = True
         wanted = _cut(whole, 1, -few % self.group.parts, 0, self.group)

@@ -15,7 +15,10 @@ import fnmatch
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -34,7 +37,7 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
     """Divide the layers of the Hugging Face models in a module among the ranks of a mesh.
 
     Integrations call it where `mesh.tensor` is more than one and nothing is divided yet. Parameters are new objects, so
-    call it before optimizers are made. Tied weights stay tied.
+    call it before optimizers are made; the former ones lose their values. Tied weights stay tied.
 
     Args:
         module: A model of transformers, or a module with some; weights of `from_pretrained` may be yet to be read.
@@ -45,7 +48,8 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
         {parameter that was replaced: its `DTensor`}.
 
     Raises:
-        ValueError: If a model has no plan, one with a style that is not known, or heads that cannot be divided.
+        ValueError: If a model has no plan, one with a style that is not known, or heads that cannot be divided; or it
+            has dropout, and ranks would draw different masks.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -53,6 +57,7 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
     for model in _models(module):
         styles = _styles(model, model.tp_plan if plan is None else plan, mesh)
         before = dict(model.named_parameters(remove_duplicate=False))
+        _check_dropout(model, mesh)
         follow = make_replaceable(module)
         for path, style in styles.items():
             parallelize_module(model.get_submodule(path), mesh, style)
@@ -60,6 +65,8 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
         after = dict(model.named_parameters(remove_duplicate=False))
         changed = {old: after[name] for name, old in before.items() if after[name] is not old}
         follow(changed)
+        for old in changed:
+            old.data = old.data.new_empty(0)  # else whoever looks for it by its identity keeps its memory
         replaced.update(changed)
     return replaced
 
@@ -128,6 +135,23 @@ def _styles(model: Any, plan: Plan, mesh: DeviceMesh) -> dict[str, Any]:
     if missing and len(missing) == len(plan):
         raise ValueError(f"no module of {name} has a name as in the plan: {', '.join(missing)}")
     return found
+
+
+def _check_dropout(model: Any, mesh: DeviceMesh) -> None:
+    """Raise if ranks that have the same activations would drop different ones of them."""
+    config = model.config.get_text_config()
+    drops = any(isinstance(child, nn.Dropout) and child.p > 0 for child in model.modules())
+    if not drops and not getattr(config, "attention_dropout", 0.0):
+        return
+    states: list[Any] = [None] * mesh.size()
+    state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
+    dist.all_gather_object(states, crc32(state.numpy().tobytes()), group=mesh.get_group())
+    if len(set(states)) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has dropout, and the {mesh.size()} ranks that divide its layers have different "
+            "random states: they would drop different activations. Seed all ranks alike (seed_everything, set_seed, "
+            "torch.manual_seed) before the model is prepared, or set its dropout to 0"
+        )
 
 
 def _style(style: Any, where: str) -> Any:
