@@ -53,7 +53,12 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
     asked = engine.sequence.size > 1 or tokens > 0
     if not asked or "transformers" not in sys.modules:
         return []
-    return [SequenceModel(outer, model, engine, tokens) for outer, model in _models(engine.module)]
+    found = _models(engine.module)
+    if found and engine.sequence.size > 1:
+        for outer, model in found:
+            check_divisible(outer, model)
+        engine.sequence = _group_for([model for _, model in found], engine)
+    return [SequenceModel(outer, model, engine.sequence, tokens) for outer, model in found]
 
 
 def _models(module: nn.Module) -> list[tuple[nn.Module, Any]]:
@@ -75,8 +80,7 @@ class SequenceModel:
     Args:
         outer: The module that is called.
         model: The `PreTrainedModel` in it.
-        engine: The ranks; its `sequence` gets as many Ulysses ranks as the heads allow, where `mesh.ulysses` is not
-            given.
+        group: The ranks.
         tile: Tokens of MLPs and of the loss at a time; 0: all.
 
     Attributes:
@@ -84,15 +88,11 @@ class SequenceModel:
         loss_only: Without gradients, too, nobody wants logits.
 
     Raises:
-        ValueError: As `divide_sequences`.
+        ValueError: If there is nothing in the model to tile.
     """
 
-    def __init__(self, outer: nn.Module, model: Any, engine: ZeroEngine, tile: int = 0) -> None:
-        self.divided = engine.sequence.size > 1
-        if self.divided:
-            check_divisible(outer, model)
-            engine.sequence = _group_for(model, engine)
-        self.group = engine.sequence
+    def __init__(self, outer: nn.Module, model: Any, group: SequenceGroup, tile: int = 0) -> None:
+        self.group, self.divided = group, group.size > 1
         self._model, self._weight = weakref.ref(model), float(self.group.size)
         self._labels: Tensor | None = None
         self._items: Tensor | int | None = None
@@ -503,23 +503,26 @@ def _read(message: Any) -> tuple[Visible | None, int] | None:
 # ---- what cannot be divided ----
 
 
-def _group_for(model: Any, engine: ZeroEngine) -> SequenceGroup:
-    config = model.config.get_text_config()
-    heads: int = config.num_attention_heads
-    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+def _group_for(models: list[Any], engine: ZeroEngine) -> SequenceGroup:
+    """The ranks, with as many of them for Ulysses as the heads of all models allow, where the setting is not given."""
+    heads = list[tuple[str, int, int]]()
+    for model in models:
+        config = model.config.get_text_config()
+        count: int = config.num_attention_heads
+        heads.append((type(model).__name__, count, getattr(config, "num_key_value_heads", None) or count))
     settings, size = engine.config.config, engine.sequence.size
 
-    def fits(ulysses: int) -> bool:
-        return heads % ulysses == 0 and (key_heads % ulysses == 0 or ulysses % key_heads == 0)
+    def misfits(ulysses: int) -> list[tuple[str, int, int]]:
+        return [each for each in heads if each[1] % ulysses or (each[2] % ulysses and ulysses % each[2])]
 
     if settings.origin_of("mesh.ulysses").startswith("derived"):
-        best = max(n for n in range(1, size + 1) if size % n == 0 and fits(n))
+        best = max(n for n in range(1, size + 1) if size % n == 0 and not misfits(n))
         return SequenceGroup(engine.sequence.ranks, best)
     ulysses = engine.sequence.ulysses
-    if not fits(ulysses):
+    for name, count, key_heads in misfits(ulysses):
         raise ValueError(
-            f"mesh.ulysses is {ulysses} [{settings.origin_of('mesh.ulysses')}]: it does not divide the {heads} heads "
-            f"({key_heads} of keys and values) of {type(model).__name__}; leave it out, for a ring of the other ranks"
+            f"mesh.ulysses is {ulysses} [{settings.origin_of('mesh.ulysses')}]: it does not divide the {count} heads "
+            f"({key_heads} of keys and values) of {name}; leave it out, for a ring of the other ranks"
         )
     return engine.sequence
 
