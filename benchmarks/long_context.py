@@ -170,7 +170,10 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
 def activations(options: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for ranks, ulysses in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)):
-        each = [peak - held for peak, held in run(ranks, measured, ranks, ulysses, options.tokens, 0)]
+        each = [
+            peak - held
+            for peak, held in run(ranks, measured, ranks, ulysses, options.tokens, 0, "none", options.threads)
+        ]
         first = found[0]["bytes"] if found else max(each)
         found.append({"ranks": ranks, "ulysses": ulysses, "bytes": max(each), "times_n": max(each) * ranks / first})
         print(found[-1], flush=True)
@@ -179,12 +182,15 @@ def activations(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def timed(sequence: int, ulysses: int, length: int, steps: int) -> tuple[float, float, float]:
-    """Seconds of a step; of them waiting for messages of attention; and what these take with nothing beside them."""
+def timed(sequence: int, ulysses: int, length: int, steps: int) -> tuple[float, float, float, float]:
+    """Seconds of a step; of them waiting for messages of attention; what these take with nothing beside them.
+
+    And seconds of a step that waits for each message as soon as it is sent; both kinds take turns.
+    """
     torch.set_num_threads(1)
     engine, step = made(MODEL, sequence, ulysses)
     ranks = engine.sequence.ranks
-    waits, sizes = [0.0], list[int]()
+    waits, sizes, at_once = [0.0], list[int](), [False]
     plain = ranks.all_to_all
 
     def watched(outgoing: list[Tensor], incoming: list[Tensor], *rest: Any) -> Any:
@@ -197,12 +203,18 @@ def timed(sequence: int, ulysses: int, length: int, steps: int) -> tuple[float, 
                 work.wait()
                 waits[0] += time.perf_counter() - begun
 
+        if at_once[0]:
+            work.wait()
         return Work()
 
     ranks.all_to_all = watched  # type: ignore[method-assign, assignment]
     step(length, 0)
-    times, waited = [], []
+    times, waited, blocked = [], [], []
     for _ in range(steps):
+        at_once[0], begun = True, time.perf_counter()
+        step(length, 0)
+        blocked.append(time.perf_counter() - begun)
+        at_once[0] = False
         waits[0], begun = 0.0, time.perf_counter()
         sizes.clear()
         step(length, 0)
@@ -218,24 +230,25 @@ def timed(sequence: int, ulysses: int, length: int, steps: int) -> tuple[float, 
         plain(outgoing, incoming, numel, "alone").wait()
         alone += time.perf_counter() - begun
     engine.close()
-    return statistics.median(times), statistics.median(waited), alone
+    return statistics.median(times), statistics.median(waited), alone, statistics.median(blocked)
 
 
 def times(options: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name, ranks, ulysses in (("one process", 1, 1), ("Ulysses", 2, 2), ("ring", 2, 1)):
-        step, waited, alone = (max(each) for each in zip(*run(
+        step, waited, alone, blocked = (max(each) for each in zip(*run(
             ranks, timed, ranks, ulysses, options.tokens, options.steps), strict=True))  # fmt: skip
         first = found[0]["step"] if found else step
         found.append({"case": name, "step": step, "of_one": step / first, "waited": waited, "alone": alone})
+        found[-1] |= {"blocked": blocked}
         print(found[-1], flush=True)
     rows = [
         (e["case"], f"{e['step']:.2f} s", f"{e['of_one']:.3f}", f"{e['waited'] / e['step']:.1%}",
-         f"{e['alone'] / e['step']:.1%}")
+         f"{e['alone'] / e['step']:.1%}", f"{e['blocked'] / e['step']:.3f}")
         for e in found
     ]  # fmt: skip
-    header = ("case", "step", "of one process", "waiting for ranks and messages", "messages by themselves")
-    print(table(rows, header, right=range(1, 5)))
+    header = ("case", "step", "of one process", "waiting for ranks and messages", "messages by themselves", "in turn")
+    print(table(rows, header, right=range(1, 6)))
     return found
 
 

@@ -371,10 +371,11 @@ def one_step(name: str, change: str = "") -> tuple[float, float]:
     divide_sequences(engine)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     engine.attach(optimizer)
-    batch = collate(data("padded" if name != "OPT" else "plain", 2))
+    form = "packed" if change == "packed samples" else "plain" if name == "OPT" else "padded"
+    batch = collate(data(form, 2))
     loss = model(**batch).loss
     loss.backward()
-    whole = plain(**batch).loss
+    whole = plain(**batch, **({"use_cache": False} if form == "packed" else {})).loss
     whole.backward()
     optimizer.step()
     state = engine.full_state_dict()
@@ -393,8 +394,10 @@ def test_models_of_many_kinds(ranks: Launcher, name: str) -> None:
         assert loss < 2e-6 and gradients < 2e-5
 
 
-@pytest.mark.parametrize("change", ["checkpointing of transformers", "activation_checkpointing", "adapter"])
-def test_layers_that_are_computed_again_and_adapters(ranks: Launcher, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["checkpointing of transformers", "activation_checkpointing", "adapter", "packed samples"]
+)
+def test_layers_that_are_computed_again_adapters_and_packed_samples(ranks: Launcher, change: str) -> None:
     for loss, gradients in ranks(2, timeout=120)(one_step, "Qwen2", change):
         assert loss < 2e-6 and gradients < 2e-5
 
@@ -425,7 +428,6 @@ def tiled(stage: int, sequence: int, mode: str) -> tuple[float, float, bool]:
             optimizer.zero_grad()
     copied = copy.deepcopy(model) if stage == 0 and sequence == 1 else None
     if copied is not None:
-        del copied._loss_function
         assert copied(**collate([sample(1)])).logits.shape == (1, TOKENS, WORDS)
     state = engine.full_state_dict()
     engine.close()

@@ -188,6 +188,11 @@ def refused() -> list[str]:
         divide_layers(dropping, mesh)
     torch.manual_seed(0)
     assert divide_layers(dropping, mesh)
+    import peft
+
+    adapted = peft.get_peft_model(build("Llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"q_proj is a peft\.\S+Linear, and only torch's Linear"):
+        divide_layers(adapted, mesh)
     tiles = {"stage": 0, "activation_checkpointing": {"tile_tokens": 4}}
     divided = build("Llama")
     divide_layers(divided, mesh)

@@ -28,6 +28,7 @@ from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.runtime.torch_private import buffers_of, uncompiled, version_of
+from zero_strategy.sequence.tiling import PlainForward
 
 
 class Replay:
@@ -353,23 +354,10 @@ class UnitForward:
         return first, Around(held, partial(self._buffers.restored, changed), lambda: again)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _PlainForward(memo.get(id(self.module)), self._forward if not self._bound else None)
+        return PlainForward(memo.get(id(self.module)), self._forward if not self._bound else None)
 
     def __reduce__(self) -> Any:
-        return _PlainForward, (self.module, self._forward if not self._bound else None)
-
-
-class _PlainForward:
-    """The class's own `forward`, in a copy of a unit."""
-
-    def __init__(self, module: nn.Module | None, forward: Callable[..., Any] | None) -> None:
-        self.module, self.forward = module, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.forward is not None:
-            return self.forward(*args, **kwargs)
-        assert self.module is not None
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return PlainForward, (self.module, self._forward if not self._bound else None)
 
 
 def outermost(units: Sequence[Unit]) -> list[Unit]:

@@ -455,27 +455,20 @@ def largest_models(plan: MemoryPlan, budget: Budget, member: Callable[[int], Mod
 
 
 def _search(base: MemoryPlan, budget: Budget, member: Callable[[int], ModelShape]) -> MemoryPlan | None:
-    """By doubling, then by halving; `fits` is monotone along the family."""
-    found: MemoryPlan | None = None
+    """`fits` is monotone along the family."""
+    step = _most(lambda step: fits(replace(base, model=member(step)), budget), _MOST_STEPS)
+    return replace(base, model=member(step)) if step else None
+
+
+def _most(good: Callable[[int], bool], bound: int) -> int:
+    """The largest number, up to about `bound`, that is good, as all before it are; 0: none. Doubles, then halves."""
     low, high = 0, 1
-
-    def good(step: int) -> bool:
-        nonlocal found
-        tried = replace(base, model=member(step))
-        if fits(tried, budget):
-            found = tried
-            return True
-        return False
-
-    while high <= _MOST_STEPS and good(high):
+    while high <= bound and good(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if good(middle):
-            low = middle
-        else:
-            high = middle
-    return found
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
 
 
 TILE = 2048
@@ -520,27 +513,14 @@ def longest_sequences(plan: MemoryPlan, budget: Budget, micro_batch: int = 1) ->
 
 
 def _longest(base: MemoryPlan, budget: Budget, micro_batch: int, setting: Longest) -> Longest:
-    """By doubling, then by halving, in steps that can be divided."""
-    step, found = 2 * setting.sequence, setting
+    """In steps that can be divided."""
+    step = 2 * setting.sequence
 
-    def good(count: int) -> bool:
-        nonlocal found
-        tried = replace(base, tokens=count * step * micro_batch)
-        if fits(tried, budget):
-            found = replace(setting, tokens=count * step, plan=tried)
-            return True
-        return False
+    def plan_of(count: int) -> MemoryPlan:
+        return replace(base, tokens=count * step * micro_batch)
 
-    low, high = 0, 1
-    while high * step <= _MOST_TOKENS and good(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if good(middle):
-            low = middle
-        else:
-            high = middle
-    return found
+    count = _most(lambda count: fits(plan_of(count), budget), _MOST_TOKENS // step)
+    return replace(setting, tokens=count * step, plan=plan_of(count)) if count else setting
 
 
 _MOST_TOKENS = 1 << 32

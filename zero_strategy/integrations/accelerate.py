@@ -57,7 +57,8 @@ from zero_strategy.integrations.accelerate_models import (
 from zero_strategy.integrations.accelerate_saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.pipeline_runs import check_dispatch, pipeline_engine, waiting_runners
-from zero_strategy.integrations.sequence_models import CutLoader, SequenceModel, divide_sequences
+from zero_strategy.integrations.sequence_batches import CutLoader
+from zero_strategy.integrations.sequence_models import SequenceModel, divide_sequences
 from zero_strategy.integrations.strategy_setup import verify_settings
 from zero_strategy.integrations.tensor_models import divide_if_asked, use_replaced
 from zero_strategy.ops.library import norm_order

@@ -7,17 +7,14 @@
     loss                                         ->      sum of this rank's tokens / tokens of the group, added up
 
 Attention functions of transformers are registered by name, and its loss function is a property with a setter; nothing
-of a model's code is replaced. What the rest of the model says about masks never reaches layers: padding and packed
-samples are read from the whole batch, and travel to the attention function in the place of a 4-d mask, which models
-hand on as it is, also to layers that a checkpoint computes again.
+of a model's code is replaced.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,11 +23,21 @@ from torch.nn import functional as F
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.dtensor import tensor_ranks
-from zero_strategy.sequence import SequenceGroup, Visible, attention
+from zero_strategy.integrations.sequence_batches import (
+    IGNORED,
+    NOT_DIVIDED,
+    AttentionFunction,
+    check_arguments,
+    cut_tokens,
+    message_of,
+    shifted_labels,
+    token_dimension,
+)
+from zero_strategy.integrations.tensor_models import hugging_face_models
+from zero_strategy.sequence import SequenceGroup, Visible
+from zero_strategy.sequence.attention import heads_divide
 from zero_strategy.sequence.tiling import TiledHead, tile_modules
 
-IGNORED = -100
-_MARK = 7_305_801  # the first number of a `_message`
 _LOSSES = ("ForCausalLM", "LMHeadModel")
 _TOKENWISE = ("ForMaskedLM", "ForTokenClassification")
 _LAYERS = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
@@ -51,27 +58,14 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
     """
     tokens = engine.config.config.activation_checkpointing.tile_tokens
     asked = engine.sequence.size > 1 or tokens > 0
-    if not asked or "transformers" not in sys.modules:
+    if not asked:
         return []
-    found = _models(engine.module)
+    found = hugging_face_models(engine.module)
     if found and engine.sequence.size > 1:
         for outer, model in found:
             check_divisible(outer, model)
         engine.sequence = _group_for([model for _, model in found], engine)
     return [SequenceModel(outer, model, engine.sequence, tokens) for outer, model in found]
-
-
-def _models(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Outermost models of transformers, each with what is called: itself, or PEFT's around it."""
-    from transformers import PreTrainedModel
-
-    peft = sys.modules.get("peft")
-    if isinstance(module, PreTrainedModel):
-        return [(module, module)]
-    if peft is not None and isinstance(module, peft.PeftModel):
-        inner = module.get_base_model()
-        return [(module, inner)] if isinstance(inner, PreTrainedModel) else []
-    return [found for child in module.children() for found in _models(child)]
 
 
 class SequenceModel:
@@ -86,6 +80,7 @@ class SequenceModel:
     Attributes:
         cut_already: Batches come from a loader that has cut them, with `position_ids` and `shift_labels`.
         loss_only: Without gradients, too, nobody wants logits.
+        plain_loss: The loss function that the model had.
 
     Raises:
         ValueError: If there is nothing in the model to tile.
@@ -101,8 +96,8 @@ class SequenceModel:
         self._signature = inspect.signature(outer.forward)
         self._tokenwise = type(model).__name__.endswith(_TOKENWISE)
         self.name, self._before = f"zero_sequence_{id(self):x}", model.config._attn_implementation
-        self._plain_loss = model.loss_function
-        self._attend = _Attend(self.group, model.config)
+        self.plain_loss = model.loss_function
+        self._attend = AttentionFunction(self.group, model.config)
         self._head = _tile(model, tile) if tile else None
         if self.divided:
             from transformers import AttentionInterface
@@ -131,21 +126,22 @@ class SequenceModel:
         given = {name: value for name, value in given.items() if value is not None}
         self._forget()
         labelled = "labels" in given or "shift_labels" in given
-        if given.get("past_key_values") is not None or not (labelled or torch.is_grad_enabled()):
+        used = labelled or torch.is_grad_enabled() or self.cut_already
+        if given.get("past_key_values") is not None or not used:
             self._whole(True)  # `generate`, and scores of whole sequences: as one process
             return args, kwargs
         if not self.divided:
             if labelled and self._wants_tiles:
-                self._expect(_shifted(given, False))
+                self._expect(shifted_labels(given, False))
             return args, kwargs
         self._whole(False)
-        _check_arguments(given)
-        if self.cut_already:
-            return (), self._taken(given)
-        self._compare(given)
+        check_arguments(given)
+        whole = self._assembled(given) if self.cut_already and not self._probed else given
+        if not self.cut_already:
+            self._compare(given)
         if not self._probed:
-            self._probe(given)
-        return (), self._divided(given)
+            self._probe(whole)
+        return (), self._taken(given) if self.cut_already else self._divided(given)
 
     @property
     def _wants_tiles(self) -> bool:
@@ -187,17 +183,18 @@ class SequenceModel:
         elif places.shape[-2] == 1 != batch:
             given["position_ids"] = places.expand(*places.shape[:-2], batch, length)
         labelled = "labels" in given or "shift_labels" in given
-        shifted = _shifted(given, self._tokenwise) if labelled else None
-        given.pop("labels", None), given.pop("shift_labels", None)
+        shifted = shifted_labels(given, self._tokenwise) if labelled else None
+        for name in ("labels", "shift_labels"):
+            given.pop(name, None)
         padding = -length % self.group.parts
         if padding and visible is None:
             visible = Visible(((((0, length), (0, length)),),))
         for name, value in given.items():
-            if isinstance(value, Tensor) and (dim := _dimension(name, value, batch, length)) is not None:
-                given[name] = _cut(value, dim, padding, 0, self.group)
-        given["attention_mask"] = _message(visible, length + padding)
+            if isinstance(value, Tensor) and (dim := token_dimension(name, value, batch, length)) is not None:
+                given[name] = cut_tokens(value, dim, padding, 0, self.group)
+        given["attention_mask"] = message_of(visible, length + padding)
         if shifted is not None:
-            given["labels"] = _cut(shifted, 1, padding, IGNORED, self.group)
+            given["labels"] = cut_tokens(shifted, 1, padding, IGNORED, self.group)
             self._expect(given["labels"], (shifted != IGNORED).sum())
         return self._without_cache(given)
 
@@ -227,48 +224,70 @@ class SequenceModel:
         part = {
             name: value.narrow(dim, 0, few)
             for name, value in given.items()
-            if isinstance(value, Tensor) and (dim := _dimension(name, value, batch, length)) is not None
+            if isinstance(value, Tensor) and (dim := token_dimension(name, value, batch, length)) is not None
         }
         labels = part.pop("labels", part.pop("shift_labels", None))
         labels = torch.zeros(batch, few, dtype=torch.int64, device=tokens.device) if labels is None else labels
-        training, loss_only = [module for module in outer.modules() if module.training], self.loss_only
+        training = [module for module in outer.modules() if module.training]
+        before = self.loss_only, self.cut_already
         outer.eval()
-        self.loss_only = False
+        self.loss_only = self.cut_already = False
         try:
             with torch.no_grad():
-                whole = _tokens_of(outer(**part, return_dict=True))
+                # With a cache transformers does not tell packed samples apart.
+                whole = _tokens_of(outer(**self._without_cache(dict(part)), return_dict=True))
                 divided = _tokens_of(outer(**part, labels=labels, return_dict=True))
         finally:
-            self.loss_only = loss_only
+            self.loss_only, self.cut_already = before
             for module in training:
                 module.training = True
-        wanted = _cut(whole, 1, -few % self.group.parts, 0, self.group)
-        here = self.group.positions(few + -few % self.group.parts) < few
+        padding = -few % self.group.parts
+        wanted = cut_tokens(whole, 1, padding, 0, self.group)
+        here = self.group.positions(few + padding) < few
         if "attention_mask" in part:
-            here = here & _cut(part["attention_mask"] != 0, 1, -few % self.group.parts, 0, self.group).all(dim=0).cpu()
+            seen = cut_tokens(part["attention_mask"] != 0, 1, padding, 0, self.group)
+            here = here & seen.all(dim=0).cpu()
         gap = (divided - wanted)[:, here.to(divided.device)].float().abs().max() if bool(here.any()) else 0.0
         largest = float(wanted.float().abs().max())
         # Under autocast logits may be wide, but not what they are computed from.
         wide = all(dtype in (torch.float32, torch.float64) for dtype in (wanted.dtype, self._attend.dtype))
         bound = (1e-3 if wide else 0.1) * largest
         gaps = self.group.ranks.all_gather_objects(float(gap) / max(bound, 1e-30), "comparison")
-        if not max(gaps) <= 1:
+        if not all(each <= 1 for each in gaps):  # a NaN is not
             raise ValueError(
                 f"mesh.sequence: {type(model).__name__} computes other outputs where ranks divide its sequences (by "
                 f"{max(gaps) * bound / largest:.2g} of the largest, among the first {few} tokens): some layer sees "
                 "other tokens otherwise than by attention, or counts positions in a way of its own (give position_ids)"
             )
 
-    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments that were cut by a loader."""
+    def _assembled(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Whole sequences of arguments that were cut by a loader.
+
+        Raises:
+            ValueError: If they were not.
+        """
         if self._tokenwise:
             raise ValueError(
                 "ParallelismConfig(sp_size=...) is for causal language models; take cp_size, or mesh.sequence"
             )
-        places, labels = given["position_ids"], given.pop("shift_labels", None)
-        given.pop("labels", None), given.pop("attention_mask", None)
-        whole = self.group.gather(places, dim=-1)
-        given["attention_mask"] = _message(Visible.positions(whole), whole.shape[-1])
+        if "position_ids" not in given:
+            raise ValueError(
+                "ParallelismConfig(sp_size=...): a forward without the position_ids that prepared loaders give batches"
+            )
+        batch, length = given["position_ids"].shape
+        return {
+            name: self.group.gather(value, dim)
+            for name, value in given.items()
+            if isinstance(value, Tensor) and (dim := token_dimension(name, value, batch, length)) is not None
+        }
+
+    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that were cut by a loader, and what attention needs besides."""
+        labels = given.pop("shift_labels", None)
+        for name in ("labels", "attention_mask"):
+            given.pop(name, None)
+        whole = self.group.gather(given["position_ids"], dim=-1)
+        given["attention_mask"] = message_of(Visible.positions(whole), whole.shape[-1])
         if labels is not None:
             counts = self.group.ranks.all_gather_small((labels != IGNORED).sum().view(1), "tokens that count")
             given["labels"] = labels
@@ -303,7 +322,7 @@ class SequenceModel:
     def loss(self, logits: Tensor, labels: Any = None, *rest: Any, **keywords: Any) -> Tensor:
         """The loss function of the model: over the tokens of all ranks of the group."""
         if self._labels is None:
-            found: Tensor = self._plain_loss(logits, labels, *rest, **keywords)
+            found: Tensor = self.plain_loss(logits, labels, *rest, **keywords)
             return found
         own_labels, self._labels = self._labels, None
         if self._tiling:
@@ -317,7 +336,7 @@ class SequenceModel:
         keywords.pop("shift_labels", None)
         if not self._tokenwise:
             keywords["shift_labels"] = own_labels
-        part: Tensor = self._plain_loss(logits, own_labels, *rest, **keywords)
+        part: Tensor = self.plain_loss(logits, own_labels, *rest, **keywords)
         return sum_over(part, self.group, self._weight)
 
     def finish(self, outputs: Any) -> Any:
@@ -329,7 +348,9 @@ class SequenceModel:
         labels, tiling = self._labels, self._tiling
         items = self._items
         self._forget()
-        if tiling and labels is None and isinstance(outputs, dict):  # states stand where logits would be
+        if tiling and labels is None and outputs is not None:  # states stand where logits would be
+            if not isinstance(outputs, dict):
+                return (outputs[0], *outputs[2:])
             return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
         if labels is None or outputs is None:
             return outputs
@@ -374,6 +395,12 @@ class _Finish(_Part):
 
 
 class _Loss(_Part):
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Of a model that is tiled only, a copy has the loss that the model had."""
+        if self.owner is None or self.owner.divided:
+            return _Loss(None)
+        return self.owner.plain_loss
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.owner is None:
             raise RuntimeError(
@@ -406,100 +433,6 @@ def sum_over(part: Tensor, group: SequenceGroup, weight: float) -> Tensor:
     return found
 
 
-# ---- attention ----
-
-
-class _Attend:
-    """The attention function of a model's layers.
-
-    Args:
-        group: The ranks.
-        config: The model's.
-
-    Attributes:
-        dtype: Of the output of the last call.
-    """
-
-    def __init__(self, group: SequenceGroup, config: Any) -> None:
-        self.group, self.dtype = group, torch.float32
-        self._windowed = getattr(config, "sliding_window", None) is not None
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **keywords: Any,
-    ) -> tuple[Tensor, None]:
-        """As transformers calls it; q, k and v are (batch, heads, tokens here, width).
-
-        Raises:
-            ValueError: If a layer wants what cannot be divided; names it.
-        """
-        name = type(module).__name__
-        found = _read(attention_mask)
-        if found is None:
-            raise ValueError(
-                f"{name}: a forward that no hook has divided, or a mask that the model has made itself; sequences that "
-                "ranks divide take attention_mask of (batch, tokens), and no other"
-            )
-        visible, length = found
-        if key.shape[2] != query.shape[2]:
-            raise ValueError(
-                f"{name}: {query.shape[2]} queries to {key.shape[2]} keys (cross-attention) with sequences"
-            )
-        if dropout and module.training:
-            raise ValueError(f"{name}: dropout {dropout} in attention, which {NOT_DIVIDED}; set it to 0 in the config")
-        for what in ("softcap", "s_aux", "position_bias", "head_mask", "cache"):
-            if keywords.get(what) is not None:
-                raise ValueError(f"{name}: attention with {what}, which {NOT_DIVIDED}")
-        window = keywords.get("sliding_window")
-        if self._windowed and "sliding_window" not in keywords:
-            raise ValueError(f"{name}: config.sliding_window, which its layers do not tell the attention function")
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if window is not None and window >= length:
-            window = None
-        out = attention(
-            query, key, value, self.group, causal=causal, scale=scaling, visible=visible, window=window
-        )  # fmt: skip
-        self.dtype = out.dtype
-        return out.transpose(1, 2).contiguous(), None
-
-
-NOT_DIVIDED = "cannot be divided among ranks (mesh.sequence)"
-
-
-def _message(visible: Visible | None, length: int) -> Tensor:
-    """The pairs of queries and keys, as numbers in a tensor of 4 dimensions."""
-    numbers = [_MARK, length, -1 if visible is None else len(visible.samples)]
-    for sample in () if visible is None else visible.samples:
-        numbers.append(len(sample))
-        for row, column in sample:
-            numbers += [*row, *column]
-    return torch.tensor(numbers, dtype=torch.int64).view(1, 1, 1, -1)
-
-
-def _read(message: Any) -> tuple[Visible | None, int] | None:
-    """The content of a `_message`, and the length of sequences; None: it is something else."""
-    if not isinstance(message, Tensor) or message.shape[:3] != (1, 1, 1) or message.is_floating_point():
-        return None
-    mark, length, count, *rest = message.flatten().tolist()
-    if mark != _MARK:
-        return None
-    if count < 0:
-        return None, length
-    samples, numbers = [], iter(rest)
-    for _ in range(count):
-        spans = [tuple(next(numbers) for _ in range(4)) for _ in range(next(numbers))]
-        samples.append(tuple(((a, b), (c, d)) for a, b, c, d in spans))
-    return Visible(tuple(samples)), length
-
-
 # ---- what cannot be divided ----
 
 
@@ -513,7 +446,7 @@ def _group_for(models: list[Any], engine: ZeroEngine) -> SequenceGroup:
     settings, size = engine.config.config, engine.sequence.size
 
     def misfits(ulysses: int) -> list[tuple[str, int, int]]:
-        return [each for each in heads if each[1] % ulysses or (each[2] % ulysses and ulysses % each[2])]
+        return [each for each in heads if not heads_divide(each[1], each[2], ulysses)]
 
     if settings.origin_of("mesh.ulysses").startswith("derived"):
         best = max(n for n in range(1, size + 1) if size % n == 0 and not misfits(n))
@@ -565,53 +498,6 @@ def check_divisible(outer: nn.Module, model: Any) -> None:
         refuse("prompt learning")
 
 
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise for arguments that cannot be cut."""
-    if "input_ids" not in given and "inputs_embeds" not in given:
-        raise ValueError(f"sequences that ranks divide: a forward without input_ids or inputs_embeds ({sorted(given)})")
-    mask = given.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        found = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(f"attention_mask is {found}: only one of (batch, tokens) can be cut; padding, or None")
-    for name in ("pixel_values", "input_features", "encoder_hidden_states", "head_mask", "or_mask_function"):
-        if given.get(name) is not None:
-            raise ValueError(f"{name}: it {NOT_DIVIDED}")
-    if given.get("output_attentions"):
-        raise ValueError(f"output_attentions=True: it {NOT_DIVIDED}")
-    if "cu_seq_lens_q" in given and "position_ids" not in given:
-        raise ValueError("cu_seq_lens_q without position_ids: give position_ids that begin anew at each sample")
-    logits = given.get("logits_to_keep")
-    if logits is not None and not (isinstance(logits, int) and logits == 0):
-        raise ValueError("logits_to_keep: ranks have different tokens; leave it out")
-
-
-def _dimension(name: str, value: Tensor, batch: int, length: int) -> int | None:
-    """Along which dimension a tensor has the tokens of sequences; None: it has none."""
-    if name == "position_ids":
-        return value.dim() - 1
-    if value.dim() >= 2 and value.shape[:2] == (batch, length):
-        return 1
-    return None
-
-
-def _cut(value: Tensor, dim: int, padding: int, fill: int, group: SequenceGroup) -> Tensor:
-    """This rank's tokens, after so many of padding at the end."""
-    if padding:
-        shape = list(value.shape)
-        shape[dim] = padding
-        value = torch.cat([value, value.new_full(shape, fill)], dim=dim)
-    return group.split(value, dim)
-
-
-def _shifted(given: Mapping[str, Any], tokenwise: bool) -> Tensor:
-    """Labels of the tokens in whose places they are predicted, (batch, tokens)."""
-    shifted = given.get("shift_labels")
-    if shifted is not None or tokenwise:
-        found: Tensor = given["labels"] if shifted is None else shifted
-        return found
-    return F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
-
-
 def _tile(model: Any, tokens: int) -> TiledHead | None:
     """Tile the MLPs of a causal language model, and its head.
 
@@ -636,66 +522,4 @@ def _tile(model: Any, tokens: int) -> TiledHead | None:
 def _tokens_of(outputs: Any) -> Tensor:
     """Logits, or states, (batch, tokens, width)."""
     found: Tensor = outputs["logits"] if "logits" in outputs else outputs["last_hidden_state"]
-    return found
-
-
-def gathered(group: SequenceGroup, part: Any, length: int) -> Any:
-    """Outputs of tokens of all ranks, without the padding; None stays None. A collective of the group."""
-    if part is None:
-        return None
-    if isinstance(part, (list, tuple)):
-        return type(part)(gathered(group, each, length) for each in part)
-    return group.gather(part, dim=1)[:, :length]
-
-
-class CutLoader:
-    """A loader that gives each rank its tokens, as Accelerate's does where a `ParallelismConfig` has `sp_size`.
-
-    Batches get `position_ids`, and `shift_labels` in the place of `labels`.
-
-    Args:
-        loader: The loader of whole batches.
-        group: Gives the ranks, once there is a model.
-    """
-
-    def __init__(self, loader: Any, group: Callable[[], SequenceGroup]) -> None:
-        self._loader, self._group = loader, group
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_loader", "_group"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        group = self._group()
-        for batch in self._loader:
-            yield cut_batch(batch, group)
-
-
-def cut_batch(batch: Any, group: SequenceGroup) -> dict[str, Any]:
-    """This rank's tokens of a batch: labels are shifted before, and lengths padded to what can be divided.
-
-    Raises:
-        ValueError: If the batch is no mapping with `input_ids`, or has padding before tokens.
-    """
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise ValueError(f"batches that a loader cuts are mappings with input_ids, and this one is a {type(batch)}")
-    found, tokens = dict(batch), batch["input_ids"]
-    rows, length = tokens.shape
-    mask = found.pop("attention_mask", None)
-    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise ValueError(
-            "attention_mask: padding before tokens; pad at the end, or give position_ids of packed samples"
-        )
-    found.setdefault("position_ids", torch.arange(length, device=tokens.device).expand(rows, -1))
-    labels = found.pop("labels", None)
-    if labels is not None:
-        found.setdefault("shift_labels", F.pad(labels[:, 1:], (0, 1), value=IGNORED))
-    padding = -length % group.parts
-    for name, value in found.items():
-        if isinstance(value, Tensor) and (dim := _dimension(name, value, rows, length)) is not None:
-            found[name] = _cut(value, dim, padding, IGNORED if name == "shift_labels" else 0, group)
     return found

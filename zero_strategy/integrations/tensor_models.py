@@ -54,7 +54,7 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
     from torch.distributed.tensor.parallel import parallelize_module
 
     replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for model in _models(module):
+    for _, model in hugging_face_models(module):
         styles = _styles(model, model.tp_plan if plan is None else plan, mesh)
         before = dict(model.named_parameters(remove_duplicate=False))
         _check_dropout(model, mesh)
@@ -81,7 +81,7 @@ def divide_if_asked(
         config: The settings.
         mesh: Makes the mesh of ranks that divide layers.
     """
-    if (config.mesh.tensor or 1) == 1 or tensor_ranks(module) is not None or not _models(module):
+    if (config.mesh.tensor or 1) == 1 or tensor_ranks(module) is not None or not hugging_face_models(module):
         return {}
     return divide_layers(module, mesh())
 
@@ -103,14 +103,17 @@ def use_replaced(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parame
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
 
-def _models(module: nn.Module) -> list[Any]:
-    """Outermost models of transformers."""
-    transformers = sys.modules.get("transformers")
+def hugging_face_models(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Outermost models of transformers in a module, each with what is called: itself, or PEFT's around it."""
+    transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")  # nobody has one without them
     if transformers is None:
         return []
     if isinstance(module, transformers.PreTrainedModel):
-        return [module]
-    return [found for child in module.children() for found in _models(child)]
+        return [(module, module)]
+    if peft is not None and isinstance(module, peft.PeftModel):
+        inner = module.get_base_model()
+        return [(module, inner)] if isinstance(inner, transformers.PreTrainedModel) else []
+    return [found for child in module.children() for found in hugging_face_models(child)]
 
 
 def _styles(model: Any, plan: Plan, mesh: DeviceMesh) -> dict[str, Any]:
@@ -127,9 +130,15 @@ def _styles(model: Any, plan: Plan, mesh: DeviceMesh) -> dict[str, Any]:
         if heads is not None and heads % ways:
             raise ValueError(f"mesh.tensor is {ways}, which does not divide {name}'s {heads} {key}")
     found: dict[str, Any] = {}
-    for path, _ in model.named_modules():
+    for path, child in model.named_modules():
         for pattern, style in plan.items():
             if path and fnmatch.fnmatchcase(path, pattern):
+                if not isinstance(child, (nn.Linear, nn.Embedding)) and style in ("colwise", "rowwise"):
+                    kind = f"{type(child).__module__}.{type(child).__qualname__}"
+                    raise ValueError(
+                        f"mesh.tensor: {name}'s {path} is a {kind}, and only torch's Linear and Embedding are divided "
+                        "(adapters are not); leave mesh.tensor at 1"
+                    )
                 found[path] = _style(style, f"{name}'s tp_plan for {pattern}")
     missing = [pattern for pattern in plan if not any(fnmatch.fnmatchcase(path, pattern) for path in found)]
     if missing and len(missing) == len(plan):

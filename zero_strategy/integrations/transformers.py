@@ -45,7 +45,8 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.accelerate_launch import asked_parallelism, without_parallelism
 from zero_strategy.integrations.pretrained import from_pretrained
-from zero_strategy.integrations.sequence_models import divide_sequences, gathered
+from zero_strategy.integrations.sequence_batches import gathered
+from zero_strategy.integrations.sequence_models import divide_sequences
 from zero_strategy.integrations.tensor_models import divide_layers
 from zero_strategy.optim.averaging import WeightAverage
 

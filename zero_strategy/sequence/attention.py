@@ -58,7 +58,7 @@ def attention(
     heads, key_heads = q.shape[1], k.shape[1]
     if heads % key_heads:
         raise ValueError(f"{heads} heads of queries are no multiple of the {key_heads} heads of keys")
-    if heads % group.ulysses or (key_heads % group.ulysses and group.ulysses % key_heads):
+    if not heads_divide(heads, key_heads, group.ulysses):
         raise ValueError(
             f"ulysses {group.ulysses} does not divide {heads} heads ({key_heads} of keys and values): take a divisor "
             "of them, and a ring for the other ranks"
@@ -85,6 +85,11 @@ def attention(
 
 
 # ---- Ulysses: tokens for heads ----
+
+
+def heads_divide(heads: int, key_heads: int, ulysses: int) -> bool:
+    """True if so many ranks can divide the heads; several may have the same one of keys and values."""
+    return heads % ulysses == 0 and (key_heads % ulysses == 0 or ulysses % key_heads == 0)
 
 
 def _heads_of(group: SequenceGroup, heads: int) -> list[slice]:

@@ -62,21 +62,23 @@ class TiledForward:
             return self._forward(x, *args, **kwargs)
         return tiled(self._forward, x, max(1, self._tokens // x.shape[0]))
 
-    def __deepcopy__(self, memo: Any) -> _ClassForward:
-        return _ClassForward(memo.get(id(self._module)))
+    def __deepcopy__(self, memo: Any) -> PlainForward:
+        return PlainForward(memo.get(id(self._module)), None)
 
     def __reduce__(self) -> Any:
-        return _ClassForward, (self._module,)
+        return PlainForward, (self._module, None)
 
 
-class _ClassForward:
-    """The class's own `forward`, in a copy of a module."""
+class PlainForward:
+    """The class's own `forward`, or an own one of the module, in a copy of a module whose `forward` is replaced."""
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module | None, forward: Callable[..., Any] | None) -> None:
+        self.module, self.forward = module, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.module is not None  # a copy of the module holds this
+        if self.forward is not None:
+            return self.forward(*args, **kwargs)
+        assert self.module is not None
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
@@ -135,11 +137,11 @@ class TiledHead:
             )
         return found[0]
 
-    def __deepcopy__(self, memo: Any) -> _ClassForward:
-        return _ClassForward(memo.get(id(self._head)))
+    def __deepcopy__(self, memo: Any) -> PlainForward:
+        return PlainForward(memo.get(id(self._head)), None)
 
     def __reduce__(self) -> Any:
-        return _ClassForward, (self._head,)
+        return PlainForward, (self._head, None)
 
 
 def tile_modules(model: nn.Module, tokens: int, names: Sequence[str] = ("mlp", "feed_forward")) -> list[str]:
