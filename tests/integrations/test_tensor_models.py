@@ -22,6 +22,7 @@ from tests.integrations.with_accelerate.training import fresh_state
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine
 from zero_strategy.comm.mesh import make_device_mesh
+from zero_strategy.config import load_config
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.transformers import divide_layers, divide_sequences, from_pretrained
 
@@ -65,6 +66,45 @@ def loop(stage: int | None, kind: str, tied: bool) -> tuple[float, float]:
 def test_the_plan_of_a_model(ranks: Launcher, world: int, stage: int, kind: str, tied: bool) -> None:
     for losses, weights in ranks(world, timeout=120)(loop, stage, kind, tied):
         assert losses < 2e-6 and weights < 2e-5
+
+
+def held_and_planned(stage: int, kind: str, tied: bool, dtype: torch.dtype | None) -> Any:
+    """Ledgers of an engine after a step, of the plan of the model as it was made, and of the one that was divided."""
+    with torch.device("meta"):
+        shapes = build(kind, tied)
+    model = build(kind, tied)
+    divide_layers(model, make_device_mesh("cpu", tensor=2)["tp"])
+    config = load_config(stage=stage, mesh={"tensor": 2}, units={"min_numel": 0})
+    options: dict[str, Any] = {"world_size": dist.get_world_size(), "compute_dtype": dtype, "device": "cpu"}
+    options |= {"optimizer": "SGD", "snapshots": False}
+    plans = [config.plan(shapes, **options)]
+    plans.append(load_config(stage=stage, units={"min_numel": 0}).plan(model, **options))  # mesh.tensor from its layers
+    engine = ZeroEngine(model, config, compute_dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine.attach(optimizer)
+    model(**collate(data("plain", 2)[:1])).loss.backward()
+    optimizer.step()
+    found = [engine.ledger().merged(), *(plan.ledger(dist.get_rank()).held().merged() for plan in plans)]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kind, tied", [("Llama", False), ("Qwen3", True)])
+@pytest.mark.parametrize("stage, dtype", [(0, None), (2, torch.bfloat16), (3, torch.bfloat16)])
+def test_the_plan_of_divided_layers_is_the_ledger(
+    ranks: Launcher, stage: int, dtype: torch.dtype | None, kind: str, tied: bool
+) -> None:
+    for held, planned, divided in ranks(4, timeout=120)(held_and_planned, stage, kind, tied, dtype):
+        assert held == planned == divided
+
+
+def test_a_plan_without_one_of_the_layers_is_refused() -> None:
+    config = load_config(mesh={"tensor": 2})
+    with pytest.raises(ValueError, match=r"mesh\.tensor is 2, and Linear has no plan of which layers"):
+        config.plan(torch.nn.Linear(4, 4), world_size=2)
+    heads = transformers.LlamaConfig(vocab_size=WORDS, **{**SIZES, "num_attention_heads": 3, "hidden_size": 48})
+    with torch.device("meta"), pytest.raises(ValueError, match="does not divide LlamaForCausalLM's 3 num_attention"):
+        config.plan(transformers.LlamaForCausalLM(heads), world_size=2)
 
 
 def test_the_trainer_of_transformers(ranks: Launcher, tmp_path: Path) -> None:

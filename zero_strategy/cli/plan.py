@@ -63,8 +63,11 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
     """
     config, deepspeed = _config(options.config)
     changes: dict[str, Any] = {"stage": options.stage, "gradient_reduction": options.gradient_reduction}
-    mesh = {} if options.replicate is None else {"mesh": {"replicate": options.replicate, "shard": None}}
-    changes = {key: value for key, value in changes.items() if value is not None} | mesh
+    sizes = {"replicate": options.replicate, "tensor": options.tensor}
+    sizes = {key: value for key, value in sizes.items() if value is not None}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if sizes:
+        changes["mesh"] = {**sizes, "shard": None}
     if changes:
         config = load_config(config, **changes)
     given = {
@@ -353,6 +356,7 @@ def _add_run(run: Any) -> None:
     run.add_argument("--world", type=int, default=1, metavar="RANKS", help="number of ranks (default: 1)")
     run.add_argument("--ranks-per-host", type=int, metavar="N", help="default: all, but at most this host's GPUs, or 8")
     run.add_argument("--replicate", type=int, metavar="N", help="mesh.replicate: copies of the sharded state")
+    run.add_argument("--tensor", type=int, metavar="N", help="mesh.tensor: ranks that divide each layer")
     run.add_argument("--gradient-reduction", choices=("per_step", "per_micro_batch"), help="default: by stage")
     run.add_argument(
         "--link", type=_gigabits, metavar="GBIT", help="measured speed between ranks: the quicker gather after a step"

@@ -295,7 +295,7 @@ def _with_ranks(plan: MemoryPlan, counts: list[tuple[int, int]]) -> Iterator[Cha
     """Numbers of ranks and of ranks per host; each with the present stage and with those above it."""
     now, replicate = plan.resolved.config.stage, plan.resolved.config.mesh.replicate
     for count, per_host in counts:
-        if count % replicate == 0:
+        if count % (replicate * plan.ways) == 0:
             for stage in range(now, 4):
                 settings: dict[str, object] = {} if stage == now else {"stage": stage}
                 changed = plan.changed(world_size=count, ranks_per_host=per_host, settings=settings)
@@ -391,8 +391,31 @@ def gpt_shape(
     ]
     units += [UnitShape(f"blocks.{layer}", _named(f"blocks.{layer}.", block)) for layer in range(layers)]
     # Two norms' inputs and outputs, q, k, v, what attention gives; the MLP's width before and after its function.
-    costs = TokenCosts(layers, 8 * hidden + 2 * inner, hidden, vocabulary, products=6 * hidden + inner, inner=2 * inner)
-    return ModelShape(tuple(units), {}, f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}", costs)
+    costs = TokenCosts(
+        layers,
+        8 * hidden + 2 * inner,
+        hidden,
+        vocabulary,
+        products=6 * hidden + inner,
+        inner=2 * inner,
+        heads=4 * hidden,
+    )
+    divided = {"embedding.weight": 0}
+    for layer in range(layers):
+        divided.update({f"blocks.{layer}.{name}": dim for name, dim in _DIVIDED.items()})
+    title = f"GPT: {layers} layers, hidden {hidden}, vocabulary {vocabulary}"
+    return ModelShape(tuple(units), {}, title, costs, divided)
+
+
+_DIVIDED = {
+    "attention.qkv.weight": 0,
+    "attention.qkv.bias": 0,
+    "attention.out.weight": 1,
+    "mlp.up.weight": 0,
+    "mlp.up.bias": 0,
+    "mlp.down.weight": 1,
+}
+"""{parameter of a block: the dimension that ranks of `mesh.tensor` divide}."""
 
 
 def _linear(name: str, inputs: int, outputs: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -502,7 +525,7 @@ def longest_sequences(plan: MemoryPlan, budget: Budget, micro_batch: int = 1) ->
         budget: What there is.
         micro_batch: Sequences of a micro-batch.
     """
-    world = plan.resolved.world_size
+    world = plan.resolved.world_size if plan.ways == 1 else 1  # sequences are not divided beside layers
     for sequence in (n for n in range(1, world + 1) if world % n == 0 and n & (n - 1) == 0):
         mesh = replace(plan.resolved.config.mesh, sequence=sequence, ulysses=None, shard=None)
         for mode in ("none", "full"):

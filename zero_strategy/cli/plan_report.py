@@ -31,7 +31,7 @@ def report(
         "settings": {
             "stage": config.stage,
             "world_size": plan.resolved.world_size,
-            "mesh": {"replicate": config.mesh.replicate, "shard": config.mesh.shard},
+            "mesh": {"replicate": config.mesh.replicate, "shard": config.mesh.shard, "tensor": plan.ways},
             "ranks_per_host": plan.ranks_per_host,
             "compute_dtype": _dtype(plan),
             "accumulation": plan.accumulation,
@@ -92,7 +92,8 @@ def report_text(plan: MemoryPlan, found: dict[str, Any], machine: Machine, by: t
 
 def _ranks(settings: dict[str, Any]) -> str:
     mesh, text = settings["mesh"], f"{settings['world_size']}, {settings['ranks_per_host']} per host"
-    return text if mesh["replicate"] == 1 else text + f", {mesh['replicate']} replicas of {mesh['shard']}"
+    text += "" if mesh["replicate"] == 1 else f", {mesh['replicate']} replicas of {mesh['shard']}"
+    return text + ("" if mesh["tensor"] == 1 else f", each layer divided among {mesh['tensor']}")
 
 
 def _verdict(found: dict[str, Any]) -> str:

@@ -1,17 +1,7 @@
-"""Hugging Face models whose layers ranks divide, by the plan that a model brings along, or a user's.
-
-The styles of transformers' `tp_plan` are those of torch's `parallelize_module` under other names:
-
-    colwise                          ColwiseParallel()
-    rowwise                          RowwiseParallel()
-    colwise_gather_output            ColwiseParallel(output_layouts=Replicate())
-    embedding_rowwise                RowwiseParallel(input_layouts=Replicate())
-    replicated_with_grad_allreduce   SequenceParallel(sequence_dim=2): norms of heads, of which a rank has some
-"""
+"""Hugging Face models whose layers ranks divide, by the plan that a model brings along, or a user's."""
 
 from __future__ import annotations
 
-import fnmatch
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,12 +15,10 @@ from torch.optim import Optimizer
 from zero_strategy.checkpoint.deferred import make_replaceable
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.dtensor import tensor_ranks
+from zero_strategy.fsdp.tensor_plan import Plan, check_heads, own_plan, parallelize, styles_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Plan = Mapping[str, Any]
-"""{pattern of module names: a style of transformers by its name, or one of torch}."""
 
 
 def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> dict[nn.Parameter, nn.Parameter]:
@@ -51,16 +39,13 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
         ValueError: If a model has no plan, one with a style that is not known, or heads that cannot be divided; or it
             has dropout, and ranks would draw different masks.
     """
-    from torch.distributed.tensor.parallel import parallelize_module
-
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for _, model in hugging_face_models(module):
-        styles = _styles(model, model.tp_plan if plan is None else plan, mesh)
+        styles = _styles(model, own_plan(model) if plan is None else plan, mesh)
         before = dict(model.named_parameters(remove_duplicate=False))
         _check_dropout(model, mesh)
         follow = make_replaceable(module)
-        for path, style in styles.items():
-            parallelize_module(model.get_submodule(path), mesh, style)
+        parallelize(model, styles, mesh)
         model.tie_weights()
         after = dict(model.named_parameters(remove_duplicate=False))
         changed = {old: after[name] for name, old in before.items() if after[name] is not old}
@@ -117,32 +102,17 @@ def hugging_face_models(module: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 
 def _styles(model: Any, plan: Plan, mesh: DeviceMesh) -> dict[str, Any]:
-    """{path: torch's style}, in the order of the model's modules."""
+    """{path: style}, in the order of the model's modules."""
     name, ways = type(model).__name__, mesh.size()
     if not plan:
         raise ValueError(
             f"mesh.tensor is {ways}, and {name} has no tp_plan: divide its layers by divide_layers(model, mesh, plan), "
             "or leave mesh.tensor at 1"
         )
-    config = model.config.get_text_config()
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if heads is not None and heads % ways:
-            raise ValueError(f"mesh.tensor is {ways}, which does not divide {name}'s {heads} {key}")
-    found: dict[str, Any] = {}
-    for path, child in model.named_modules():
-        for pattern, style in plan.items():
-            if path and fnmatch.fnmatchcase(path, pattern):
-                if not isinstance(child, (nn.Linear, nn.Embedding)) and style in ("colwise", "rowwise"):
-                    kind = f"{type(child).__module__}.{type(child).__qualname__}"
-                    raise ValueError(
-                        f"mesh.tensor: {name}'s {path} is a {kind}, and only torch's Linear and Embedding are divided "
-                        "(adapters are not); leave mesh.tensor at 1"
-                    )
-                found[path] = _style(style, f"{name}'s tp_plan for {pattern}")
-    missing = [pattern for pattern in plan if not any(fnmatch.fnmatchcase(path, pattern) for path in found)]
-    if missing and len(missing) == len(plan):
-        raise ValueError(f"no module of {name} has a name as in the plan: {', '.join(missing)}")
+    check_heads(model, ways)
+    found = styles_of(model, plan, name)
+    if not found:
+        raise ValueError(f"no module of {name} has a name as in the plan: {', '.join(plan)}")
     return found
 
 
@@ -161,24 +131,3 @@ def _check_dropout(model: Any, mesh: DeviceMesh) -> None:
             "random states: they would drop different activations. Seed all ranks alike (seed_everything, set_seed, "
             "torch.manual_seed) before the model is prepared, or set its dropout to 0"
         )
-
-
-def _style(style: Any, where: str) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
-
-    if isinstance(style, ParallelStyle):
-        return style
-    known: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
-    }
-    if style not in known:
-        raise ValueError(
-            f"{where} is {style!r}; accepted: {', '.join(known)}, or a style of torch.distributed.tensor.parallel. "
-            "Leave mesh.tensor at 1 for this model, or give a plan of your own to divide_layers"
-        )
-    return known[style]()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from zero_strategy.config import (
     UnitsConfig,
     ZeroConfig,
 )
+from zero_strategy.fsdp.dtensor import held_by, tensor_ranks
 from zero_strategy.fsdp.layout import (
     PLACEMENTS,
     BucketLayout,
@@ -42,6 +43,7 @@ from zero_strategy.fsdp.layout import (
 )
 from zero_strategy.fsdp.packing import lies_apart
 from zero_strategy.fsdp.reduce import MAX_IN_FLIGHT
+from zero_strategy.fsdp.tensor_plan import divided_dimensions, models_with_plans, own_plan, styles_of
 from zero_strategy.offload.chunk_pass import Cuts, head_numel
 from zero_strategy.offload.chunk_store import Allowance
 from zero_strategy.offload.stores import chunk_numel
@@ -198,7 +200,8 @@ Units = Sequence[Sequence[BucketFacts]]
 
 
 def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.dtype | None) -> Units:
-    """The buckets that an engine would make of a model."""
+    """The buckets that an engine would make of a model; of layers that ranks divide, of the largest part."""
+    model = model.of_tensor_rank(resolved.config.mesh.tensor or 1)
     replicas, packed = resolved.config.mesh.replicate, bool(resolved.config.matrix_optimizers)
 
     def kept_in(unit: str) -> Callable[[str, ParameterShape], bool]:
@@ -433,6 +436,18 @@ class TokenCosts(NamedTuple):
     """Inside a block: results of matrix products and of attention."""
     inner: int = 0
     """Inside a block's MLP, between its input and its output."""
+    heads: int = 0
+    """Inside a block: queries, keys, values and what attention gives."""
+
+    def of_tensor_rank(self, ways: int) -> TokenCosts:
+        """Those of a rank that has a part of the heads and of the inside of the MLP."""
+        heads, inner = -(-self.heads // ways), -(-self.inner // ways)
+        return self._replace(
+            per_layer=self.per_layer - self.heads - self.inner + heads + inner,
+            products=self.products - self.heads - self.inner // 2 + heads + inner // 2,
+            inner=inner,
+            heads=heads,
+        )
 
     def nbytes(self, tokens: int, itemsize: int, *, recompute: bool = False) -> int:
         """Bytes for a micro-batch of `tokens`; `recompute`: every block is run again in backward."""
@@ -513,12 +528,17 @@ class ModelShape:
         buffers: Module buffers by name.
         title: What the model is called in reports.
         costs: Of activations, where they are known.
+        divided: {first name of a parameter: the dimension that ranks of `mesh.tensor` divide}; empty where no plan of
+            tensor parallelism is known.
+        ways: Ranks that divide layers already: shapes are of the largest part.
     """
 
     units: tuple[UnitShape, ...]
     buffers: Mapping[str, BufferShape] = field(default_factory=dict)
     title: str = "model"
     costs: TokenCosts | None = None
+    divided: Mapping[str, int] = field(default_factory=dict)
+    ways: int = 1
 
     @property
     def parameters(self) -> int:
@@ -534,6 +554,8 @@ class ModelShape:
     def of(cls, module: nn.Module, units: UnitsConfig | None = None, title: str | None = None) -> ModelShape:
         """The shape of a module, which may be on the meta device; it is not changed.
 
+        Parameters that are `DTensor`s have the shapes of this rank's parts.
+
         Raises:
             ValueError: If a class or pattern of `units` matches no module, or a parameter has no shape yet; names it.
         """
@@ -547,12 +569,62 @@ class ModelShape:
             UnitShape(spec.name, tuple((name, _shape_of(p, name in ties)) for name, p in spec.parameters))
             for spec in found
         )
-        return cls(made, _buffers_of(module), title or type(module).__name__)
+        return cls(
+            made,
+            _buffers_of(module),
+            title or type(module).__name__,
+            divided=_divided_by_plan(module),
+            ways=len(tensor_ranks(module) or [0]),
+        )
+
+    def of_tensor_rank(self, ways: int) -> ModelShape:
+        """The shapes of the largest part that one of the ranks has which divide layers.
+
+        Args:
+            ways: Those ranks.
+
+        Raises:
+            ValueError: If nobody knows which layers are divided.
+        """
+        if ways == self.ways:
+            return self
+        if self.ways > 1:
+            raise ValueError(f"mesh.tensor is {ways}, but {self.title}'s layers are divided among {self.ways} ranks")
+        if not self.divided:
+            raise ValueError(
+                f"mesh.tensor is {ways}, and {self.title} has no plan of which layers are divided (a Hugging Face "
+                "model's tp_plan): plan the model as parallelize_module has divided it, or leave mesh.tensor at 1"
+            )
+        units = tuple(
+            replace(unit, parameters=tuple((name, self._part(name, shape, ways)) for name, shape in unit.parameters))
+            for unit in self.units
+        )
+        costs = None if self.costs is None else self.costs.of_tensor_rank(ways)
+        return replace(self, units=units, costs=costs, ways=ways)
+
+    def _part(self, name: str, shape: ParameterShape, ways: int) -> ParameterShape:
+        if name not in self.divided:
+            return shape
+        sizes = list(shape.shape)
+        sizes[self.divided[name]] = -(-sizes[self.divided[name]] // ways)
+        return replace(shape, shape=tuple(sizes))
+
+
+def _divided_by_plan(module: nn.Module) -> dict[str, int]:
+    """By the names that tied parameters have first."""
+    first, found = aliases(module), dict[str, int]()
+    for prefix, model in models_with_plans(module):
+        if tensor_ranks(model) is not None:
+            continue
+        dims = divided_dimensions(model, styles_of(model, own_plan(model), type(model).__name__))
+        named = {f"{prefix}.{name}" if prefix else name: dim for name, dim in dims.items()}
+        found.update({first.get(name, name): dim for name, dim in named.items()})
+    return found
 
 
 def _shape_of(parameter: nn.Parameter, tied: bool) -> ParameterShape:
     device = _ANYWHERE if parameter.is_meta else parameter.device  # as the engine will make it
-    return ParameterShape(tuple(parameter.shape), parameter.dtype, parameter.requires_grad, device, tied)
+    return ParameterShape(tuple(held_by(parameter).shape), parameter.dtype, parameter.requires_grad, device, tied)
 
 
 def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:

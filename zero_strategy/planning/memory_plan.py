@@ -10,6 +10,7 @@ run they equal `ZeroEngine.ledger()` to the byte. Peaks are bounds (`buckets.pea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,8 +20,8 @@ from torch.optim import Optimizer
 
 from zero_strategy.comm.shared_memory import LEAST_BYTES, used_bytes
 from zero_strategy.config import ActivationCheckpointingConfig, ResolvedConfig, ZeroConfig, resolve
-from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.fsdp.layout import Piece, placement_for, round_up
+from zero_strategy.fsdp.tensor_plan import check_heads, models_with_plans
 from zero_strategy.offload.chunk_store import TRANSFER_SLOTS
 from zero_strategy.offload.stores import SLOTS
 from zero_strategy.planning.buckets import (
@@ -91,6 +92,7 @@ class MemoryPlan:
                 "activations=..., on the command line --activations 4GB"
             )
         self.offload.check_stage(self.resolved.config.stage)
+        self.model.of_tensor_rank(self.ways)  # raises where nobody knows what is divided
         if self.accumulation < 1:
             raise ValueError(f"accumulation is {self.accumulation}; accepted: 1 or more")
         if not 1 <= self.ranks_per_host <= self.resolved.world_size:
@@ -117,20 +119,26 @@ class MemoryPlan:
         return replace(self, resolved=resolve(config, world_size or self.resolved.world_size), **own)
 
     def ledger(self, rank: int | None = None) -> Ledger:
-        """The ledger of a rank; default: of the fullest one."""
+        """The ledger of a rank; default: of the fullest one. Ranks that divide layers have the largest part's."""
         if rank is None:
             rank = self.fullest_rank()
         if not 0 <= rank < self.resolved.world_size:
             raise ValueError(f"rank {rank} is not one of {self.resolved.world_size} ranks")
-        return self._ledger(facts_of(self.model, self.resolved, self.compute_dtype), rank)
+        return self._ledger(facts_of(self.model, self.resolved, self.compute_dtype), rank // self.ways)
+
+    @property
+    def ways(self) -> int:
+        """Ranks that divide each layer; neighbours have the same place among the data-parallel ranks."""
+        return self.resolved.config.mesh.tensor or 1
 
     def fullest_rank(self) -> int:
         """The rank that takes most memory, of the first ranks."""
         units = facts_of(self.model, self.resolved, self.compute_dtype)
-        candidates = range(min(self.resolved.world_size, _CANDIDATES))
-        return max(candidates, key=lambda rank: (self._ledger(units, rank).total.taken, -rank))
+        candidates = range(min(self.resolved.world_size // self.ways, _CANDIDATES))
+        return self.ways * max(candidates, key=lambda rank: (self._ledger(units, rank).total.taken, -rank))
 
     def _ledger(self, units: Units, rank: int) -> Ledger:
+        """By the place among the data-parallel ranks."""
         ledger = Ledger(device_type=self.device_type)
         shard, stays = self.resolved.shard, staying(units, self.resolved, self.offload)
         for unit in units:
@@ -167,7 +175,7 @@ class MemoryPlan:
             settings = ActivationCheckpointingConfig("full", tile_tokens=settings.tile_tokens)
         offload = config.offload.activations == "cpu" and self.device_type != "cpu"
         ranks = config.mesh.sequence
-        return self.model.costs.in_tiers(
+        return self.model.costs.of_tensor_rank(self.ways // self.model.ways).in_tiers(
             -(-self.tokens // ranks), itemsize, settings, offload=offload, divided=ranks > 1
         )
 
@@ -199,7 +207,7 @@ class MemoryPlan:
             ("replicate", range(rank % shard, shard * replicas, shard), False, [each // replicas for each in reduced]),
         ):
             size = len(ranks)
-            together = len({rank // self.ranks_per_host for rank in ranks}) == 1
+            together = len({rank * self.ways // self.ranks_per_host for rank in ranks}) == 1
             shared = [each for each in messages if together and each >= LEAST_BYTES]
             sent = [each for each in messages if each not in shared]
             kept = 0 if size == 1 else used_bytes(max(shared, default=0), 1 if gathers else size - 1)
@@ -445,18 +453,19 @@ def plan_model(
     accumulation: int = 1,
 ) -> MemoryPlan:
     """Plan a run. See `ZeroConfig.plan`."""
+    units = config.config.units if isinstance(config, ResolvedConfig) else config.units
+    shape = model if isinstance(model, ModelShape) else ModelShape.of(model, units)
+    if shape.ways > 1 and isinstance(config, ZeroConfig) and config.mesh.tensor is None:
+        config = deepcopy(config)
+        config.mesh.record("tensor", shape.ways, "derived: the device mesh of the module's DTensors")
     resolved = config if isinstance(config, ResolvedConfig) else resolve(config, world_size)
     settings = resolved.config
-    if (settings.mesh.tensor or 1) > 1 or (isinstance(model, nn.Module) and tensor_ranks(model) is not None):
-        raise ValueError(
-            f"mesh.tensor is {settings.mesh.tensor}, or the model has DTensors: a plan knows no layers that are "
-            "divided by tensor parallelism. Plan a model of layers as one rank has them (of 8 ranks, an eighth of the "
-            "heads and of the hidden units), for world_size / mesh.tensor ranks"
-        )
+    if isinstance(model, nn.Module) and (settings.mesh.tensor or 1) > 1:
+        for _, each in models_with_plans(model):
+            check_heads(each, settings.mesh.tensor or 1)
     if settings.pipeline.stages > 1:
         assert settings.pipeline.micro_batches and settings.pipeline.chunks, "resolve() derives them"
         accumulation = max(accumulation, settings.pipeline.micro_batches * settings.pipeline.chunks)
-    shape = model if isinstance(model, ModelShape) else ModelShape.of(model, settings.units)
     if isinstance(optimizer, Optimizer):
         optimizer = state_of(optimizer)
     elif isinstance(optimizer, str):
