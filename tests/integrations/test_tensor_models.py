@@ -20,10 +20,12 @@ from tests.integrations import trainers
 from tests.integrations.test_sequence import SIZES, WORDS, apart, collate, data, trained
 from tests.integrations.with_accelerate.training import fresh_state
 from tests.launcher import Launcher
-from zero_strategy import ZeroEngine
+from zero_strategy import PipelineStrategy, ZeroEngine
 from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import load_config
+from zero_strategy.fsdp.dtensor import is_dtensor
 from zero_strategy.integrations.accelerate import ZeroAccelerator
+from zero_strategy.integrations.pretrained import pipeline_layers, pipeline_loss
 from zero_strategy.integrations.transformers import divide_layers, divide_sequences, from_pretrained
 
 
@@ -201,6 +203,73 @@ def test_a_model_that_is_read_when_it_is_prepared(ranks: Launcher, tmp_path: Pat
     build("Llama").save_pretrained(tmp_path)
     for found, expected in ranks(2, timeout=120)(loaded, str(tmp_path)):
         assert found == pytest.approx(expected, abs=2e-6)
+
+
+def pipelined(tied: bool, stage: int, folder: str, checkpoint: str) -> Any:
+    """A pipeline of two stages under the Trainer, layers divided between two ranks, of weights that are read late."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        pipeline: Any
+
+        def configure_pipeline(self) -> Any:
+            model = from_pretrained(transformers.LlamaForCausalLM, folder)
+            self.loss_of_the_model = pipeline_loss(model)
+            return pipeline_layers(model)
+
+        def pipeline_batch(self, batch: Any) -> Any:
+            return {"input_ids": batch["input_ids"]}, batch["labels"]
+
+        def pipeline_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+            return self.loss_of_the_model(outputs, labels)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss: Tensor = self.pipeline.loss(batch)
+            losses.append(float(loss.detach()))
+            kinds.update({name: is_dtensor(value) for name, value in self.named_parameters()})
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    losses: list[float] = []
+    kinds: dict[str, bool] = {}
+    strategy = PipelineStrategy(stages=2, zero_stage=stage, micro_batches=2, mesh={"tensor": 2})
+    trainer = trainers.trainer(strategy, max_epochs=1)
+    trainer.fit(Module(), DataLoader(rows_of_one_length(), batch_size=2, collate_fn=collate))
+    trainer.save_checkpoint(checkpoint)
+    engine = trainer.strategy.engine
+    assert isinstance(engine, ZeroEngine)
+    return losses, engine.full_state_dict(), kinds
+
+
+def rows_of_one_length() -> Any:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(WORDS, (12, 16), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+@pytest.mark.parametrize("tied, stage", [(False, 1), (True, 3)])
+def test_a_pipeline_divides_layers_by_the_plan_of_its_model(
+    ranks: Launcher, tmp_path: Path, tied: bool, stage: int
+) -> None:
+    plain = build("Llama", tied)
+    plain.save_pretrained(tmp_path / "model")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    expected = []
+    for batch in DataLoader(rows_of_one_length(), batch_size=2, collate_fn=collate):
+        loss = plain(**batch).loss
+        loss.backward()
+        expected.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint = str(tmp_path / "checkpoint")
+    for losses, state, kinds in ranks(4, timeout=180)(pipelined, tied, stage, str(tmp_path / "model"), checkpoint):
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 2e-6
+        assert (
+            apart({name.removeprefix("pipeline."): value for name, value in state.items()}, plain.state_dict()) < 2e-5
+        )
+        assert sum(kinds.values()) >= 7
 
 
 def refused() -> list[str]:

@@ -20,7 +20,6 @@ from tests.integrations.trainers import Module, Net, data, join, trainer, zero
 from tests.launcher import Launcher
 from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.integrations import strategy_class
-from zero_strategy.integrations.lightning import PipelineStrategy
 
 TENSOR = {"mesh": {"tensor": 2}}
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
@@ -143,8 +142,3 @@ def test_fabric_and_scripts(ranks: Launcher) -> None:
         for state in found.values():
             for name, value in state.items():
                 torch.testing.assert_close(value, net.state_dict()[name], **CLOSE, msg=name)
-
-
-def test_faces_without_tensor_parallel_ranks_say_so() -> None:
-    with pytest.raises(ValueError, match=r"mesh.tensor is 2 .*PipelineStrategy has no tensor-parallel ranks: use"):
-        PipelineStrategy(stages=2, **TENSOR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,13 @@ def not_divided() -> None:
     shared = nn.Linear(4, 4)
     other = nn.Linear(4, 4)
     other.weight = shared.weight
+    plan = {"0": "colwise", "1": "rowwise"}
     with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' were one.*TiedLayerSpec"):
-        PipelineModule([shared, other], topology=topology, parallelize=divide)
+        PipelineModule(copy.deepcopy(nn.ModuleList([shared, other])), topology=topology, parallelize=plan)
+    tied = PipelineModule([shared, other], topology=topology, parallelize=divide).get_parameter("0.weight")
+    assert isinstance(tied, DTensor) and tied is shared.weight is other.weight
+    with pytest.raises(ValueError, match=r"the PipelineModule's tp_plan for 0 is 'sideways'; accepted: colwise, "):
+        PipelineModule([nn.Linear(4, 4)], topology=topology, parallelize={"0": "sideways"})
 
 
 def local_outputs() -> None:

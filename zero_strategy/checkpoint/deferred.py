@@ -301,6 +301,8 @@ class DeferredReader(StateReader):
         sources: Name -> source, shape, and dtype that a conversion has.
     """
 
+    of_whole_model = False  # stages of a pipeline have their layers' alone
+
     def __init__(self, directory: str, sources: Mapping[str, tuple[Source, torch.Size, torch.dtype]]) -> None:
         self.directory = Path(directory)
         self.aliases = {}

@@ -334,7 +334,8 @@ def _load_state(
 
 def _check_same(engine: TrainState, reader: StateReader) -> None:
     """Ranks that read different checkpoints would make a model of pieces of both."""
-    everyone = engine.mesh.world_group.control.all_gather_objects((str(reader.directory), reader.identity()))
+    ranks = engine.mesh.world_group.control if reader.of_whole_model else engine.mesh.control
+    everyone = ranks.all_gather_objects((str(reader.directory), reader.identity()))
     if len({identity for _, identity in everyone}) > 1:
         raise ValueError(
             "the ranks would load different checkpoints: "

@@ -60,11 +60,13 @@ class StateReader(ABC):
         directory: Where they are; a text if it is a URL.
         aliases: Further name of a tied tensor -> the name it is stored under.
         block: Elements that are best read at once where a tensor is gone through.
+        of_whole_model: Ranks that train different layers have the same one open.
     """
 
     directory: Path | str
     aliases: dict[str, str]
     block = 4 << 20
+    of_whole_model = True
     _manifest: Manifest | None = None
     _weights: Mapping[str, TensorSpec]
 

@@ -232,6 +232,14 @@ def held_by(tensor: Tensor) -> Tensor:
     return cast(Tensor, getattr(tensor, names[0]))
 
 
+def divided_alike(one: Tensor, other: Tensor) -> bool:
+    """True if both are `DTensor`s of which this rank has the same elements."""
+    if not (is_dtensor(one) and is_dtensor(other)) or one.shape != other.shape:
+        return False
+    first, second = cast("DTensor", one), cast("DTensor", other)
+    return first.placements == second.placements and first.device_mesh == second.device_mesh
+
+
 def check_placement(name: str, tensor: Tensor) -> None:
     """Raise unless a parameter or buffer lies as this package can divide it further.
 

@@ -54,19 +54,23 @@ def models_with_plans(module: nn.Module, prefix: str = "") -> Iterator[tuple[str
         yield from models_with_plans(child, f"{prefix}.{name}" if prefix else name)
 
 
-def check_heads(model: Any, ways: int) -> None:
+def check_heads(owner: str, config: Any, ways: int) -> None:
     """Raise if ranks cannot have equal numbers of a model's heads.
+
+    Args:
+        owner: The model's class, for messages.
+        config: The model's; None, or any object, says nothing of heads.
+        ways: Ranks.
 
     Raises:
         ValueError: Naming model, number and setting.
     """
-    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)
         if heads is not None and heads % ways:
-            raise ValueError(f"mesh.tensor is {ways}, which does not divide {type(model).__name__}'s {heads} {key}")
+            raise ValueError(f"mesh.tensor is {ways}, which does not divide {owner}'s {heads} {key}")
 
 
 def styles_of(module: nn.Module, plan: Plan, owner: str, prefix: str = "") -> dict[str, Any]:
@@ -112,6 +116,22 @@ def parallelize(module: nn.Module, styles: Mapping[str, Any], mesh: DeviceMesh) 
 
     for path, style in styles.items():
         parallelize_module(module.get_submodule(path), mesh, _of_torch(style))
+
+
+def division_by(plan: Plan, owner: str, config: Any = None) -> Callable[[nn.Module, str, DeviceMesh], None]:
+    """A function that divides a module of a model in place: takes it, its name in the model, and the ranks.
+
+    Args:
+        plan: For names in the model.
+        owner: The model's class, for messages.
+        config: Of a model of transformers.
+    """
+
+    def divide(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+        check_heads(owner, config, mesh.size())
+        parallelize(module, styles_of(module, plan, owner, name), mesh)
+
+    return divide
 
 
 def divided_dimensions(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, int]:

@@ -237,19 +237,6 @@ class TensorMesh(_Base):
             self._device_mesh = make_device_mesh(self.root_device.type, tensor=tensor, names=names)
 
 
-def refuse_tensor(config: ZeroConfig, owner: str, instead: str) -> None:
-    """Raise for an integration whose data loaders and models know no tensor-parallel ranks.
-
-    Raises:
-        ValueError: Naming the setting and what to use.
-    """
-    if (config.mesh.tensor or 1) > 1:
-        raise ValueError(
-            f"mesh.tensor is {config.mesh.tensor} [{config.origin_of('mesh.tensor')}], and {owner} has no "
-            f"tensor-parallel ranks: use {instead}"
-        )
-
-
 _SLOT = "_zero_strategy_engine"
 
 

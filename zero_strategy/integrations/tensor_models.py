@@ -109,7 +109,7 @@ def _styles(model: Any, plan: Plan, mesh: DeviceMesh) -> dict[str, Any]:
             f"mesh.tensor is {ways}, and {name} has no tp_plan: divide its layers by divide_layers(model, mesh, plan), "
             "or leave mesh.tensor at 1"
         )
-    check_heads(model, ways)
+    check_heads(name, model.config, ways)
     found = styles_of(model, plan, name)
     if not found:
         raise ValueError(f"no module of {name} has a name as in the plan: {', '.join(plan)}")

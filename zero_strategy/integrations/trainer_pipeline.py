@@ -28,7 +28,6 @@ from zero_strategy.integrations.pipeline_runs import IntegrationRunner, SameNumb
 from zero_strategy.integrations.strategy_setup import (
     engine_for,
     engine_of,
-    refuse_tensor,
     schedulers_left_alone,
     verify_settings,
 )
@@ -37,6 +36,7 @@ from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.schedules import Placement, build_table
+from zero_strategy.pipeline.topology import PipeModelDataParallelTopology
 
 if TYPE_CHECKING:
     from zero_strategy.integrations.trainer import TrainerStrategy as _Base
@@ -107,7 +107,6 @@ class TrainerPipeline(_Base):
         if given:
             settings["pipeline"] = {**_as_dict(settings.get("pipeline")), **given}
         super().__init__(config, **settings)
-        refuse_tensor(self.config, type(self).__name__, "zero_strategy.initialize or a PipelineEngine in a script")
         if self.config.origin_of("stage") == "default":
             self.config.record("stage", 1, "default of PipelineStrategy")
 
@@ -137,16 +136,23 @@ class TrainerPipeline(_Base):
 
     def _with_stages(self, world: int) -> ZeroConfig:
         config = deepcopy(self.config)
+        there = getattr(self._lightning_module, ATTRIBUTE, None)
+        if isinstance(there, PipelineModule) and config.mesh.tensor is None and there.mpu().slice_parallel_size > 1:
+            config.mesh.record("tensor", there.mpu().slice_parallel_size, "derived: the PipelineModule's topology")
         if config.origin_of("pipeline.stages") == "default":
-            there = getattr(self._lightning_module, ATTRIBUTE, None)
             if isinstance(there, PipelineModule):
                 config.pipeline.record("stages", there.num_stages, "derived: the PipelineModule")
                 derive_schedule(config, there)
             elif STAGES_VARIABLE in os.environ:
                 config.pipeline.record("stages", _stages_of_environment(), STAGES_VARIABLE)
             else:
-                config.pipeline.record("stages", world, "derived: all ranks")
+                config.pipeline.record("stages", max(1, world // (config.mesh.tensor or 1)), "derived: all ranks")
         return config
+
+    def _copies(self, world: int) -> int:
+        """Copies of the pipeline, each with data of its own."""
+        config = self._with_stages(world)
+        return max(1, world // (config.pipeline.stages * (config.mesh.tensor or 1)))
 
     def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
         """See `ZeroStrategy.verify`; a factory of layers, or of a LightningModule: `diagnostics.verify_pipeline`."""
@@ -157,23 +163,23 @@ class TrainerPipeline(_Base):
         facts = super()._facts()
         per_rank = facts.get("micro_batch_per_rank")
         if per_rank is not None:
-            world = self._world
-            copies = max(1, world // self._with_stages(world).pipeline.stages)
             accumulation = self.lightning_module.trainer.accumulate_grad_batches
-            facts["samples_per_step"] = batch_fact(copies, per_rank.value, accumulation)
+            facts["samples_per_step"] = batch_fact(self._copies(self._world), per_rank.value, accumulation)
         return facts
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For a sampler: ranks of one pipeline see the same data, copies of the pipeline different ones."""
         if self.engine is None:
-            world = self._world
-            copies = world // self._with_stages(world).pipeline.stages
-            return {"num_replicas": copies, "rank": self.global_rank % copies}
+            copies, tensor = self._copies(self._world), self.config.mesh.tensor or 1
+            return {"num_replicas": copies, "rank": self.global_rank // tensor % copies}
         grid = self._engine.pipeline.mpu()
         return {"num_replicas": grid.data_parallel_size, "rank": grid.data_parallel_id}
 
     # ---- set-up ----
+
+    def make_tensor_mesh(self) -> None:
+        """A pipeline's layers are divided when they are built; see `PipelineModule.tensor_mesh`."""
 
     def setup(self, trainer: Any) -> None:
         """Divide the layers, unless that is done; then as `ZeroStrategy`."""
@@ -241,13 +247,18 @@ class TrainerPipeline(_Base):
     def _module_of(self, layers: Any) -> PipelineModule:
         if layers is None:
             raise TypeError("configure_pipeline() returned None; it returns a PipelineModule, or layers in their order")
-        pipeline = resolve(self._with_stages(self._world), self._world).config.pipeline
+        config = resolve(self._with_stages(self._world), self._world).config
+        pipeline, tensor = config.pipeline, config.mesh.tensor or 1
         count, chunks, shape = pipeline.micro_batches or 1, pipeline.chunks or 1, Placement(1).shape
         if pipeline.schedule != AUTO:  # which chooses among the schedules of a placement
             shape = build_table(pipeline.schedule, pipeline.stages, count, chunks).placement.shape
+        copies, divided = self._copies(self._world), None
+        if tensor > 1:
+            divided = PipeModelDataParallelTopology(num_pp=pipeline.stages, num_mp=tensor, num_dp=copies)
         return PipelineModule(
             layers,
             pipeline.stages,
+            divided,
             partition_method=pipeline.partition,
             chunks=chunks,
             placement=shape,

@@ -43,7 +43,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint.deferred import hand_over
+from zero_strategy.checkpoint.deferred import hand_over, make_replaceable
+from zero_strategy.fsdp.dtensor import divided_alike
+from zero_strategy.fsdp.tensor_plan import division_by, own_plan
 from zero_strategy.runtime.terminal import report
 from zero_strategy.runtime.torch_private import children_of, non_persistent_buffers
 
@@ -204,6 +206,10 @@ def layer_class_name(layer: object) -> str:
     return str(getattr(layer, "__name__", type(layer).__name__))
 
 
+Parallelize = Callable[[nn.Module, str, "DeviceMesh"], object]
+"""Divides a layer in place: takes its module, its name in the whole model, and the ranks to divide it among."""
+
+
 class ModelLayer:
     """A layer made of modules of a larger model, which keep the names of their parameters there.
 
@@ -211,6 +217,10 @@ class ModelLayer:
         modules: The modules by their names in the model, in the order of use.
         function: Called with the modules and then the input; None: the modules are called one after the other.
         name: In messages; None: the modules' names.
+
+    Attributes:
+        modules, function, name: As passed.
+        divide: Divides one of its modules among tensor-parallel ranks, where the model has a plan of that (`tp_plan`).
 
     Raises:
         TypeError: If one of them is no module.
@@ -223,6 +233,7 @@ class ModelLayer:
             if not isinstance(module, nn.Module):
                 raise TypeError(f"ModelLayer: {module_name!r} is a {type(module).__name__}, and no torch.nn.Module")
         self.modules, self.function = dict(modules), function
+        self.divide: Parallelize | None = None
         self.name = name or " + ".join(self.modules) or layer_class_name(function)
 
     def __call__(self, inputs: Any) -> Any:
@@ -279,6 +290,7 @@ class BuiltLayer:
         modules: Its modules by the names that they have in the whole model.
         module: The module whose state is the layer's; None for functions and for parts of a larger model.
         tie_key: Of a tied layer.
+        divide: See `ModelLayer`.
         borrows: It runs a function of its own on a tied module.
     """
 
@@ -288,6 +300,7 @@ class BuiltLayer:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     module: nn.Module | None = None
     tie_key: str | None = None
+    divide: Parallelize | None = None
     borrows: bool = False
 
     @property
@@ -367,7 +380,7 @@ def build_layers(own: Sequence[NamedLayer], everyone: Sequence[NamedLayer], seed
     for layer in own:
         given, one = layer.given, BuiltLayer(layer.index, layer.class_name, layer.given)
         if isinstance(given, ModelLayer):
-            one.modules = given.modules
+            one.modules, one.divide = given.modules, given.divide
         elif isinstance(given, TiedLayerSpec):
             if given.key not in tied:
                 with seeds.layer(first[given.key]):
@@ -425,32 +438,56 @@ def _add(owner: nn.Module, part: str, module: nn.Module, name: str) -> None:
         ) from None
 
 
-Parallelize = Callable[[nn.Module, str, "DeviceMesh"], object]
-"""Divides a layer in place: takes its module, its name in the whole model, and the ranks to divide it among."""
+def parallelize_layers(layers: Sequence[BuiltLayer], parallelize: Parallelize | None, mesh: DeviceMesh) -> None:
+    """Divide every module of a rank's layers, once where several of them share it; weights that are tied stay tied.
 
-
-def parallelize_layers(layers: Iterable[BuiltLayer], parallelize: Parallelize, mesh: DeviceMesh) -> None:
-    """Call `parallelize` for every module of a rank's layers, once for a module that several of them share.
+    Args:
+        layers: They may wait for values, and the parameters in the place of theirs wait then.
+        parallelize: Divides a module; None: as the models say that layers were made of.
+        mesh: The ranks.
 
     Raises:
-        ValueError: If layers shared a parameter and do no longer; names both of its names.
+        ValueError: If layers shared a parameter and it was divided in two ways; names both of its names.
     """
-    layers = list(layers)
-    shared = _names_by_parameter(layers)
-    seen: set[int] = set()
+    before, shared = _named(layers), _names_by_parameter(layers)
+    seen: dict[int, Callable[[Mapping[nn.Parameter, nn.Parameter]], None]] = {}
     for layer in layers:
+        divide = parallelize or layer.divide
         for name, module in layer.modules.items():
-            if id(module) not in seen:
-                seen.add(id(module))
-                parallelize(module, name, mesh)
+            if divide is not None and id(module) not in seen:
+                seen[id(module)] = make_replaceable(module)
+                divide(module, name, mesh)
+    _tie_again(layers, shared)
     now = dict(_named(layers))
-    for names in shared.values():
-        apart = [name for name in names if now.get(name) is not now.get(names[0])]
-        if apart:
-            raise ValueError(
-                f"parameters {names[0]!r} and {apart[0]!r} were one, and parallelize made two of them: tie them by a "
-                "TiedLayerSpec, whose module is divided once"
-            )
+    replaced = {parameter: now[name] for name, parameter in before if now[name] is not parameter}
+    for follow in seen.values():
+        follow(replaced)
+
+
+def _tie_again(layers: Sequence[BuiltLayer], shared: Mapping[int, list[str]]) -> None:
+    now = dict(_named(layers))
+    owners = {f"{name}.{path}" if path else name: each for name, path, each in _modules(layers)}
+    for first, *others in shared.values():
+        for name in others:
+            if now[name] is now[first]:
+                continue
+            if not divided_alike(now[name], now[first]):
+                raise ValueError(
+                    f"parameters {first!r} and {name!r} were one, and parallelize divided them in two ways: let it "
+                    "divide both along the same dimension, or tie them by a TiedLayerSpec, whose module is divided once"
+                )
+            owner, _, own = name.rpartition(".")
+            setattr(owners[owner], own, now[first])
+
+
+def _modules(layers: Iterable[BuiltLayer]) -> list[tuple[str, str, nn.Module]]:
+    """(name of a layer's module, path below it, module)."""
+    return [
+        (name, path, each)
+        for layer in layers
+        for name, module in layer.modules.items()
+        for path, each in module.named_modules(remove_duplicate=False)
+    ]
 
 
 def _named(layers: Iterable[BuiltLayer]) -> list[tuple[str, nn.Parameter]]:
@@ -540,6 +577,9 @@ def finished(model: nn.Module, layers: list[ModelLayer]) -> list[ModelLayer]:
             "blocks or head (a parameter of the model itself has to move into a module)"
         )
     hand_over(model, [module for layer in layers for module in layer.modules.values()])
+    if plan := own_plan(model):
+        for layer in layers:
+            layer.divide = division_by(plan, type(model).__name__, getattr(model, "config", None))
     return layers
 
 

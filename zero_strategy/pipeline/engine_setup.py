@@ -134,7 +134,7 @@ def check_divided(module: PipelineModule) -> None:
         raise ValueError(
             f"the topology {module.topology()} divides layers among the ranks of its axis 'model', but no parameter is "
             "divided: give PipelineModule parallelize=function(layer, name, mesh), which calls torch's "
-            "parallelize_module"
+            "parallelize_module, or a plan {pattern of names: style}"
         )
 
 

@@ -9,7 +9,7 @@ as a pipeline, it is forward and loss function; else a `BatchRunner` carries out
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ from zero_strategy.activation.functional import checkpoint
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.process_group import ProcessGroup, from_first_rank, world_size
 from zero_strategy.comm.store import together
+from zero_strategy.fsdp.tensor_plan import Plan, division_by
 from zero_strategy.pipeline.building import (
     BuiltLayer,
     LayerSeeds,
@@ -149,7 +150,8 @@ class PipelineModule(nn.Module):
         stage_bytes: For "profile": most bytes of a stage.
         parallelize: Divides a layer in place among the ranks of the topology's axis "model", by torch's
             `parallelize_module`: called with each of this rank's modules when it is built, its name in the whole model,
-            and their device mesh.
+            and their device mesh. Or a plan: {pattern of names in the whole model: a style}. None: by the plan of the
+            Hugging Face model that layers were made of.
 
     Attributes:
         num_stages, chunks, placement: As above.
@@ -194,7 +196,7 @@ class PipelineModule(nn.Module):
         profile: Sequence[LayerProfile] | None = None,
         profile_sample: Any = None,
         stage_bytes: int | None = None,
-        parallelize: Parallelize | None = None,
+        parallelize: Parallelize | Plan | None = None,
     ) -> None:
         super().__init__()
         named = name_layers(layers)
@@ -208,7 +210,10 @@ class PipelineModule(nn.Module):
 
         self.loss_fn, self.dynamic_shape, self.checkpoint_parallel_write_pipeline = loss_fn, dynamic_shape, False
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
-        self._together, self._parallelize = rank is None, parallelize
+        self._together = rank is None
+        if isinstance(parallelize, Mapping):
+            parallelize = division_by(parallelize, "the PipelineModule")
+        self._parallelize = parallelize
         self._seeds = self._make_seeds()
         self.parts = divide(
             named,
@@ -246,8 +251,9 @@ class PipelineModule(nn.Module):
         control = self._grid.control()
         _check_same_model(control, self.describe())
         self._built = together(control, lambda: self._build_own([named[layer] for layer in self.local_layers], named))
-        if self._parallelize is not None and (mesh := self.tensor_mesh()) is not None:
-            parallelize_layers(self._built, self._parallelize, mesh)
+        mesh = self.tensor_mesh()
+        if mesh is not None and (self._parallelize is not None or mesh.size() > 1):
+            together(control, lambda: parallelize_layers(self._built, self._parallelize, mesh))
         lengths = [stop - start for start, stop in bounds]
         starts = [sum(lengths[:chunk]) for chunk in range(self.chunks)]
         self._chunks = [self._built[start : start + length] for start, length in zip(starts, lengths)]

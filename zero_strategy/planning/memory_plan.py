@@ -462,7 +462,7 @@ def plan_model(
     settings = resolved.config
     if isinstance(model, nn.Module) and (settings.mesh.tensor or 1) > 1:
         for _, each in models_with_plans(model):
-            check_heads(each, settings.mesh.tensor or 1)
+            check_heads(type(each).__name__, getattr(each, "config", None), settings.mesh.tensor or 1)
     if settings.pipeline.stages > 1:
         assert settings.pipeline.micro_batches and settings.pipeline.chunks, "resolve() derives them"
         accumulation = max(accumulation, settings.pipeline.micro_batches * settings.pipeline.chunks)
