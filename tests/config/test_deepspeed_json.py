@@ -81,6 +81,18 @@ def test_every_listed_key_is_classified(key: str, value: Any, verdict: str) -> N
         assert report.path in str(caught[0].message)
 
 
+def test_ranks_that_divide_layers_or_sequences() -> None:
+    found = load_config(
+        {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}
+    )
+    assert (found.mesh.tensor, found.mesh.sequence) == (2, 1)
+    assert "tensor_parallel.autotp_size" in found.origin_of("mesh.tensor")
+    found = load_config({"train_batch_size": 8, "sequence_parallel_size": 4})
+    assert (found.mesh.tensor, found.mesh.sequence, found.mesh.ulysses) == (None, 4, 4)
+    with pytest.raises(ValueError, match=r"tensor_parallel\.preset_model.*tp_plan"):
+        load_config({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})
+
+
 def test_the_list_and_the_table_have_the_same_keys() -> None:
     named = {key for key, _, _ in listed()}
     named |= {path for key, value, _ in listed() for path in leaves(nested(key, value))}

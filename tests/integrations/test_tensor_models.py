@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -187,22 +188,30 @@ def test_a_trainer_of_lightning(ranks: Launcher) -> None:
         assert apart(state, weights) < 2e-5
 
 
-def loaded(folder: str) -> tuple[float, float]:
-    """A model that is read as it is prepared: the loss, and of how many elements this rank reads."""
-    with fresh_state():
+def loaded(folder: str) -> tuple[float, float, int, int]:
+    """A model that is read as it is prepared: losses, bytes that this rank reads, and those of its part."""
+    with fresh_state(), pytest.MonkeyPatch.context() as patch:
         accelerator = ZeroAccelerator(zero_config={"stage": 3, "mesh": {"tensor": 2}})
-        model = from_pretrained(transformers.LlamaForCausalLM, folder)
+        model, read = from_pretrained(transformers.LlamaForCausalLM, folder), []
+        preadv = os.preadv
+        patch.setattr(os, "preadv", lambda *args: read.append(count := preadv(*args)) or count)
         model = accelerator.prepare(model)
+        own = sum(bucket.layout.slice_numel * 4 for bucket in accelerator.engine(model).model.buckets)
         loss = float(model(**collate(data("plain", 1))).loss)
         plain = transformers.LlamaForCausalLM.from_pretrained(folder)
         accelerator.free_memory(model)
-        return loss, float(plain(**collate(data("plain", 1))).loss)
+        return loss, float(plain(**collate(data("plain", 1))).loss), sum(read), own
 
 
-def test_a_model_that_is_read_when_it_is_prepared(ranks: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_that_is_read_when_it_is_prepared(ranks: Launcher, tmp_path: Path, world: int) -> None:
     build("Llama").save_pretrained(tmp_path)
-    for found, expected in ranks(2, timeout=120)(loaded, str(tmp_path)):
+    """Of weights that are divided inside of their rows a rank reads whole rows; else its own elements alone."""
+    named = build("Llama").named_parameters()
+    between = sum(value.nbytes for name, value in named if "o_proj" in name or "down_proj" in name) // world
+    for found, expected, read, own in ranks(world, timeout=120)(loaded, str(tmp_path)):
         assert found == pytest.approx(expected, abs=2e-6)
+        assert 0.98 * own < read < own + between  # of rows between the parts; `own` has padding
 
 
 def pipelined(tied: bool, stage: int, folder: str, checkpoint: str) -> Any:

@@ -55,7 +55,8 @@ def tensor_groups_of(ranks: Sequence[int] | None, size: int) -> list[list[int]]:
         if one is None:
             raise ValueError(
                 f"mesh.tensor is {size}, but on rank {rank} no parameter is divided: call parallelize_module(module, "
-                "device_mesh['tp'], plan) before the engine is made (under a Trainer in configure_model(), with "
+                "device_mesh['tp'], plan), or divide_layers(model, device_mesh['tp']) for Hugging Face models, before "
+                "the engine is made (under a Trainer in configure_model(), with "
                 "self.device_mesh['tensor_parallel'])"
             )
         if len(one) != size or rank not in one or any(found[other] != one for other in one):

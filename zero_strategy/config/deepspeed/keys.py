@@ -281,7 +281,9 @@ PRECISION: dict[str, Key | Group] = {
         }
     ),
     "communication_data_type": translated(_DTYPES, None, "precision.reduce_dtype"),
-    "seq_parallel_communication_data_type": unneeded(_DTYPES, "fp32", "there is no sequence parallelism to send for"),
+    "seq_parallel_communication_data_type": unneeded(
+        _DTYPES, "fp32", "what attention sends has the dtype of the computation"
+    ),
     "fp32_allreduce": unneeded(BOOL, False, "gradients are summed in fp32 unless communication_data_type differs"),
 }
 
@@ -322,12 +324,8 @@ DEFAULTS_VERSION = "0.19.8"
 _MODULE = "DeepSpeed does not look at it: the PipelineModule says it by its argument"
 _UNDIVIDED = "only how tensor-parallel ranks share a message between stages differs; what arrives is the same"
 _RECOMPUTED = "for what the model gives to deepspeed.checkpointing.checkpoint"
-_TENSOR = (
-    "layers are not divided by the config; divide them with torch's parallelize_module, whose DTensors are trained at "
-    "every stage, or use stage 3 over all ranks"
-)
+_PLANS = "the model's own tp_plan says which layers are divided; give another one to divide_layers in your code"
 _EXPERTS = "expert parallelism (mixture of experts) is not supported; experts are trained as ordinary parameters"
-_SEQUENCE = "sequence parallelism is not supported; keep sequences whole on each rank"
 _COMPILE = "compilation is the caller's; use torch.compile on the model"
 _PRINTS = "it only prints; training is the same"
 _COMET = (
@@ -370,15 +368,17 @@ _PARALLEL: dict[str, Key | Group] = {
     ),
     "tensor_parallel": Group(
         {
-            "autotp_size": refused(INT, 0, _TENSOR),
-            **plain_keys("dtype tp_overlap_comm partition_config preset_model", _TENSOR),
+            "autotp_size": translated(INT, 0, "mesh.tensor", "by the model's tp_plan"),
+            "dtype": unneeded(ANY, None, "layers are divided in the dtype that they have"),
+            "tp_overlap_comm": unneeded(ANY, None, "what ranks send each other for a layer is torch's own"),
+            "partition_config": refused(ANY, None, _PLANS),
+            "preset_model": refused(ANY, None, _PLANS),
         },
         switch="autotp_size",
-        note=_TENSOR,
         open=True,
     ),
     "expert_parallel": switched(_EXPERTS, open=True),
-    "sequence_parallel_size": refused(INT, 1, _SEQUENCE),
+    "sequence_parallel_size": translated(INT, 1, "mesh.sequence", "by Ulysses: mesh.ulysses has the same size"),
     "use_data_before_expert_parallelism": refused(BOOL, False, _EXPERTS),
     "hybrid_engine": switched(
         "generating with kernels of its own is not done here; generate with the model itself",

@@ -351,6 +351,12 @@ class Translation:
             key = f"pipeline.{name}"
             if (value := self.value(key, default)) != default:
                 made[key] = Setting(value, self.from_key(key))
+        for key, names in (
+            ("tensor_parallel.autotp_size", ("mesh.tensor",)),
+            ("sequence_parallel_size", ("mesh.sequence", "mesh.ulysses")),
+        ):
+            if (size := self.value(key, 1)) > 1:
+                made.update({name: Setting(size, self.from_key(key)) for name in names})
         made.update(self._state_dtypes())
         made.update(self._loss_scale())
         made.update(self._offload())

@@ -135,7 +135,7 @@ _REFUSED = {
     "Muon": "its groups need the model; construct zero_strategy.optim.MuonAdamW in your code",
     "LBFGS": "its step takes a closure, which train_batch() and step() have none of; use AdamW, or the Trainer",
     "SparseAdam": "gradients here are dense; use AdamW",
-    "Adafactor": "it needs whole matrices; use AdamW, or construct it in your code at stage 0",
+    "Adafactor": "it needs whole matrices; construct it in your code, with the setting matrix_parameters: ['*']",
 }
 
 WARMUP_TYPES = ("log", "linear")
