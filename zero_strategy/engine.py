@@ -390,8 +390,6 @@ class ZeroEngine:
         self.activations.choose(self.mesh.control)
         if self.average is not None:
             self.average.before_step()
-        if not self.sequence.used:
-            self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         if self._checked != self._group_sizes():  # the first step, or a group was added since
             self.check_optimizers()
             self._check_observed()
@@ -400,6 +398,8 @@ class ZeroEngine:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.sharded(optimizer).end_step()
         self._publish_copies()
+        if not self.sequence.used:  # not before the step, whose closure may be what runs the model
+            self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         if optimizer is self.optimizers[-1].optimizer:
             self.steps.after(self.model.reducer.take_flags())
             if self.average is not None and not self.sharded(optimizer).skipped:

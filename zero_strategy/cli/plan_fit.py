@@ -525,7 +525,7 @@ def longest_sequences(plan: MemoryPlan, budget: Budget, micro_batch: int = 1) ->
         budget: What there is.
         micro_batch: Sequences of a micro-batch.
     """
-    world = plan.resolved.world_size if plan.ways == 1 else 1  # sequences are not divided beside layers
+    world = plan.resolved.world_size // plan.ways
     for sequence in (n for n in range(1, world + 1) if world % n == 0 and n & (n - 1) == 0):
         mesh = replace(plan.resolved.config.mesh, sequence=sequence, ulysses=None, shard=None)
         for mode in ("none", "full"):

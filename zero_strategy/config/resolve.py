@@ -153,8 +153,8 @@ def _resolve_sequence(config: ZeroConfig, ranks: int, size: str, tensor: int, st
     given = f"mesh.sequence is {mesh.sequence} [{config.origin_of('mesh.sequence')}]"
     if ranks % mesh.sequence:
         raise ValueError(f"{given}; accepted: a divisor of the {size} {ranks}: {_divisors(ranks)}")
-    if mesh.sequence > 1 and (tensor > 1 or stages > 1):
-        raise ValueError(f"{given}, beside mesh.tensor {tensor} and pipeline.stages {stages}: use one of the three")
+    if mesh.sequence > 1 and stages > 1:
+        raise ValueError(f"{given}, beside pipeline.stages {stages}: use one of the two, or mesh.tensor")
     if mesh.ulysses is None:
         mesh.record("ulysses", mesh.sequence, "derived: mesh.sequence")
     elif mesh.sequence % mesh.ulysses:

@@ -438,11 +438,12 @@ def sum_over(part: Tensor, group: SequenceGroup, weight: float) -> Tensor:
 
 def _group_for(models: list[Any], engine: ZeroEngine) -> SequenceGroup:
     """The ranks, with as many of them for Ulysses as the heads of all models allow, where the setting is not given."""
-    heads = list[tuple[str, int, int]]()
+    heads, tensor = list[tuple[str, int, int]](), engine.mesh.tensor.size
     for model in models:
         config = model.config.get_text_config()
         count: int = config.num_attention_heads
-        heads.append((type(model).__name__, count, getattr(config, "num_key_value_heads", None) or count))
+        key_heads: int = getattr(config, "num_key_value_heads", None) or count
+        heads.append((type(model).__name__, count // tensor, key_heads // tensor))
     settings, size = engine.config.config, engine.sequence.size
 
     def misfits(ulysses: int) -> list[tuple[str, int, int]]:
@@ -455,7 +456,7 @@ def _group_for(models: list[Any], engine: ZeroEngine) -> SequenceGroup:
     for name, count, key_heads in misfits(ulysses):
         raise ValueError(
             f"mesh.ulysses is {ulysses} [{settings.origin_of('mesh.ulysses')}]: it does not divide the {count} heads "
-            f"({key_heads} of keys and values) of {name}; leave it out, for a ring of the other ranks"
+            f"({key_heads} of keys and values) that a rank has of {name}; leave it out, for a ring of the other ranks"
         )
     return engine.sequence
 

@@ -223,12 +223,12 @@ class TensorMesh(_Base):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For a sampler: ranks that divide the same layers, or tokens of sequences, see the same data."""
-        if self._device_mesh is None:
-            found: dict[str, Any] = super().distributed_sampler_kwargs
-            sequence = self.config.mesh.sequence
-            return {"num_replicas": found["num_replicas"] // sequence, "rank": found["rank"] // sequence}
-        mesh = self._device_mesh[DATA]
-        return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+        found: dict[str, Any] = super().distributed_sampler_kwargs
+        if self._device_mesh is not None:
+            mesh = self._device_mesh[DATA]
+            found = {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+        sequence = self.config.mesh.sequence
+        return {"num_replicas": found["num_replicas"] // sequence, "rank": found["rank"] // sequence}
 
     def make_tensor_mesh(self) -> None:
         """Once the process group is there."""
