@@ -14,7 +14,7 @@ from tests.activation.alive import Alive
 from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.planning.buckets import GRADIENTS, ModelShape
+from zero_strategy.planning.model_shape import GRADIENTS, ModelShape
 
 SIZE = GPTSize(width=64, depth=3, heads=2, vocabulary=512)
 ROWS, LENGTH = 2, 32

@@ -20,8 +20,8 @@ from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import FusedLion
-from zero_strategy.planning.buckets import optimizer_state, state_of
 from zero_strategy.planning.ledger import Entry
+from zero_strategy.planning.model_shape import optimizer_state, state_of
 
 WIDTH = 10
 

@@ -15,7 +15,7 @@ from zero_strategy.cli import main
 from zero_strategy.cli.plan import shape_of_numbers
 from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.config import load_config
-from zero_strategy.planning.buckets import ModelShape
+from zero_strategy.planning.model_shape import ModelShape
 
 MODELS = "tests.planning.models"
 

@@ -24,10 +24,11 @@ from zero_strategy.cli.plan_fit import (
 )
 from zero_strategy.config import load_config
 from zero_strategy.offload.chunk_store import PAGE_BYTES
-from zero_strategy.planning.buckets import ModelShape, Offload
+from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.planning.model_shape import ModelShape
 from zero_strategy.runtime.terminal import size
 
 GB = 10**9

@@ -32,7 +32,8 @@ from zero_strategy.config.deepspeed.read import inspect_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.load import config_of, read_layer
 from zero_strategy.fsdp.model import parameters_on_meta
-from zero_strategy.planning.buckets import ModelShape, Offload
+from zero_strategy.planning.buckets import Offload
+from zero_strategy.planning.model_shape import ModelShape
 from zero_strategy.runtime.terminal import parse_size
 from zero_strategy.verify.subject import load_factory, named
 
@@ -427,8 +428,8 @@ def _run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> Any:
     import torch
 
-    from zero_strategy.planning.buckets import OptimizerState, optimizer_state
     from zero_strategy.planning.memory_plan import plan_model
+    from zero_strategy.planning.model_shape import OptimizerState, optimizer_state
 
     settings = planned_settings(options)
     if options.optimizer_bytes is not None:

@@ -6,23 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_strategy.offload.chunk_store import PAGE_BYTES
-from zero_strategy.planning.buckets import (
-    TIER_ORDER,
-    ModelShape,
-    NamedShapes,
-    Offload,
-    ParameterShape,
-    TokenCosts,
-    UnitShape,
-    facts_of,
-    placement_of,
-    staying,
-    staying_bytes,
-    stop_of,
-)
+from zero_strategy.planning.buckets import TIER_ORDER, Offload, facts_of, placement_of, staying, staying_bytes, stop_of
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import TIERS, Ledger
 from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.planning.model_shape import ModelShape, NamedShapes, ParameterShape, TokenCosts, UnitShape
 from zero_strategy.runtime.terminal import size, table
 
 _ENDLESS = 1 << 60

@@ -27,22 +27,24 @@ from zero_strategy.offload.stores import SLOTS
 from zero_strategy.planning.buckets import (
     BLOCK,
     BucketFacts,
-    BufferShape,
-    ModelShape,
     Offload,
-    OptimizerState,
     Staying,
     Units,
-    averaged_dtype,
     facts_of,
-    optimizer_state,
     peaks_of,
     placement_of,
-    state_of,
     staying,
     stop_of,
 )
 from zero_strategy.planning.ledger import Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.planning.model_shape import (
+    BufferShape,
+    ModelShape,
+    OptimizerState,
+    averaged_dtype,
+    optimizer_state,
+    state_of,
+)
 from zero_strategy.runtime.host_bytes import PAGE
 
 DeviceType = Literal["cpu", "cuda"]

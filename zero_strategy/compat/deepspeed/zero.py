@@ -22,9 +22,10 @@ from zero_strategy.config import load_config
 from zero_strategy.config.deepspeed.classify import classify
 from zero_strategy.config.deepspeed.keys import ZERO, Group, Key
 from zero_strategy.config.sources import Layer
-from zero_strategy.planning.buckets import ModelShape, Offload, ParameterShape, UnitShape
+from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.memory_plan import plan_model
+from zero_strategy.planning.model_shape import ModelShape, ParameterShape, UnitShape
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
