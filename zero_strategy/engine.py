@@ -398,7 +398,9 @@ class ZeroEngine:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.sharded(optimizer).end_step()
         self._publish_copies()
-        if not self.sequence.used:  # not before the step, whose closure may be what runs the model
+        if (
+            self.sequence.size > 1 and not self.sequence.used
+        ):  # not before the step, whose closure may be what runs the model
             self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         if optimizer is self.optimizers[-1].optimizer:
             self.steps.after(self.model.reducer.take_flags())

@@ -55,6 +55,7 @@ def adam_(
     *,
     decoupled: bool,
     copies: Tensors = (),
+    check: bool = True,
 ) -> None:
     """Adam (`decoupled=False`: decay is part of the gradient) or AdamW (`decoupled=True`).
 
@@ -66,44 +67,63 @@ def adam_(
         hyper: (segments, 7) float64: lr, beta1, beta2, eps, weight_decay, step (this one's number, from 1), scale.
         decoupled: AdamW.
         copies: Low-precision parameters, or nothing.
+        check: False for a caller who knows that tensors fit and lie apart, and saves a look at each; the kernels
+            themselves refuse what would touch other memory.
 
     Raises:
         TypeError, ValueError: Naming the argument.
     """
-    states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    _check(params, grads, states, copies, hyper, ADAM_COLUMNS)
+    if check:
+        states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+        _check(params, grads, states, copies, hyper, ADAM_COLUMNS)
     if len(params):
         _adam(params, grads, exp_avgs, exp_avg_sqs, copies, hyper, decoupled)
 
 
-def lion_(params: Tensors, grads: Tensors, exp_avgs: Tensors, hyper: Tensor, *, copies: Tensors = ()) -> None:
+def lion_(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, hyper: Tensor, *, copies: Tensors = (), check: bool = True
+) -> None:
     """Lion. `hyper`: (segments, 5) float64: lr, beta1, beta2, weight_decay, scale. Otherwise as `adam_`."""
-    _check(params, grads, {"exp_avgs": exp_avgs}, copies, hyper, LION_COLUMNS)
+    if check:
+        _check(params, grads, {"exp_avgs": exp_avgs}, copies, hyper, LION_COLUMNS)
     if len(params):
         _lion(params, grads, exp_avgs, copies, hyper)
 
 
-def adagrad_(params: Tensors, grads: Tensors, sums: Tensors, hyper: Tensor, *, copies: Tensors = ()) -> None:
+def adagrad_(
+    params: Tensors, grads: Tensors, sums: Tensors, hyper: Tensor, *, copies: Tensors = (), check: bool = True
+) -> None:
     """Adagrad. `hyper`: (segments, 6) float64: lr, lr_decay, eps, weight_decay, step, scale. Otherwise as `adam_`."""
-    _check(params, grads, {"sums": sums}, copies, hyper, ADAGRAD_COLUMNS)
+    if check:
+        _check(params, grads, {"sums": sums}, copies, hyper, ADAGRAD_COLUMNS)
     if len(params):
         _adagrad(params, grads, sums, copies, hyper)
 
 
 def sgd_(
-    params: Tensors, grads: Tensors, buffers: Tensors, hyper: Tensor, *, nesterov: bool = False, copies: Tensors = ()
+    params: Tensors,
+    grads: Tensors,
+    buffers: Tensors,
+    hyper: Tensor,
+    *,
+    nesterov: bool = False,
+    copies: Tensors = (),
+    check: bool = True,
 ) -> None:
     """SGD; without momentum `buffers` is empty.
 
     `hyper`: (segments, 6) float64: lr, momentum, dampening, weight_decay, fresh (1: the buffer has no value yet),
     scale. Otherwise as `adam_`.
     """
-    _check(params, grads, {"buffers": buffers}, copies, hyper, SGD_COLUMNS, optional=("buffers",))
+    if check:
+        _check(params, grads, {"buffers": buffers}, copies, hyper, SGD_COLUMNS, optional=("buffers",))
     if len(params):
         _sgd(params, grads, buffers, copies, hyper, nesterov)
 
 
-def lamb_direction_(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, hyper: Tensor) -> Tensor:
+def lamb_direction_(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, hyper: Tensor, *, check: bool = True
+) -> Tensor:
     """First half of LAMB: update the moments.
 
     A parameter that lies in pieces on several ranks adds its pieces' sums up before the trust ratio is taken.
@@ -111,7 +131,8 @@ def lamb_direction_(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_
     Returns:
         (segments, 2) float64: sums of p^2 and of u^2.
     """
-    _check(params, grads, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, (), hyper, LAMB_COLUMNS)
+    if check:
+        _check(params, grads, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, (), hyper, LAMB_COLUMNS)
     if not len(params):
         return torch.zeros(0, 2, dtype=torch.float64)
     sums: Tensor = _lamb_direction(params, grads, exp_avgs, exp_avg_sqs, hyper)
@@ -126,13 +147,16 @@ def lamb_apply_(
     rates: Tensor,
     *,
     copies: Tensors = (),
+    check: bool = True,
 ) -> None:
     """Second half of LAMB: p = p - u*rate, with u from the moments as they are stored.
 
     `rates`: (segments, 1) float64: lr x trust ratio (`lamb_rates`).
     """
-    _check(params, params, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, copies, hyper, LAMB_COLUMNS, apart=False)
-    check_table("rates", rates, len(params), ("rate",))
+    if check:
+        states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+        _check(params, params, states, copies, hyper, LAMB_COLUMNS, apart=False)
+        check_table("rates", rates, len(params), ("rate",))
     if len(params):
         _lamb_apply(params, exp_avgs, exp_avg_sqs, copies, hyper, rates)
 

@@ -185,6 +185,7 @@ class AdamRule(UpdateRule):
             _table(adam_rows(segments, scale)),
             decoupled=bool(segments[0].group.get("decoupled_weight_decay")),
             copies=_copies(segments),
+            check=False,
         )
 
 
@@ -219,6 +220,7 @@ class LionRule(UpdateRule):
             _states(segments, "exp_avg"),
             _table(rows),
             copies=_copies(segments),
+            check=False,
         )
 
 
@@ -245,6 +247,7 @@ class AdagradRule(UpdateRule):
             _states(segments, "sum"),
             _table(rows),
             copies=_copies(segments),
+            check=False,
         )
 
 
@@ -272,6 +275,7 @@ class SGDRule(UpdateRule):
             _table(rows),
             nesterov=bool(segments[0].group["nesterov"]),
             copies=_copies(segments),
+            check=False,
         )
 
 
@@ -310,7 +314,7 @@ class LambRule(UpdateRule):
         hyper = _table(adam_rows(segments, scale))
         params, grads = [segment.param for segment in segments], [segment.grad for segment in segments]
         moments, squares = _states(segments, "exp_avg"), _states(segments, "exp_avg_sq")
-        return hyper, ops.lamb_direction_(params, grads, moments, squares, hyper)
+        return hyper, ops.lamb_direction_(params, grads, moments, squares, hyper, check=False)
 
 
 _RULES: dict[type[Optimizer], UpdateRule] = {

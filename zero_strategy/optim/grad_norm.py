@@ -191,14 +191,10 @@ class OwnGradients:
     def __init__(self, model: ShardedModel, parameters: Callable[[], Iterator[nn.Parameter]]) -> None:
         self._model, self._parameters = model, parameters
 
-    def _each(self, only: Container[int] | None = None) -> Iterator[tuple[GradientBucket, int, Shard, float]]:
-        """This rank's part of every gradient that the next step will use: bucket, index, values, factor to come.
-
-        Args:
-            only: Ids of the parameters that count; default: all.
-        """
+    def _each(self, places: Iterable[tuple[GradientBucket, int]]) -> Iterator[tuple[GradientBucket, int, Shard, float]]:
+        """This rank's part of those gradients that the next step will use: bucket, index, values, factor to come."""
         found: dict[GradientBucket, dict[int, tuple[Shard, float]]] = {}
-        for gradients, index in self._places(only):
+        for gradients, index in places:
             if gradients not in found:
                 found[gradients] = gradients.scaled_gradients()
             if index in found[gradients]:
@@ -228,11 +224,12 @@ class OwnGradients:
     ) -> tuple[list[Shard], list[float], list[str]]:
         """Every element of the gradients once over all ranks that divide them: values, the factors to come, names."""
         norm_type = norm_order(norm_type)  # before anybody expects it of gradients to come
-        for expecting in {gradients: None for gradients, _ in self._places()}:
+        everywhere = list(self._places())
+        for expecting in {gradients: None for gradients, _ in everywhere}:
             expecting.round_scales()
             expecting.expect_norm(norm_type)
         shards, factors, names = [], [], []
-        for gradients, index, values, factor in self._each(only):
+        for gradients, index, values, factor in self._each(everywhere if only is None else self._places(only)):
             bucket = gradients.bucket
             if not bucket.parts[index].counts:
                 continue  # the first tensor-parallel rank has the same
