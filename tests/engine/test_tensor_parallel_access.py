@@ -204,9 +204,11 @@ def everything(expected: dict[str, Tensor], state: dict[str, Any]) -> dict[str, 
     offload = {"optimizer": "cpu", "parameters": "cpu"}
     model, engine, optimizer, copy_ = begin(3, offload=offload, activation_checkpointing={"mode": "full"})
     losses, _ = run_steps(model, engine, optimizer, copy_)
-    for with_divided in (load_config(stage=3), load_config(mesh={"tensor": 2})):
-        with pytest.raises(ValueError, match="a plan knows no layers that are divided by tensor parallelism"):
-            with_divided.plan(model if with_divided.stage == 3 else gpt(), world_size=4)
+    plan = load_config(stage=3).plan(model, world_size=4, device="cpu")  # of one that is sharded already
+    held = sum(segment.numel for bucket in engine.model.buckets for segment in bucket.layout.segments)
+    assert plan.ways == 2 and plan.model.parameters == held
+    with pytest.raises(ValueError, match=r"mesh\.tensor is 2, and \w+ has no plan of which layers are divided"):
+        load_config(mesh={"tensor": 2}).plan(gpt(), world_size=4)
     return {
         "meta": [from_meta(stage) for stage in (1, 3)],
         "overflow": [one_that_overflows(stage) for stage in (0, 3)],
