@@ -21,7 +21,8 @@ BENCH_VENV ?= $(VENV)-bench
 CONFORMANCE_VENV ?= $(VENV)-conformance
 DOCS_VENV ?= $(VENV)-docs
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist worksteal
+# Two workers per core: ranks of a test wait for each other much of the time.
+PYTEST_ARGS ?= -n 4 --dist worksteal
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
