@@ -20,7 +20,7 @@ from zero_strategy.checkpoint.layout import check_file_name, folders_above, is_i
 from zero_strategy.checkpoint.manifest import seal
 from zero_strategy.cli import main
 from zero_strategy.cli.checkpoint_checks import verify
-from zero_strategy.convert import universal_read as deepspeed_universal
+from zero_strategy.convert import universal as deepspeed_universal
 from zero_strategy.convert.convert import open_any
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*were never updated")

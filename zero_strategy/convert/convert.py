@@ -81,7 +81,7 @@ class Format:
 
 
 _ALL = (
-    Format("deepspeed-universal", "universal_read", "DeepSpeed's universal checkpoint", writes=True, whole=True),
+    Format("deepspeed-universal", "universal", "DeepSpeed's universal checkpoint", writes=True, whole=True),
     Format("deepspeed", "deepspeed", "a checkpoint of DeepSpeed: any ZeRO stage, pipelines, tensor parallel ranks"),
     Format("accelerate", "accelerate", "a state directory of Accelerate: DDP or FSDP"),
     Format(LIGHTNING, "lightning", "a checkpoint of Lightning: .ckpt, or a directory of FSDP (read)", writes=True),

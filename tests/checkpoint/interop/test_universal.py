@@ -13,8 +13,7 @@ from zero_strategy.checkpoint import CheckpointReader
 from zero_strategy.convert import megatron as megatron_rules
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor, portable_of, write_portable
-from zero_strategy.convert.universal_read import detect, read
-from zero_strategy.convert.universal_write import write
+from zero_strategy.convert.universal import detect, read, write
 
 SHAPES = {"h.10.w": (4, 3), "h.9.w": (2, 5), "h.9.b": (5,), "s": (), "none": (0, 3)}
 

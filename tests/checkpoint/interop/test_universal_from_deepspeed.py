@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint.interop.deepspeed_ranks import run
 from tests.checkpoint.interop.deepspeed_workers import GROUPS
 from zero_strategy.compat.deepspeed.checkpoint.ds_to_universal import main, parse_arguments
-from zero_strategy.convert.universal_read import detect, read
+from zero_strategy.convert.universal import detect, read
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 CASES = [(1, "float32", 2), (2, "bfloat16", 2), (3, "bfloat16", 2), (3, "float32", 1)]

@@ -11,7 +11,7 @@ import torch
 from tests.checkpoint.interop.deepspeed_ranks import run
 from tests.checkpoint.interop.deepspeed_workers import GROUPS, Net, groups_of, loss_of
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor
-from zero_strategy.convert.universal_write import write
+from zero_strategy.convert.universal import write
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 

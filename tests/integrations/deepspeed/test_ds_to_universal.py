@@ -11,7 +11,7 @@ from tests.checkpoint.interop.parallel_files import KINDS, value
 from tests.checkpoint.interop.test_pipeline_layers import FLAT, INFO, pipeline, tensor_parallel
 from zero_strategy.compat.deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 from zero_strategy.convert.pickles import load_restricted
-from zero_strategy.convert.universal_read import read
+from zero_strategy.convert.universal import read
 
 
 def convert(source: Path, *more: str) -> Path:

@@ -482,7 +482,7 @@ def convert_to_universal(args: argparse.Namespace | None = None) -> None:
         OSError: If the file system fails.
     """
     from zero_strategy.convert import deepspeed
-    from zero_strategy.convert import universal_read as deepspeed_universal
+    from zero_strategy.convert import universal as deepspeed_universal
     from zero_strategy.convert.megatron import MergeRules
 
     args = universal_arguments() if args is None else args
