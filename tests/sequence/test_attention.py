@@ -17,10 +17,10 @@ from zero_strategy.sequence.visible import Shape, pieces
 WIDTH, TOKENS = 8, 32
 
 
-def inputs(heads: int, key_heads: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs(heads: int, key_heads: int, dtype: torch.dtype, width: int = WIDTH, device: str = "cpu") -> list[Tensor]:
     chance = torch.Generator().manual_seed(0)
-    shapes = [(2, count, TOKENS, WIDTH) for count in (heads, key_heads, key_heads, heads)]
-    return [torch.randn(shape, generator=chance, dtype=torch.float64).to(dtype) for shape in shapes]
+    shapes = [(2, count, TOKENS, width) for count in (heads, key_heads, key_heads, heads)]
+    return [torch.randn(shape, generator=chance, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
 def expected(heads: int, key_heads: int, causal: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -113,7 +113,13 @@ def test_tokens_are_divided_and_come_back(ranks: Launcher, ulysses: int) -> None
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 18, [0] * 20 + [1] * 12])
 PADDING = torch.tensor([[1] * 27 + [0] * 5, [0] * 3 + [1] * 29])
-KINDS = {"packed": (DOCUMENTS, None), "padded": (PADDING, None), "window": (None, 7), "packed window": (DOCUMENTS, 4)}
+KINDS: dict[str, tuple[Tensor | None, int | None]] = {
+    "causal": (None, None),
+    "packed": (DOCUMENTS, None),
+    "padded": (PADDING, None),
+    "window": (None, 7),
+    "packed window": (DOCUMENTS, 4),
+}
 
 
 def seen(kind: str) -> tuple[Tensor, Visible | None, int | None]:
@@ -130,14 +136,16 @@ def seen(kind: str) -> tuple[Tensor, Visible | None, int | None]:
     return mask, visible, window
 
 
-def masked(kind: str, ulysses: int, dtype: torch.dtype) -> list[float]:
+def masked(kind: str, ulysses: int, dtype: torch.dtype, width: int = WIDTH, device: str = "cpu") -> list[float]:
+    """Largest differences from float64 in one process, over the largest value: output, gradients of q, k and v."""
     group = SequenceGroup(dist.group.WORLD if dist.is_initialized() else None, ulysses)
     mask, visible, window = seen(kind)
-    q, k, v, weight = (each.double() for each in inputs(8, 2, dtype))
+    mask = mask.to(device)
+    q, k, v, weight = (each.double() for each in inputs(8, 2, dtype, width, device))
     weight = weight * mask.any(-1)[:, None, :, None]  # a token that sees none counts for nothing
     for each in (q, k, v):
         each.requires_grad_()
-    scores = q @ k.repeat_interleave(4, 1).mT * WIDTH**-0.5
+    scores = q @ k.repeat_interleave(4, 1).mT * width**-0.5
     out = scores.masked_fill(~mask[:, None], -1e30).softmax(-1) @ v.repeat_interleave(4, 1)
     (out * weight).sum().backward()
     wanted = [out.detach() * mask.any(-1)[:, None, :, None], q.grad, k.grad, v.grad]
