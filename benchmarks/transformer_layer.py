@@ -36,7 +36,7 @@ from benchmarks.ratios import TURNS, bootstrap, round_ratio
 from zero_strategy import ops
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer
-from zero_strategy.sequence.vocabulary_loss import linear_cross_entropy
+from zero_strategy.sequence.tiling import linear_cross_entropy
 
 SUMMARY = "The transformer layer and the loss over a vocabulary, against plain torch."
 SAVING = {"normalize_invertible": True, "gelu_checkpoint": True, "attn_dropout_checkpoint": True}

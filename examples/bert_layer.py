@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer
 from zero_strategy.optim import FusedAdamW
-from zero_strategy.sequence.vocabulary_loss import linear_cross_entropy
+from zero_strategy.sequence.tiling import linear_cross_entropy
 
 IGNORED = -100
 RUNS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "checkpoint.remote": "checkpoint.storage",
         "checkpoint.snapshot": "checkpoint.save",
         "checkpoint.verify": "cli.checkpoint_checks",
-        "compat.deepspeed.transformer.vocabulary_loss": "sequence.vocabulary_loss",
+        "compat.deepspeed.transformer.vocabulary_loss": "sequence.tiling",
         "deferred": "checkpoint.deferred",
         "diagnostics.gradient_norms": "diagnostics.norms",
         "diagnostics.install": "diagnostics.recorder",
@@ -74,7 +74,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "memory.viewless": "compat.megatron.tensors",
         "ops.applier": "ops.multi_tensor",
         "ops.native": "ops.library",
-        "ops.vocabulary_loss": "sequence.vocabulary_loss",
+        "ops.vocabulary_loss": "sequence.tiling",
         "optim.model_parallel_norm": "compat.megatron.gradients",
         "optim.no_optimizer": "optim.fused",
         "piece_exchange": "checkpoint.piece_reader",
@@ -143,7 +143,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "transformer.layer": "compat.deepspeed.transformer.layer",
         "transformer.replacement": "compat.deepspeed.transformer.replacement",
         "transformer.rotary": "compat.deepspeed.transformer.layer",
-        "transformer.vocabulary_loss": "sequence.vocabulary_loss",
+        "transformer.vocabulary_loss": "sequence.tiling",
         "versions": "compat.megatron.lifecycle",
     }
 )

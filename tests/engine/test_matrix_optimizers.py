@@ -22,7 +22,7 @@ from zero_strategy import ZeroEngine
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.config import UnitsConfig
 from zero_strategy.convert.convert import convert
-from zero_strategy.fsdp.packing import pack
+from zero_strategy.fsdp.layout import pack
 from zero_strategy.optim import MuonAdamW, muon, split_matrices
 from zero_strategy.optim.muon import Matrix, owners, rounds
 from zero_strategy.pipeline.engine import PipelineEngine

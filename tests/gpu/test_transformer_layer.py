@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.transformer_layer import peak_bytes
 from tests.transformer.test_layer import DROPOUT, LLAMA, SAVING, error, inputs, layer
 from zero_strategy import ops
-from zero_strategy.sequence.vocabulary_loss import linear_cross_entropy
+from zero_strategy.sequence.tiling import linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

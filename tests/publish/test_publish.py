@@ -228,7 +228,7 @@ def test_a_version_that_cannot_be_written_does_not_count(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("zero_strategy.publish.target.write_file", full)
+        patched.setattr("zero_strategy.publish.folder.write_file", full)
         with pytest.raises(OSError, match="No space left"):
             published.update()
     assert reader.update() and reader.version == 0

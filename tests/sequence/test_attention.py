@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.launcher import Launcher
 from zero_strategy.sequence import SequenceGroup, Visible, attention
-from zero_strategy.sequence.visible import Shape, pieces
+from zero_strategy.sequence.attention import Shape, pieces
 
 WIDTH, TOKENS = 8, 32
 

@@ -16,7 +16,7 @@ from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.sequence.vocabulary_loss import linear_cross_entropy
+from zero_strategy.sequence.tiling import linear_cross_entropy
 
 WIDTH, TOKENS, DEPTH = 8, 20, 3
 SAVING = {"normalize_invertible": True, "gelu_checkpoint": True, "attn_dropout_checkpoint": True}

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.comm.collectives import Communicator
-from zero_strategy.offload.tier import HostMemory
-from zero_strategy.runtime.streams import Streams, streams_of
+from zero_strategy.offload.tier import HostMemory, Streams, streams_of
 
 
 class KeptMemory(Protocol):

@@ -26,9 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.offload.tier import HostMemory
+from zero_strategy.offload.tier import HostMemory, Streams, streams_of
 from zero_strategy.runtime.host_bytes import PAGE
-from zero_strategy.runtime.streams import Streams, streams_of
 from zero_strategy.runtime.torch_private import storage_key, version_of
 
 Storages = dict[StorageWeakRef, int]

@@ -15,16 +15,26 @@ Elements keep their row-major order, so a rank's part of a parameter is one cont
 
 The rules are pure functions, for the engine and for the planner.
 
-`set_z3_leaf_modules` and its kin.
+Parameters that stay whole (`pack`) each lie inside of one rank's slice. Optimizers such as Shampoo need whole matrices
+(of Muon, `optim.muon` knows the part that does). A matrix that lies in one slice has an owner: the reduce-scatter
+brings it the whole reduced gradient, its state is on that rank alone, and the all-gather carries what it updates, as of
+any other slice. No message is added; what is paid is padding, for slices are equally long and matrices are not.
 
-Call them before the engine is made. The mark is an attribute of the module, so that copies of it have it as well.
+    rank 0                     rank 1
+    [ gate ......... ][ q ]    [ up ........... ][ k ][ gap ]
+
+Matrices are assigned to slices largest first, each to the slice with the least in it (longest processing time first,
+Graham 1969: at most 4/3 of the best). Ranks take turns from unit to unit, so that those with the fuller slice of one
+unit have the emptier one of the next. Other parameters of a unit have a bucket of their own: each optimizer publishes
+its buckets after its step, and no bucket is published twice.
 
 Units are module subtrees whose parameters are unsharded and reduced together.
 
 A unit is named by the user (class or name pattern) or found: the large enough members of containers (`ModuleList`,
 `Sequential`, `ModuleDict`) whose class repeats there, or that hold no such repetition themselves. Everything else
-belongs to the root unit.
-A parameter used by two units belongs to their closest common ancestor that is a unit.
+belongs to the root unit. A parameter used by two units belongs to their closest common ancestor that is a unit. Marks
+of leaf modules (`set_z3_leaf_modules`) are set before the engine is made, and are attributes of the modules, so that
+copies have them.
 """
 
 from __future__ import annotations
@@ -41,11 +51,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.config import PrecisionConfig
-from zero_strategy.fsdp.packing import pack
 
 if TYPE_CHECKING:
     from zero_strategy.config import ZeroConfig
-
 
 Reduction = Literal["per_step", "per_micro_batch"]
 
@@ -556,3 +564,51 @@ def _common(owners: Sequence[str], units: Sequence[str]) -> str:
         unit for unit in units if unit == "" or all(owner == unit or owner.startswith(f"{unit}.") for owner in owners)
     ]
     return max(holding, key=len)
+
+
+def lies_apart(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], trainable: bool) -> bool:
+    """True if a parameter is to share no bucket but with its like: a trained matrix that the settings ask for.
+
+    With `matrix_optimizers`, patterns choose parameters of any dimensions, such as vectors of which norms are taken.
+
+    Args:
+        config: Its `matrix_optimizers` and `matrix_parameters` say whether there are any, the latter which.
+        unit: Name of the parameter's unit, "" for the root.
+        name: Of the parameter.
+        shape: Of it, in one piece.
+        trainable: Whether it is trained.
+    """
+    patterns = config.matrix_parameters
+    if not (config.matrix_optimizers or patterns) or config.stage == 0 or not trainable:
+        return False
+    if len(shape) != 2 and not (patterns and config.matrix_optimizers and len(shape)):
+        return False
+    return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else unit != ""
+
+
+def pack(sizes: Sequence[int], slices: int, step: int, turn: int) -> tuple[list[tuple[int, int]], int]:
+    """Places of parameters in a bucket of equal slices, none of which is divided.
+
+    Args:
+        sizes: Elements of each, rounded up to the alignment.
+        slices: Their number.
+        step: Slices are multiples of it.
+        turn: By how many ranks the slices are turned.
+
+    Returns:
+        (position in `sizes`, first element) in the order of the elements, and the elements of a slice.
+    """
+    bins: list[list[int]] = [[] for _ in range(slices)]
+    loads = [0] * slices
+    for position in sorted(range(len(sizes)), key=lambda position: (-sizes[position], position)):
+        least = loads.index(min(loads))
+        bins[least].append(position)
+        loads[least] += sizes[position]
+    length = -(-max(loads) // step) * step
+    placed = []
+    for rank in range(slices):
+        at = rank * length
+        for position in sorted(bins[(rank - turn) % slices]):
+            placed.append((position, at))
+            at += sizes[position]
+    return placed, length

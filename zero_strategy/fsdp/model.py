@@ -36,9 +36,9 @@ from zero_strategy.fsdp.layout import (
     find_units,
     gradient_dtypes,
     group_parameters,
+    lies_apart,
     placement_for,
 )
-from zero_strategy.fsdp.packing import lies_apart
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher

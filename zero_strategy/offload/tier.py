@@ -5,7 +5,9 @@ r"""Tiers of state below the device's memory: the interface, host memory, NVMe f
     down                  copy -> host waits       |
     up                             copy, from host-+ (computing waits for it, the host does not)
 
-A copy begins when what is queued on the device at that moment is done. On the CPU copies are made at once.
+A copy begins when what is queued on the computing stream at that moment is done. On the CPU copies are made at once.
+Memory that one stream allocated and another uses is kept for that other one, or the allocator would hand it out again
+too early.
 
 Large pages where the kernel has them: I/O past the page cache looks up and holds every page. Forked children do not get
 it: a transfer under way and a copy-on-write of its pages would put bytes where nobody looks. Pinned by registering the
@@ -21,6 +23,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +34,51 @@ from zero_strategy.offload.file_queues import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH
 from zero_strategy.offload.state_file import StateFile, Transfer, outcome_of
 from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.observer import Observed
-from zero_strategy.runtime.streams import Streams, streams_of
+
+
+class Streams(Protocol):
+    """Needs of copies from a device's queues. Streams and events have the methods of CUDA's in torch."""
+
+    def new(self) -> Any:
+        """A stream."""
+
+    def current(self) -> Any:
+        """The stream on which this thread computes."""
+
+    def within(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, work is queued on a stream."""
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Let a tensor's memory not be used again before what is queued on the stream now is done."""
+
+
+class CudaStreams:
+    """Those of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new(self) -> Any:
+        """A stream."""
+        return torch.cuda.Stream(self._device)
+
+    def current(self) -> Any:
+        """The stream on which this thread computes."""
+        return torch.cuda.current_stream(self._device)
+
+    def within(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, work is queued on a stream."""
+        inside: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return inside
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Let a tensor's memory not be used again before what is queued on the stream now is done."""
+        tensor.record_stream(stream)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The queues of a device; None where everything is done at once, as on the CPU."""
+    return CudaStreams(device) if device.type == "cuda" else None
 
 
 class Landing:

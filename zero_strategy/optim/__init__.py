@@ -15,8 +15,7 @@ from zero_strategy.optim.fused import (
 )
 from zero_strategy.optim.grad_norm import GradientNorm
 from zero_strategy.optim.loss_scale import LossScaler
-from zero_strategy.optim.matrices import MatrixSplit, split_matrices
-from zero_strategy.optim.muon import MuonAdamW
+from zero_strategy.optim.muon import MatrixSplit, MuonAdamW, split_matrices
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 __all__ = [

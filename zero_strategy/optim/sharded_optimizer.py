@@ -3,7 +3,7 @@
 The user's optimizer object stays what it is: same instance, same `param_groups` with the module's own parameters, same
 hyper-parameter dicts (so schedulers work). Only while `step()` runs does each group list this rank's pieces instead:
 flat fp32 views into the master buffers, with flat views of the reduced gradients. An optimizer of whole matrices
-(`matrix_optimizers`) gets these in their shape: the layout lets each lie in one rank's slice (`fsdp.packing`). The
+(`matrix_optimizers`) gets these in their shape: the layout lets each lie in one rank's slice (`fsdp.layout`). The
 public step hooks of `torch.optim.Optimizer` do the exchange, so it does not matter who calls `step()`.
 """
 
@@ -30,8 +30,17 @@ from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.lbfgs import DistributedLBFGS, divided, joined, lbfgs_of
-from zero_strategy.optim.matrices import check_matrices, is_matrix_optimizer
-from zero_strategy.optim.muon import MOMENTUM, Matrix, MuonAdamW, Orthogonaliser, change, direction, muon_groups
+from zero_strategy.optim.muon import (
+    MOMENTUM,
+    Matrix,
+    MuonAdamW,
+    Orthogonaliser,
+    change,
+    check_matrices,
+    direction,
+    is_matrix_optimizer,
+    muon_groups,
+)
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
 from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise, reason_against
 from zero_strategy.optim.streamed import Update

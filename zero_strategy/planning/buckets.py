@@ -26,9 +26,9 @@ from zero_strategy.fsdp.layout import (
     build_layout,
     gradient_dtypes,
     group_parameters,
+    lies_apart,
     wants_master,
 )
-from zero_strategy.fsdp.packing import lies_apart
 from zero_strategy.fsdp.reduce import MAX_IN_FLIGHT
 from zero_strategy.offload.chunk_pass import Cuts, head_numel
 from zero_strategy.offload.chunk_store import Allowance

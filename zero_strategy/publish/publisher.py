@@ -21,10 +21,9 @@ from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.preemption import CheckpointingEngine
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp.shard_storage import PARAMETERS
-from zero_strategy.publish.folder import RECORD, Version, record_of
+from zero_strategy.publish.folder import RECORD, Directory, Version, record_of, target_of
 from zero_strategy.publish.recorder import ChangeRecorder
 from zero_strategy.publish.server import VersionServer
-from zero_strategy.publish.target import Directory, target_of
 
 
 @dataclass(frozen=True)

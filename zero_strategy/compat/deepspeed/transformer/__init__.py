@@ -16,7 +16,7 @@ from zero_strategy.compat.deepspeed.transformer.replacement import (
     replace_transformer_layers,
     restore_transformer_layers,
 )
-from zero_strategy.sequence.vocabulary_loss import linear_cross_entropy
+from zero_strategy.sequence.tiling import linear_cross_entropy
 
 __all__ = [
     "TransformerConfig",
