@@ -115,14 +115,21 @@ def trained(stage: int, sequence: int, ulysses: int, causal: bool, dtype: torch.
     return [max(apart), max(float((state[n] - w).abs().max() / w.abs().max()) for n, w in weights.items())]
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world, sequence, ulysses", [(2, 2, 2), (2, 2, 1), (4, 2, 1), (4, 4, 2)])
+WAYS = [(2, 2, 2), (2, 2, 1), (4, 2, 1), (4, 4, 2)]
+CASES = [
+    (*way, stage, "causal" if (stage + number) % 2 == 0 else "whole")
+    for number, way in enumerate(WAYS)
+    for stage in range(4)
+]
+
+
+@pytest.mark.parametrize("world, sequence, ulysses, stage, kind", CASES)
 def test_losses_and_weights_are_those_of_one_process(
-    ranks: Launcher, world: int, sequence: int, ulysses: int, stage: int, causal: bool
+    ranks: Launcher, world: int, sequence: int, ulysses: int, stage: int, kind: str
 ) -> None:
-    for dtype, bound in ((torch.float32, 2e-5), (torch.float64, 1e-11)):
-        for found in ranks(world)(trained, stage, sequence, ulysses, causal, dtype):
+    """Every stage with every division; masks in turn, float32 at stage 3."""
+    for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 2e-5))[: 2 if stage == 3 else 1]:
+        for found in ranks(world)(trained, stage, sequence, ulysses, kind == "causal", dtype):
             assert max(found) < bound
 
 
