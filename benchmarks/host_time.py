@@ -1,12 +1,14 @@
 """Costs of the engine on the host, per unit: models so small that their arithmetic is nothing, of growing depth.
 
     python -m benchmarks.host_time --depths 12,48,144 --out host_time.json
+    python -m benchmarks.host_time --depths 48 --ranks 8 --stages 1,2,3 --fsdp2
 
 One process, blocks of twelve parameters, each a unit; microseconds of the calling thread's CPU time per unit, for each
 part of a step, ours at every stage and plain torch (AdamW(fused=True), clip_grad_norm_). Of each part the least of all
 steps, which other work on the machine disturbs least; "all" is the sum of these. On a GPU this is what has to be hidden
 behind its work. It is flat where nothing looks at all units for each of them. Nothing is sent: collectives have their
-own figures.
+own figures. With `--ranks` the process is one of a pretended world: collectives are called, of torch's backend "fake",
+and `--fsdp2` has torch's `fully_shard` beside it, on the same blocks.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
+from tests.device.fake_ranks import silent_world
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
@@ -30,11 +37,15 @@ PARTS = ("forward", "backward", "clipping", "step", "zero_grad")
 _LENGTH, _VOCABULARY = 16, 64
 
 
+FSDP2 = -1
+"""Stands for `fully_shard` where stages are numbers."""
+
+
 def measure(stage: int | None, depth: int, steps: int, warmup: int = 4) -> dict[str, float]:
     """The least, in microseconds per unit.
 
     Args:
-        stage: Of ours; None: plain torch.
+        stage: Of ours; None: plain torch; or `FSDP2`.
         depth: Number of blocks.
         steps: That count.
         warmup: Steps before.
@@ -60,6 +71,12 @@ def _make(stage: int | None, depth: int) -> tuple[nn.Module, torch.optim.Optimiz
     if stage is None:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         return model, optimizer, partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+    if stage == FSDP2:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return model, optimizer, partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
     engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine.attach(optimizer)
@@ -72,17 +89,24 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__, formatter_class=raw)
     parser.add_argument("--depths", default="12,48,144", help="numbers of units (default: %(default)s)")
     parser.add_argument("--stages", default="0,1,2,3")
+    parser.add_argument("--ranks", type=int, default=1, help="of the pretended world; 1: no process group")
+    parser.add_argument("--fsdp2", action="store_true", help="measure torch's fully_shard as well; needs --ranks")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if options.fsdp2 and options.ranks == 1:
+        parser.error("--fsdp2 needs --ranks of at least 2")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     print(f"{'us per unit':<12}{'units':>6}" + "".join(f"{part:>11}" for part in (*PARTS, "all")))
-    for stage in (None, *map(int, options.stages.split(","))):
+    stages = [None, *map(int, options.stages.split(",")), *([FSDP2] if options.fsdp2 else [])]
+    names = {None: "plain torch", FSDP2: "fsdp2"}
+    for stage in stages:
         for depth in map(int, options.depths.split(",")):
-            parts = measure(stage, depth, options.steps)
-            rows.append({"stage": stage, "units": depth, **parts})
-            name, every = "plain torch" if stage is None else f"stage {stage}", sum(parts.values())
+            with nullcontext() if options.ranks == 1 or stage is None else silent_world(1, options.ranks):
+                parts = measure(stage, depth, options.steps)
+            rows.append({"stage": stage, "units": depth, "ranks": options.ranks, **parts})
+            name, every = names.get(stage, f"stage {stage}"), sum(parts.values())
             print(f"{name:<12}{depth:>6}" + "".join(f"{us:>11.0f}" for us in (*parts.values(), every)), flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))

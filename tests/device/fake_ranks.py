@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
+import torch.testing._internal.distributed.fake_pg
+
+from zero_strategy.comm import collectives
+from zero_strategy.comm.transport import DeviceCollectives
 
 
 class Mirror(dist.Store):
@@ -81,3 +85,36 @@ def fake_world(rank: int, world: int) -> Iterator[Mirror]:
             yield store
     finally:
         dist.destroy_process_group()
+
+
+class SilentCollectives(DeviceCollectives):
+    """A device's collectives, of tensors on the CPU and of a group that sends nothing; others say what this rank does.
+
+    For what calls cost on the host: `torch.distributed` is asked as it is for a device.
+    """
+
+    device = "cpu"
+    buffer_bytes = 0
+    available = True
+
+    def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
+        """As a device: never."""
+        return False
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """See `Collectives`."""
+
+    def all_gather_small(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """See `Collectives`."""
+        return [value] * self.size
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """See `Collectives`."""
+        return [value] * self.size
+
+
+@contextmanager
+def silent_world(rank: int, world: int) -> Iterator[None]:
+    """Inside, this process is one of so many ranks, and calls of collectives cost what they cost the host."""
+    with patch.object(collectives, "HostCollectives", SilentCollectives), fake_world(rank, world):
+        yield
