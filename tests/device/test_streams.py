@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zero_strategy.activation.kept_inputs as kept_inputs
 import zero_strategy.activation.offload as offload
@@ -30,6 +31,7 @@ from zero_strategy.fsdp.reduction_plan import Reduction
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
 from zero_strategy.optim import muon, split_matrices
 from zero_strategy.optim.streamed import StreamedStep
+from zero_strategy.sequence import SequenceGroup, attention
 
 CPU = torch.device("cpu")
 
@@ -164,6 +166,26 @@ def test_a_copy_of_what_nobody_holds_is_kept() -> None:
     with device() as recorder:
         copy_and_forget(recorder)
     assert not recorder.races
+
+
+def attend(recorder: Recorder, ulysses: int = 1, window: int | None = None) -> None:
+    """Attention of two layers over a sequence that the ranks divide, forward and backward."""
+    group = SequenceGroup(dist.group.WORLD, ulysses)
+    x = torch.randn(1, 4, 8, 8, requires_grad=True)
+    with recorder:
+        for _ in range(2):
+            once = attention(x, x * 2, x * 3, group, causal=True, window=window)
+            attention(once, x, once, group, causal=True, window=window).sum().backward()
+            x.grad = None
+    assert group.counters.calls["all_to_all"]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_divided_sequences_wait_as_they_have_to(ulysses: int, window: int | None) -> None:
+    with device(4) as recorder:
+        attend(recorder, ulysses, window)
+    assert not recorder.races and not recorder.syncs
 
 
 # ---------------------------------------------------------------------------------------------- planted defects
@@ -305,6 +327,11 @@ def matrices_used_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingWork, "wait", lambda self: None if "all_to_all" in self._kinds else wait(self))
 
 
+def keys_used_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
+    """A member of a ring does not wait for the keys and values of the one before it."""
+    matrices_used_before_they_are_there(patch)
+
+
 STAGE_2, STAGE_3, ON_HOST = {"stage": 2}, {"stage": 3, "prefetch": 1}, OFFLOADED[0]
 DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], None]]] = [
     (no_wait_for_gathers, partial(train, **STAGE_3)),
@@ -323,6 +350,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
     (activations_used_before_they_are_back, partial(train, width=64, **ACTIVATIONS)),
     (activations_freed_while_they_leave, partial(train, width=64, **ACTIVATIONS)),
     (inputs_freed_while_they_are_read, keep_inputs),
+    (keys_used_before_they_are_there, attend),
     (matrices_used_before_they_are_there, partial(train, width=64, matrices=True, **STAGE_2)),
 ]
 

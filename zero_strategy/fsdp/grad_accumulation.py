@@ -159,26 +159,27 @@ class LocalSums:
         return None if self._buffer is None else self._buffer.flat
 
     def plain(self, index: int, gradient: Tensor) -> Tensor:
-        """This rank's own, dense values of a gradient of parameter `index`."""
-        if type(gradient) is Tensor and gradient.layout is torch.strided:
-            return gradient
+        """This rank's own, dense values of a gradient of parameter `index` that is no plain tensor."""
         gradient = local_gradient(self.bucket.parameters[index], gradient)
         return gradient.to_dense() if gradient.is_sparse else gradient
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient (see `plain`), of which the caller lets go."""
-        if self._is_handed_over(index, gradient):
-            self.handed[index] = gradient.detach().reshape(-1)
-            self.live.add(index)
-            return
+        buffer = self._buffer
+        if buffer is None or self.handed:
+            if buffer is None and self._is_handed_over(index, gradient):
+                self.handed[index] = gradient.detach().reshape(-1)
+                self.live.add(index)
+                return
+            buffer = self._collected()
         if index in self.live:
-            self.view(index).add_(gradient)
+            buffer.shaped[index].add_(gradient)
         else:
-            self.view(index).copy_(gradient)
+            buffer.shaped[index].copy_(gradient)
             self.live.add(index)
 
     def _is_handed_over(self, index: int, gradient: Tensor) -> bool:
-        if self._buffer is not None or not self.hands_over or index in self.live:
+        if not self.hands_over or index in self.live:
             return False
         alone = gradient.untyped_storage().nbytes() == gradient.nbytes  # else it would keep more than itself
         alike = gradient.dtype == self.dtype and gradient.is_contiguous() and alone

@@ -30,7 +30,7 @@ from zero_strategy.fsdp.reduction_plan import Reduction
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
-from zero_strategy.runtime.torch_private import foreach_mul_
+from zero_strategy.runtime.torch_private import foreach_mul_, without_grad
 
 
 class GradientBucket:
@@ -117,10 +117,12 @@ class GradientBucket:
             self.reduced.restore(self.own.zeros()[self.bucket.owned])
             self._show_all()
 
+    @without_grad
     def accumulate(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
         """Add this rank's `gradient` of parameter `index` to the local sum; `lent`: its memory stays the caller's."""
         self.version += 1
-        gradient = self.own.plain(index, gradient)
+        if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            gradient = self.own.plain(index, gradient)
         # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
         if self._reduction is not None or (self.keeps_whole and self.reduced.sum is not None):
             known = self.late.get(index)
@@ -140,7 +142,7 @@ class GradientBucket:
 
     # ---- reduction over ranks ----
 
-    @torch.no_grad()
+    @without_grad
     def launch(self) -> None:
         """Start the reduction; parameters without a local gradient contribute zeros."""
         assert self._reduction is None
@@ -167,7 +169,7 @@ class GradientBucket:
         alone = self.reduced.empty and self.reduced.in_memory and self.bucket.mesh.replicate.size == 1
         return alone and self._divides_later and self.reduce_dtype == self.dtype
 
-    @torch.no_grad()
+    @without_grad
     def finish_sum(self) -> None:
         """Complete the sum over ranks, if a reduction is under way; see `Reduction`."""
         if self._reduction is not None:
@@ -184,7 +186,7 @@ class GradientBucket:
         """True if the sum becomes a mean on its way into the reduced gradients, without a pass over it."""
         return self.bucket.placement.shard_optimizer and not self.keeps_whole
 
-    @torch.no_grad()
+    @without_grad
     def finish(self, *, keep: bool = True) -> None:
         """Wait for a reduction under way and add its result to what is already reduced, unless nobody wants it."""
         if self._reduction is None:
@@ -215,7 +217,7 @@ class GradientBucket:
         """From the next reduction on know the norm of what is in a tier without reading it again."""
         self.reduced.expect_norm(norm_type)
 
-    @torch.no_grad()
+    @without_grad
     def clear(self) -> None:
         """Drop every gradient, also one under way."""
         self.finish(keep=False)
@@ -268,7 +270,7 @@ class GradientBucket:
             for index in list(self.live):
                 self._forget(index)
 
-    @torch.no_grad()
+    @without_grad
     def sync_handles(self) -> None:
         """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
         self.sync_removed()
@@ -363,7 +365,7 @@ class GradientBucket:
         self.version += 1
         self.reduced.change(index, how)
 
-    @torch.no_grad()
+    @without_grad
     def scale(self, indices: Sequence[int], factor: float) -> None:
         """Multiply reduced gradients; where `p.grad` does not show them, not before somebody reads them."""
         if not self._shows_gradient:

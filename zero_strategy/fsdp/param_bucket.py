@@ -13,7 +13,7 @@ refills the same storage object; nothing that autograd holds goes stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from zero_strategy.fsdp.released import EditWatch, release_class, unshard_class
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
-from zero_strategy.runtime.torch_private import version_of
+from zero_strategy.runtime.torch_private import version_of, without_grad
 
 
 class ParameterBucket:
@@ -161,7 +161,7 @@ class ParameterBucket:
         """True if the master weights are a copy of their own."""
         return self.master is not self.weights and self.master.numel > 0
 
-    @torch.no_grad()
+    @without_grad
     def _fill(self, blank: bool) -> None:
         """Take the parameters' present values, rank 0's, into the bucket; drop what they held before.
 
@@ -223,7 +223,7 @@ class ParameterBucket:
         self._views = [self.segment_view(index) for index in range(len(self.parameters))]
         self._point_at_flat()
 
-    @torch.no_grad()
+    @without_grad
     def make_master(self, values: Tensor | None = None) -> None:
         """Make the fp32 master copy where one is due and missing, from `values` (owned elements) or the parameters."""
         if not self._keep_master or self.has_master:
@@ -233,7 +233,7 @@ class ParameterBucket:
         source = self.weights.read(0, self.weights.numel) if values is None else values
         self.master = self._master_site.copy_of(source, torch.float32, self.device)
 
-    @torch.no_grad()
+    @without_grad
     def make_average(self, device: torch.device | None) -> None:
         """Keep an average from now on, beginning with the present values; nothing if there is one.
 
@@ -327,7 +327,7 @@ class ParameterBucket:
             storage = self.flat.untyped_storage()
         storage.resize_(0)
 
-    @torch.no_grad()
+    @without_grad
     def refresh(self) -> None:
         """Bring updated values into a bucket that is held whole. A collective."""
         if self.placement.shard_parameters and self.gathered:
@@ -360,14 +360,14 @@ class ParameterBucket:
 
     # ---- after an update ----
 
-    @torch.no_grad()
+    @without_grad
     def write_weights(self, *, copied: bool = False) -> None:
         """Cast updated master values to the owned weights, unless they are `copied` already."""
         if self.has_master and not copied:
             for start, stop in self.master.chunks:
                 self.weights.write(start, self.master.read(start, stop))
 
-    @torch.no_grad()
+    @without_grad
     def publish(self, *, copied: bool = False) -> PendingWork:
         """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
         self.write_weights(copied=copied)
@@ -375,7 +375,7 @@ class ParameterBucket:
             return self.mesh.gather.all_gather(self.flat, of=self.names)
         return PendingWork([])
 
-    @torch.no_grad()
+    @without_grad
     def adopt(self, source: int | None = None) -> None:
         """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
         assert self.gathered
@@ -393,7 +393,7 @@ class ParameterBucket:
         for watch in self.watches:
             watch.renew()
 
-    @torch.no_grad()
+    @without_grad
     def set_master(self, index: int, value: Tensor) -> None:
         """Set the owned part of the master copy of parameter `index` from a whole value, or a `DTensor`."""
         piece = self.piece_of.get(index)
@@ -401,7 +401,7 @@ class ParameterBucket:
         if piece is not None:
             self.master.write(piece.offset, mine.reshape(-1)[piece.start : piece.stop])
 
-    @torch.no_grad()
+    @without_grad
     def follow_edits(self) -> None:
         """Carry what the user wrote into full parameters in place over to their master copy."""
         if self.placement.shard_parameters and not self.kept and not (self.placement.in_place and self.gathered):
@@ -540,10 +540,13 @@ def _poison_value(dtype: torch.dtype) -> float | int | bool:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
 def _plain_mode() -> AbstractContextManager[Any]:
     """Leave inference mode: tensors made or changed in it could not be saved for a later backward."""
     if not torch.is_inference_mode_enabled():
-        return torch.no_grad()
+        return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())

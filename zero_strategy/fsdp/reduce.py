@@ -227,11 +227,7 @@ class GradientReducer:
         reduces = self._reduces
         if not reduces:
             bucket.keep_whole()
-        if torch.is_grad_enabled():  # create_graph
-            with torch.no_grad():
-                bucket.accumulate(index, gradient)
-        else:
-            bucket.accumulate(index, gradient)
+        bucket.accumulate(index, gradient)
         bucket.show(index)
         self._seen[number].add(index)
         self.plan.finished(number)
