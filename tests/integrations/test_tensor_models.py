@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from tests.integrations import trainers
 from tests.integrations.test_sequence import SIZES, WORDS, apart, collate, data, trained
 from tests.integrations.with_accelerate.training import fresh_state
-from tests.launcher import Launcher
+from tests.launcher import Launcher, RankError
 from zero_strategy import PipelineStrategy, ZeroEngine
 from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import load_config
@@ -163,6 +163,40 @@ def test_a_loop_of_accelerate(ranks: Launcher, tmp_path: Path, way: str) -> None
     for ours, state in ranks(4, timeout=120)(accelerated, way, str(tmp_path)):
         assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 2e-5 and len(ours) >= 10
         assert apart(state, weights) < 2e-4  # Adam makes steps of rounding where gradients are near zero
+
+
+def made_before(stepped: bool) -> Any:
+    """Losses and weights of an optimizer that has state when the model is prepared, and of one process."""
+    with fresh_state():
+        accelerator = ZeroAccelerator(zero_config={"stage": 2, "mesh": {"tensor": 2}})
+        model, plain = build("Llama"), build("Llama")
+        optimizers = [
+            torch.optim.Adagrad(each.parameters(), lr=1e-2, initial_accumulator_value=0.1) for each in (model, plain)
+        ]
+        batches = [collate(data("plain", 8)[number : number + 1]) for number in range(8)]
+        if stepped:
+            model(**batches[0]).loss.backward()
+            optimizers[0].step()
+        model, optimizer = accelerator.prepare(model, optimizers[0])
+        gaps = []
+        for batch in batches:
+            losses = [each(**batch).loss for each in (model, plain)]
+            accelerator.backward(losses[0])
+            losses[1].backward()
+            gaps.append(abs(float(losses[0]) - float(losses[1])))
+            for each in (optimizer, optimizers[1]):
+                each.step()
+                each.zero_grad()
+        state = accelerator.engine(model).full_state_dict()
+        accelerator.free_memory(model)
+        return max(gaps), apart(state, dict(plain.state_dict()))
+
+
+def test_an_optimizer_that_has_state_from_the_start(ranks: Launcher) -> None:
+    for losses, weights in ranks(2, timeout=120)(made_before, False):
+        assert losses < 5e-6 and weights < 2e-4
+    with pytest.raises(RankError, match="Adagrad has state of layers that"):
+        ranks(2, timeout=120)(made_before, True)
 
 
 def lightning(mesh: dict[str, int] | None) -> Any:

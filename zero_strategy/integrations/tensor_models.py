@@ -9,7 +9,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.deferred import make_replaceable
@@ -80,12 +80,32 @@ def use_replaced(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parame
     for group in optimizer.param_groups:
         if not any(parameter in replaced for parameter in group["params"]):
             continue
-        if any(parameter in optimizer.state for parameter in group["params"]):
+        for parameter in group["params"]:
+            if parameter in replaced and parameter in optimizer.state:
+                optimizer.state[replaced[parameter]] = _first_state(optimizer, parameter, replaced[parameter])
+                del optimizer.state[parameter]
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+
+
+def _first_state(optimizer: Optimizer, former: nn.Parameter, parameter: nn.Parameter) -> dict[str, Any]:
+    """The state that an optimizer such as Adagrad makes with itself, for a parameter that was divided since.
+
+    Raises:
+        ValueError: If it has taken a step.
+    """
+    state = optimizer.state[former]
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and bool((value == value.flatten()[0]).all()):
+            found[key] = torch.full_like(parameter.detach(), float(value.flatten()[0]), dtype=value.dtype)
+        elif not isinstance(value, Tensor) or value.dim() or float(value) != 0.0:
             raise ValueError(
                 f"{type(optimizer).__name__} has state of layers that mesh.tensor divides now: prepare the model "
                 "before its first step, or load the state afterwards"
             )
-        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        else:
+            found[key] = value
+    return found
 
 
 def hugging_face_models(module: nn.Module) -> list[tuple[nn.Module, Any]]:
