@@ -7,15 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 from tests.integrations import trainers
 from tests.integrations.test_sequence import SIZES, WORDS, apart, collate, data, trained
@@ -27,7 +30,13 @@ from zero_strategy.config import load_config
 from zero_strategy.fsdp.dtensor import is_dtensor
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.pretrained import pipeline_layers, pipeline_loss
-from zero_strategy.integrations.transformers import divide_layers, divide_sequences, from_pretrained
+from zero_strategy.integrations.transformers import ZeroTrainer, divide_layers, divide_sequences, from_pretrained
+
+ADAPTED: dict[str, Any] = {
+    "r": 4,
+    "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
+    "init_lora_weights": False,
+}
 
 
 def build(kind: str, tied: bool = False) -> transformers.PreTrainedModel:
@@ -71,11 +80,13 @@ def test_the_plan_of_a_model(ranks: Launcher, world: int, stage: int, kind: str,
         assert losses < 2e-6 and weights < 2e-5
 
 
-def held_and_planned(stage: int, kind: str, tied: bool, dtype: torch.dtype | None) -> Any:
+def held_and_planned(stage: int, kind: str, tied: bool, dtype: torch.dtype | None, adapter: bool = False) -> Any:
     """Ledgers of an engine after a step, of the plan of the model as it was made, and of the one that was divided."""
     with torch.device("meta"):
-        shapes = build(kind, tied)
-    model = build(kind, tied)
+        shapes: Any = build(kind, tied)
+    model: Any = build(kind, tied)
+    if adapter:
+        shapes, model = (peft.get_peft_model(each, peft.LoraConfig(**ADAPTED)) for each in (shapes, model))
     divide_layers(model, make_device_mesh("cpu", tensor=2)["tp"])
     config = load_config(stage=stage, mesh={"tensor": 2}, units={"min_numel": 0})
     options: dict[str, Any] = {"world_size": dist.get_world_size(), "compute_dtype": dtype, "device": "cpu"}
@@ -83,7 +94,7 @@ def held_and_planned(stage: int, kind: str, tied: bool, dtype: torch.dtype | Non
     plans = [config.plan(shapes, **options)]
     plans.append(load_config(stage=stage, units={"min_numel": 0}).plan(model, **options))  # mesh.tensor from its layers
     engine = ZeroEngine(model, config, compute_dtype=dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)
     engine.attach(optimizer)
     model(**collate(data("plain", 2)[:1])).loss.backward()
     optimizer.step()
@@ -98,6 +109,11 @@ def test_the_plan_of_divided_layers_is_the_ledger(
     ranks: Launcher, stage: int, dtype: torch.dtype | None, kind: str, tied: bool
 ) -> None:
     for held, planned, divided in ranks(4, timeout=120)(held_and_planned, stage, kind, tied, dtype):
+        assert held == planned == divided
+
+
+def test_the_plan_of_divided_adapters_is_the_ledger(ranks: Launcher) -> None:
+    for held, planned, divided in ranks(4, timeout=120)(held_and_planned, 3, "Qwen3", True, None, True):
         assert held == planned == divided
 
 
@@ -163,6 +179,53 @@ def test_a_loop_of_accelerate(ranks: Launcher, tmp_path: Path, way: str) -> None
     for ours, state in ranks(4, timeout=120)(accelerated, way, str(tmp_path)):
         assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 2e-5 and len(ours) >= 10
         assert apart(state, weights) < 2e-4  # Adam makes steps of rounding where gradients are near zero
+
+
+def frozen() -> list[str]:
+    """Parameters of a model whose head norms are frozen that train nevertheless, or that do not and should."""
+    model = build("Qwen3")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    divide_layers(model, make_device_mesh("cpu", tensor=2)["tp"])
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad == ("norm" in name)]
+
+
+def test_what_is_frozen_stays_frozen(ranks: Launcher) -> None:
+    assert ranks(2)(frozen) == [[], []]
+
+
+def adapted(mesh: dict[str, int] | None, stage: int, folder: str) -> Any:
+    """Logged figures; the adapter lies in the folder. Ranks draw it from random states of their own."""
+    with fresh_state():
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=1, num_train_epochs=2, learning_rate=1e-2, optim="sgd",
+            max_grad_norm=0.5, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        model: Any = build("Qwen3")
+        torch.manual_seed(10 + dist.get_rank())
+        model = peft.get_peft_model(model, peft.LoraConfig(modules_to_save=["lm_head"], **ADAPTED))
+        keywords: dict[str, Any] = {"train_dataset": data("plain"), "data_collator": collate}
+        if mesh is None:
+            trainer: Any = Trainer(model, arguments, **keywords)
+        else:
+            config = {"stage": stage, "units": {"min_numel": 0}, "mesh": mesh}
+            trainer = ZeroTrainer(model, arguments, zero_config=config, **keywords)
+        trainer.train()
+        trainer.save_model(folder + "/model")
+        return [{n: r[n] for n in ("loss", "grad_norm") if n in r} for r in trainer.state.log_history]
+
+
+@pytest.mark.parametrize("stage, mesh", [(3, {"tensor": 2}), (2, {"tensor": 2, "sequence": 2})])
+def test_adapters_of_divided_layers(ranks: Launcher, tmp_path: Path, stage: int, mesh: dict[str, int]) -> None:
+    copies = 4 // (2 * mesh.get("sequence", 1))
+    theirs = ranks(copies, timeout=120)(adapted, None, 0, str(tmp_path / "plain"))[0]
+    for ours in ranks(4, timeout=120)(adapted, mesh, stage, str(tmp_path / "ours")):
+        assert max(abs(a[n] - b[n]) for a, b in zip(ours, theirs, strict=True) for n in a) < 2e-5
+        assert len(ours) > 8
+    files = [tmp_path / way / "model" / "adapter_model.safetensors" for way in ("ours", "plain")]
+    assert apart(*(load_file(file) for file in files)) < 2e-5
+    whole = peft.PeftModel.from_pretrained(build("Qwen3"), tmp_path / "ours" / "model")
+    assert whole(**collate(data("plain", 1))).loss.isfinite()
 
 
 def made_before(stepped: bool) -> Any:
@@ -351,11 +414,9 @@ def refused() -> list[str]:
         divide_layers(dropping, mesh)
     torch.manual_seed(0)
     assert divide_layers(dropping, mesh)
-    import peft
-
-    adapted = peft.get_peft_model(build("Llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    weighed = peft.get_peft_model(build("Llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     with pytest.raises(ValueError, match=r"q_proj is a peft\.\S+Linear, and only torch's Linear"):
-        divide_layers(adapted, mesh)
+        divide_layers(weighed, mesh)
     tiles = {"stage": 0, "activation_checkpointing": {"tile_tokens": 4}}
     divided = build("Llama")
     divide_layers(divided, mesh)

@@ -9,6 +9,8 @@ The styles of transformers are those of torch's `parallelize_module` under other
     embedding_rowwise                RowwiseParallel(input_layouts=Replicate())       as rowwise
     replicated_with_grad_allreduce   SequenceParallel(sequence_dim=2)                 nothing: norms of heads, of which
                                                                                       a rank has some
+
+In a layer of LoRA the style is that of the layer and of B (columns) or A (rows); the other of the two stays whole.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ _DIVIDES = {
 
 
 def own_plan(model: Any) -> dict[str, Any]:
-    """The plan that a model of transformers brings along; empty if it has none."""
-    return dict(getattr(model, "tp_plan", None) or {})
+    """The plan that a model of transformers brings along; empty if it has none, as one of PEFT's around it."""
+    if not (hasattr(type(model), "tp_plan") or "tp_plan" in vars(model)):  # PEFT's show what theirs have
+        return {}
+    return dict(model.tp_plan or {})
 
 
 def models_with_plans(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -94,14 +98,32 @@ def styles_of(module: nn.Module, plan: Plan, owner: str, prefix: str = "") -> di
         for pattern, style in plan.items():
             if name and fnmatchcase(name, pattern):
                 _check_known(style, f"{owner}'s tp_plan for {pattern}")
-                if not isinstance(child, (nn.Linear, nn.Embedding)) and _divides(style) in (_COLUMNS, _ROWS):
+                cuts = _divides(style) in (_COLUMNS, _ROWS)
+                inner = _of_peft(child, style) if cuts else []
+                if cuts and not inner and not isinstance(child, (nn.Linear, nn.Embedding)):
                     kind = f"{type(child).__module__}.{type(child).__qualname__}"
                     raise ValueError(
-                        f"mesh.tensor: {owner}'s {name} is a {kind}, and only torch's Linear and Embedding are divided "
-                        "(adapters are not); leave mesh.tensor at 1"
+                        f"mesh.tensor: {owner}'s {name} is a {kind}, and only torch's Linear and Embedding, and plain "
+                        "LoRA of a Linear, are divided; leave mesh.tensor at 1"
                     )
-                found[path] = style
+                found.update({f"{path}.{part}": style for part in inner} if inner else {path: style})
     return found
+
+
+def _of_peft(layer: nn.Module, style: Any) -> list[str]:
+    """Modules to be divided in a layer of PEFT's: of LoRA, or one that is trained beside its original; else none.
+
+    In LoRA of columns B has those of the layer, and A is whole; of rows A has those of the layer, and B is whole.
+    """
+    parts: Any = layer
+    if isinstance(getattr(layer, "original_module", None), (nn.Linear, nn.Embedding)):
+        return ["original_module", *(f"modules_to_save.{name}" for name in parts.modules_to_save)]
+    if not isinstance(getattr(layer, "base_layer", None), nn.Linear) or not hasattr(layer, "lora_A"):
+        return []
+    if parts.lora_variant or len(parts.lora_magnitude_vector):
+        return []
+    low = "lora_B" if _divides(style) == _COLUMNS else "lora_A"
+    return ["base_layer", *(f"{low}.{name}" for name in getattr(parts, low))]
 
 
 def parallelize(module: nn.Module, styles: Mapping[str, Any], mesh: DeviceMesh) -> None:
@@ -115,7 +137,11 @@ def parallelize(module: nn.Module, styles: Mapping[str, Any], mesh: DeviceMesh) 
     from torch.distributed.tensor.parallel import parallelize_module
 
     for path, style in styles.items():
-        parallelize_module(module.get_submodule(path), mesh, _of_torch(style))
+        layer = module.get_submodule(path)
+        frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
+        parallelize_module(layer, mesh, _of_torch(style))
+        for name in frozen:  # torch's SequenceParallel lets them train
+            layer.get_parameter(name).requires_grad_(False)
 
 
 def division_by(plan: Plan, owner: str, config: Any = None) -> Callable[[nn.Module, str, DeviceMesh], None]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.deferred import make_replaceable
 from zero_strategy.config import ZeroConfig
-from zero_strategy.fsdp.dtensor import tensor_ranks
+from zero_strategy.fsdp.dtensor import is_dtensor, tensor_ranks
 from zero_strategy.fsdp.tensor_plan import Plan, check_heads, own_plan, parallelize, styles_of
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
         _check_dropout(model, mesh)
         follow = make_replaceable(module)
         parallelize(model, styles, mesh)
+        _copy_undivided(model, mesh)
         model.tie_weights()
         after = dict(model.named_parameters(remove_duplicate=False))
         changed = {old: after[name] for name, old in before.items() if after[name] is not old}
@@ -134,6 +135,18 @@ def _styles(model: Any, plan: Plan, mesh: DeviceMesh) -> dict[str, Any]:
     if not found:
         raise ValueError(f"no module of {name} has a name as in the plan: {', '.join(plan)}")
     return found
+
+
+def _copy_undivided(model: Any, mesh: DeviceMesh) -> None:
+    """Give all ranks the first one's values of what is not divided, as they have its parts of the rest.
+
+    Adapters, say, are drawn from random states that nobody made alike.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not is_dtensor(tensor) and not tensor.is_meta and tensor.numel():
+            values = tensor.detach().to(mesh.device_type)
+            dist.broadcast(values, group=mesh.get_group(), group_src=0)
+            tensor.detach().copy_(values)
 
 
 def _check_dropout(model: Any, mesh: DeviceMesh) -> None:
