@@ -112,6 +112,29 @@ def train(case: Case) -> Found:
     return Found(losses, norms, engine.full_state_dict())
 
 
+def with_state_from_the_start() -> float:
+    """Largest difference of weights from one process's: Adagrad has state of tied weights that leave it."""
+    case, differences = Case(2, 1, 2), []
+    models = [module_of(case), module_of(Case(1, 1, 0), rank=0)]
+    engine = PipelineEngine(models[0], config_of(case))
+    optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.02) for model in models]
+    engine.attach(optimizers[0])
+    for step in range(STEPS):
+        engine.forward_backward(batches(step, case.micro_batches, 0))
+        for inputs, labels in batches(step, case.micro_batches, 0):
+            (loss_of(models[1](inputs), labels) / case.micro_batches).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, tensor in engine.full_state_dict().items():
+        differences.append(float((tensor - models[1].state_dict()[name]).abs().max()))
+    return max(differences)
+
+
+def test_an_optimizer_with_state_from_the_start(ranks: Launcher) -> None:
+    assert max(ranks(2)(with_state_from_the_start)) < 1e-5
+
+
 def train_cases(cases: list[Case]) -> list[Found]:
     return [train(case) for case in cases]
 

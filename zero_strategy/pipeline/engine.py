@@ -338,6 +338,9 @@ class PipelineEngine(ZeroEngine):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 stays = [id(p) not in removed for p in group["params"]]
+                for parameter, stay in zip(group["params"], stays, strict=True):
+                    if not stay:
+                        optimizer.state.pop(parameter, None)  # that some, such as Adagrad, have from the start
                 for key in {"params", "param_names"} & group.keys():  # names: of optimizers that were made with them
                     group[key] = list(compress(group[key], stays))
         super().attach(*optimizers)
