@@ -116,8 +116,8 @@ def with_state_from_the_start() -> float:
     """Largest difference of weights from one process's: Adagrad has state of tied weights that leave it."""
     case, differences = Case(2, 1, 2), []
     models = [module_of(case), module_of(Case(1, 1, 0), rank=0)]
-    engine = PipelineEngine(models[0], config_of(case))
     optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.02) for model in models]
+    engine = PipelineEngine(models[0], config_of(case))
     engine.attach(optimizers[0])
     for step in range(STEPS):
         engine.forward_backward(batches(step, case.micro_batches, 0))
