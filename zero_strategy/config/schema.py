@@ -539,7 +539,7 @@ class ZeroConfig(Section):
         """Memory that every rank of a run would hold, computed before anything is allocated.
 
         Args:
-            model: A module, best built under `torch.device("meta")`; or a `ModelShape`, see `memory.shapes`.
+            model: A module, best built under `torch.device("meta")`; or a `ModelShape`, see `planning.model_shape`.
             world_size: Number of ranks.
             **options: Of `planning.memory_plan.plan_model`: `compute_dtype` (torch.bfloat16, ...), `optimizer`
                 (a class name, an `OptimizerState`, a torch optimizer; default "AdamW"), `offload` (an `Offload`),

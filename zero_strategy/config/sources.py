@@ -268,7 +268,7 @@ def nested(key: str) -> str:
 
 
 def _nearest(root: type[Section], section: type[Section], name: str) -> str | None:
-    # PipelinePeers first: a misspelt name is likelier than a misplaced one, unless the name is right elsewhere.
+    # Siblings first: a misspelt name is likelier than a misplaced one, unless the name is right elsewhere.
     everywhere = {key.rpartition(".")[2]: key for key in _keys(root)}
     if name in everywhere:
         return everywhere[name]

@@ -106,8 +106,8 @@ class WandbWriter:
         team: Whose it is; None: the user's own.
     """
 
-    def __init__(self, project: str, group: str | None, world_group: str | None) -> None:
-        self._run: Any = importlib.import_module("wandb").init(project=project, group=group, entity=world_group)
+    def __init__(self, project: str, group: str | None, team: str | None) -> None:
+        self._run: Any = importlib.import_module("wandb").init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
         """See `EventWriter.write`."""

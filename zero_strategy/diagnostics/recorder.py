@@ -144,7 +144,7 @@ def record(engine: ZeroEngine, settings: DiagnosticsConfig | None = None) -> Ste
 
 
 class StepRecorder:
-    """The observer of one engine; see `observing.Observer`.
+    """The observer of one engine; see `runtime.observer.Observer`.
 
     Args:
         engine: The engine.

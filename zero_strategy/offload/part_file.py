@@ -213,7 +213,7 @@ class PartFile:
 
     Args:
         directory: An existing directory.
-        name: From `ownership.new_name`.
+        name: From `new_name`.
         keep_name: Leave the name in the directory until the file is closed.
 
     Attributes:

@@ -287,7 +287,7 @@ PRECISION: dict[str, Key | Group] = {
     "fp32_allreduce": unneeded(BOOL, False, "gradients are summed in fp32 unless communication_data_type differs"),
 }
 
-_PRESCALE = "the sum is taken in fp32 and divided once, so that no scaling has to watchdog it from overflow"
+_PRESCALE = "the sum is taken in fp32 and divided once, so that no scaling has to guard it from overflow"
 _SUM = "gradients are averaged over ranks; for a sum multiply the loss by the number of ranks"
 
 TRAINING: dict[str, Key | Group] = {
