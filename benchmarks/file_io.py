@@ -33,9 +33,8 @@ from typing import Any
 import torch
 
 from benchmarks.ratios import TURNS, Ratio, bootstrap, round_ratio
-from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.offload.chunk_store import ChunkStore
-from zero_strategy.offload.chunks import VectorSpec
+from zero_strategy.offload.chunks import Chunk, ChunkSlots, VectorSpec
 from zero_strategy.offload.file_io import Kind
 from zero_strategy.offload.stores import probe
 from zero_strategy.offload.tier import NvmeTier
@@ -129,7 +128,7 @@ class Ours:
         for size in self._vectors:
             self._pass(size, "write", lambda _, held: held[_KEY].random_(0, 256))
 
-    def _pass(self, size: str, what: str, work: Callable[[Chunk[Any], dict[str, torch.Tensor]], object]) -> None:
+    def _pass(self, size: str, what: str, work: Callable[[Chunk, dict[str, torch.Tensor]], object]) -> None:
         vector, key = self._vectors[size], frozenset([_KEY])
         unread, unchanged = key if what == "write" else frozenset[str](), key if what == "read" else frozenset[str]()
         chunks = [

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.memory.files import every_backend, need, nothing_left
-from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots, Cuts, head_numel
 from zero_strategy.offload.chunk_store import Allowance, ChunkStore
-from zero_strategy.offload.chunks import OffloadedVector, VectorSpec, visit
+from zero_strategy.offload.chunks import Chunk, ChunkSlots, Cuts, OffloadedVector, VectorSpec, head_numel, visit
 from zero_strategy.offload.file_queues import IO_VARIABLE, Backend
 from zero_strategy.offload.part_file import CorruptRecordError
 from zero_strategy.offload.state_file import PartialRecordError

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.memory.files import nothing_left
-from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.offload.chunk_store import PART_BYTES, Allowance, ChunkStore, FileCopies, StateImages
-from zero_strategy.offload.chunks import OffloadedVector, VectorSpec
+from zero_strategy.offload.chunks import Chunk, ChunkSlots, OffloadedVector, VectorSpec
 from zero_strategy.offload.state_file import PartialRecordError
 from zero_strategy.offload.tier import NvmeTier
 

@@ -4,8 +4,8 @@
               chunks that fit stay in memory, from the first of each vector on; the others are records of files
 
 The engine and the plan ask in the same order, so that both know which chunks those are. A step takes whole chunks
-(`chunk_pass`). Everything else (loading, saving, a look at one parameter) reads and writes ranges of vectors (`chunks`)
-through the chunks that are cached here.
+(`ChunkSlots`). Everything else (loading, saving, a look at one parameter) reads and writes ranges of vectors through
+the chunks that are cached here.
 
 A save in the background reads images, all of one moment, while the vectors change:
 
@@ -27,8 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_strategy.offload.chunk_pass import ChunkSlots, Cuts, head_numel
-from zero_strategy.offload.chunks import OffloadedVector, VectorSpec, VectorStore
+from zero_strategy.offload.chunks import ChunkSlots, Cuts, OffloadedVector, VectorSpec, VectorStore, head_numel
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, HostTier, PendingIO, Tier, wait_all
 from zero_strategy.runtime.observer import Observed
 

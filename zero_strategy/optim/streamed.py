@@ -8,7 +8,7 @@ Memory is that of two chunks each way, page-locked where there is a GPU.
 
 States are read ahead and written behind, chunk by chunk.
 
-Memory is that of a few chunks (`offload.chunk_pass`), whatever the size of the model. New weights go straight into the
+Memory is that of a few chunks (`offload.chunks`), whatever the size of the model. New weights go straight into the
 parameters. Chunks in host memory are updated where they lie, and those whose state is kept on the device
 (`offload.optimizer_ratio`), there. Every update rule that works element by element gives the same bits as with all of
 its state on the device.
@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.param_bucket import ParameterBucket
-from zero_strategy.offload.chunk_pass import Chunk, ChunkSlots
 from zero_strategy.offload.chunk_store import ChunkStore
-from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
+from zero_strategy.offload.chunks import Chunk, ChunkSlots, OffloadedPart, OffloadedVector
 from zero_strategy.offload.stores import SLOTS
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
 from zero_strategy.optim.fused import Segment, UpdateRule
@@ -160,7 +159,7 @@ class Update:
 
 
 @dataclass
-class Work(Chunk[OffloadedVector]):
+class Work(Chunk):
     """Tensors that are updated in a chunk; with the state of one `on_device`, where the bucket is.
 
     Attributes:
@@ -207,7 +206,7 @@ class StreamedStep:
     def __init__(self, store: ChunkStore, copies: DeviceCopies | None = None) -> None:
         self._store, self._slots, self._forced = store, ChunkSlots(SLOTS), copies is not None
         self._copies = None if copies is None else StepCopies(copies, pinned=False)
-        self._last: list[Chunk[OffloadedVector]] = []
+        self._last: list[Chunk] = []
         store.passes.append(self._slots)
 
     @property
@@ -248,7 +247,7 @@ class StreamedStep:
         steps: Numbers = {}
         copies = self._begin_copies(chunks)
 
-        def work(chunk: Chunk[OffloadedVector], held: dict[str, Tensor]) -> None:
+        def work(chunk: Chunk, held: dict[str, Tensor]) -> None:
             assert isinstance(chunk, Work)
             self._update(rule, chunk, held, scale, steps, copies)
 
@@ -401,7 +400,7 @@ class StreamedStep:
             steps[id(update.parameter)] = numbers
 
 
-def _bare(chunk: Work) -> Chunk[OffloadedVector]:
+def _bare(chunk: Work) -> Chunk:
     """The chunk alone, which keeps no gradient alive."""
     return Chunk(chunk.number, chunk.start, chunk.stop, chunk.vectors, chunk.unread, chunk.unchanged)
 

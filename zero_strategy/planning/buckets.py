@@ -30,8 +30,8 @@ from zero_strategy.fsdp.layout import (
     wants_master,
 )
 from zero_strategy.fsdp.reduce import MAX_IN_FLIGHT
-from zero_strategy.offload.chunk_pass import Cuts, head_numel
 from zero_strategy.offload.chunk_store import Allowance
+from zero_strategy.offload.chunks import Cuts, head_numel
 from zero_strategy.offload.stores import chunk_numel
 from zero_strategy.planning.ledger import Entry, Owner, allocated
 from zero_strategy.planning.model_shape import ModelShape, NamedShapes, ParameterShape
