@@ -34,23 +34,20 @@ from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
 PARTS = ("forward", "backward", "clipping", "step", "zero_grad")
+PLAIN, FSDP2 = "plain torch", "fsdp2"
 _LENGTH, _VOCABULARY = 16, 64
 
 
-FSDP2 = -1
-"""Stands for `fully_shard` where stages are numbers."""
-
-
-def measure(stage: int | None, depth: int, steps: int, warmup: int = 4) -> dict[str, float]:
+def measure(contender: str, depth: int, steps: int, warmup: int = 4) -> dict[str, float]:
     """The least, in microseconds per unit.
 
     Args:
-        stage: Of ours; None: plain torch; or `FSDP2`.
+        contender: A stage of ours ("stage 3"), `PLAIN` or `FSDP2`.
         depth: Number of blocks.
         steps: That count.
         warmup: Steps before.
     """
-    model, optimizer, clip = _make(stage, depth)
+    model, optimizer, clip = _make(contender, depth)
     rows = torch.randint(_VOCABULARY, (2, _LENGTH + 1))
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for step in range(warmup + steps):
@@ -65,19 +62,19 @@ def measure(stage: int | None, depth: int, steps: int, warmup: int = 4) -> dict[
     return {part: min(times) for part, times in found.items()}
 
 
-def _make(stage: int | None, depth: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
+def _make(contender: str, depth: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
     torch.manual_seed(0)
     model = GPT(GPTSize(width=32, depth=depth, heads=2, vocabulary=_VOCABULARY), _LENGTH)
-    if stage is None:
+    if contender == PLAIN:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         return model, optimizer, partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
-    if stage == FSDP2:
+    if contender == FSDP2:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         return model, optimizer, partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
-    engine = ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
+    engine = ZeroEngine(model, load_config(stage=int(contender.removeprefix("stage ")), units={"min_numel": 0}))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine.attach(optimizer)
     return model, optimizer, partial(engine.clip_grad_norm_, 1.0)
@@ -99,15 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     print(f"{'us per unit':<12}{'units':>6}" + "".join(f"{part:>11}" for part in (*PARTS, "all")))
-    stages = [None, *map(int, options.stages.split(",")), *([FSDP2] if options.fsdp2 else [])]
-    names = {None: "plain torch", FSDP2: "fsdp2"}
-    for stage in stages:
+    ours = [f"stage {stage}" for stage in options.stages.split(",")]
+    for contender in (PLAIN, *ours, *([FSDP2] if options.fsdp2 else [])):
         for depth in map(int, options.depths.split(",")):
-            with nullcontext() if options.ranks == 1 or stage is None else silent_world(1, options.ranks):
-                parts = measure(stage, depth, options.steps)
-            rows.append({"stage": stage, "units": depth, "ranks": options.ranks, **parts})
-            name, every = names.get(stage, f"stage {stage}"), sum(parts.values())
-            print(f"{name:<12}{depth:>6}" + "".join(f"{us:>11.0f}" for us in (*parts.values(), every)), flush=True)
+            alone = options.ranks == 1 or contender == PLAIN
+            with nullcontext() if alone else silent_world(1, options.ranks):
+                parts = measure(contender, depth, options.steps)
+            ranks = 1 if alone else options.ranks
+            rows.append({"contender": contender, "units": depth, "ranks": ranks, **parts})
+            every = sum(parts.values())
+            print(f"{contender:<12}{depth:>6}" + "".join(f"{us:>11.0f}" for us in (*parts.values(), every)), flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
     return rows

@@ -71,13 +71,15 @@ def test_contenders_on_one_device_do_the_same_training(ranks: Launcher) -> None:
     assert max(ranks(1)(on_one_device, "bf16", [*same, ("zero0-low", "plain-low")])[0]) < 5e-3
 
 
-def test_host_time_is_told_by_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks, peer", [(1, []), (4, ["--fsdp2"])])
+def test_host_time_is_told_by_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, peer: list[str]
+) -> None:
     out = tmp_path / "host.json"
-    rows = host_time.main(["--depths", "2", "--stages", "2", "--steps", "1", "--out", str(out)])
-    assert (
-        [(row["stage"], row["units"]) for row in rows]
-        == [(None, 2), (2, 2)]
-        == [(row["stage"], row["units"]) for row in json.loads(out.read_text())["rows"]]
-    )
+    words = ["--depths", "2", "--stages", "2", "--steps", "1", "--ranks", str(ranks), "--out", str(out), *peer]
+    rows = host_time.main(words)
+    expected = [("plain torch", 2, 1), ("stage 2", 2, ranks), *[("fsdp2", 2, ranks) for _ in peer]]
+    for found in (rows, json.loads(out.read_text())["rows"]):
+        assert [(row["contender"], row["units"], row["ranks"]) for row in found] == expected
     assert all(row[part] > 0 for row in rows for part in host_time.PARTS)
     assert "plain torch" in capsys.readouterr().out

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.engine.nets import net
 from tests.models import build, loss_fn, make_batch, param_groups
+from tests.publish.test_publish import assert_shown
+from zero_strategy import subscribe
 from zero_strategy.engine import ZeroEngine
 
 pytestmark = pytest.mark.gpu
@@ -51,3 +55,20 @@ def test_released_memory_is_given_back(nccl: object) -> None:
     torch.cuda.synchronize()
     expected = engine.state_bytes()["parameters"]
     assert torch.cuda.memory_allocated() <= expected * 1.05 + (1 << 20)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_published_weights_are_those_of_the_device(nccl: object, tmp_path: Path, stage: int) -> None:
+    model = net(width=64).cuda()
+    engine = ZeroEngine(model, {"stage": stage, "units": {"min_numel": 1}})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine.attach(optimizer)
+    published, reader = engine.publish(tmp_path), subscribe(tmp_path)
+    for step in range(4):
+        published.update()
+        assert reader.update()
+        assert_shown(reader.tensors, {name: value.cpu() for name, value in engine.full_state_dict().items()})
+        chance = torch.Generator("cuda").manual_seed(step)
+        model(torch.randn(8, 64, device="cuda", generator=chance)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()

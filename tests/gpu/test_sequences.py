@@ -1,19 +1,14 @@
-"""Attention of divided sequences, layers by tiles and published weights, with the kernels of a CUDA device."""
+"""Attention of divided sequences, and layers by tiles, with the kernels of a CUDA device."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.engine.nets import net
-from tests.gpu.test_cuda import nccl  # noqa: F401
-from tests.publish.test_publish import assert_shown
 from tests.sequence.test_attention import KINDS, masked
-from zero_strategy import ZeroEngine, subscribe
 from zero_strategy.sequence.tiling import tiled
 
 pytestmark = pytest.mark.gpu
@@ -40,20 +35,3 @@ def test_tiles_keep_inputs_and_outputs_alone() -> None:
         tiled(model, x, tokens).square().sum().backward()
         found.append(torch.cuda.max_memory_allocated() - before)
     assert found[0] > 2 * inner > 3 * found[1]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_published_weights_are_those_of_the_device(nccl: object, tmp_path: Path, stage: int) -> None:  # noqa: F811
-    model = net(width=64).cuda()
-    engine = ZeroEngine(model, {"stage": stage, "units": {"min_numel": 1}})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine.attach(optimizer)
-    published, reader = engine.publish(tmp_path), subscribe(tmp_path)
-    for step in range(4):
-        published.update()
-        assert reader.update()
-        assert_shown(reader.tensors, {name: value.cpu() for name, value in engine.full_state_dict().items()})
-        chance = torch.Generator("cuda").manual_seed(step)
-        model(torch.randn(8, 64, device="cuda", generator=chance)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()

@@ -25,12 +25,12 @@ from torch import Tensor
 from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, DeferredScale, LocalSums, ReducedSums
 from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
-from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.param_bucket import ParameterBucket, without_grad
 from zero_strategy.fsdp.reduction_plan import Reduction
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
-from zero_strategy.runtime.torch_private import foreach_mul_, without_grad
+from zero_strategy.runtime.torch_private import foreach_mul_
 
 
 class GradientBucket:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,23 @@ from zero_strategy.fsdp.released import EditWatch, release_class, unshard_class
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
-from zero_strategy.runtime.torch_private import version_of, without_grad
+from zero_strategy.runtime.torch_private import version_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_grad(function: Callable[P, T]) -> Callable[P, T]:
+    """As `torch.no_grad()` around a function; where gradients are off, as in a backward, it costs nothing more."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class ParameterBucket:

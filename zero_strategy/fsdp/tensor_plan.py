@@ -106,7 +106,8 @@ def styles_of(module: nn.Module, plan: Plan, owner: str, prefix: str = "") -> di
                         f"mesh.tensor: {owner}'s {name} is a {kind}, and only torch's Linear and Embedding, and plain "
                         "LoRA of a Linear, are divided; leave mesh.tensor at 1"
                     )
-                found.update({f"{path}.{part}": style for part in inner} if inner else {path: style})
+                for part in inner or [""]:
+                    found[".".join(each for each in (path, part) if each)] = style
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint.deferred import make_replaceable
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.dtensor import is_dtensor, tensor_ranks
 from zero_strategy.fsdp.tensor_plan import Plan, check_heads, own_plan, parallelize, styles_of
@@ -81,10 +82,10 @@ def use_replaced(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parame
     for group in optimizer.param_groups:
         if not any(parameter in replaced for parameter in group["params"]):
             continue
-        for parameter in group["params"]:
-            if parameter in replaced and parameter in optimizer.state:
-                optimizer.state[replaced[parameter]] = _first_state(optimizer, parameter, replaced[parameter])
-                del optimizer.state[parameter]
+        stateful = [each for each in group["params"] if each in replaced and each in optimizer.state]
+        for former, state in [(each, _first_state(optimizer, each, replaced[each])) for each in stateful]:
+            del optimizer.state[former]
+            optimizer.state[replaced[former]] = state
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
 
@@ -94,18 +95,18 @@ def _first_state(optimizer: Optimizer, former: nn.Parameter, parameter: nn.Param
     Raises:
         ValueError: If it has taken a step.
     """
-    state = optimizer.state[former]
     found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and bool((value == value.flatten()[0]).all()):
-            found[key] = torch.full_like(parameter.detach(), float(value.flatten()[0]), dtype=value.dtype)
-        elif not isinstance(value, Tensor) or value.dim() or float(value) != 0.0:
+    for key, value in optimizer.state[former].items():
+        first = value.flatten()[0] if isinstance(value, Tensor) and value.numel() else None
+        if first is not None and not value.dim() and first == 0:  # no step yet
+            found[key] = value
+        elif first is not None and value.dim() and (value == first).all():
+            found[key] = torch.full_like(parameter.detach(), float(first), dtype=value.dtype)
+        else:
             raise ValueError(
                 f"{type(optimizer).__name__} has state of layers that mesh.tensor divides now: prepare the model "
                 "before its first step, or load the state afterwards"
             )
-        else:
-            found[key] = value
     return found
 
 
@@ -142,11 +143,15 @@ def _copy_undivided(model: Any, mesh: DeviceMesh) -> None:
 
     Adapters, say, are drawn from random states that nobody made alike.
     """
+    ranks = Communicator(mesh.get_group(), CommunicationCounters())
     for tensor in [*model.parameters(), *model.buffers()]:
-        if not is_dtensor(tensor) and not tensor.is_meta and tensor.numel():
-            values = tensor.detach().to(mesh.device_type)
-            dist.broadcast(values, group=mesh.get_group(), group_src=0)
-            tensor.detach().copy_(values)
+        if not is_dtensor(tensor) and not tensor.is_meta:
+            own = tensor.detach()
+            values = own.to(mesh.device_type).contiguous()
+            ranks.broadcast(values, 0, "layers that are not divided")
+            if values.data_ptr() != own.data_ptr() and not torch.equal(values.to(own.device), own):
+                own.copy_(values)
+    ranks.close()
 
 
 def _check_dropout(model: Any, mesh: DeviceMesh) -> None:

@@ -1,7 +1,9 @@
-"""Checks of optimizers: elementwise updates, and one optimizer for each parameter.
+"""Checks of optimizers: elementwise updates, whole matrices, and one optimizer for each parameter.
 
 An optimizer is elementwise if the update of an element needs that element alone. Of torch's classes that is known; any
 other is tried once on a small matrix, whole and in pieces.
+
+One of whole matrices (`matrix_optimizers`) may hold those alone that lie on one rank.
 
 Each trainable parameter is in one optimizer at least, and in exactly one where states are offloaded.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.optim.fused import FusedOptimizer
 
 ELEMENTWISE = (
@@ -212,6 +215,59 @@ def _like(part: Tensor, value: Any, parameter: Tensor) -> Any:
 
 
 Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def is_matrix_optimizer(optimizer: Optimizer, declared: Sequence[str]) -> bool:
+    """True if an optimizer's class, or a base of it, is declared to need whole matrices."""
+    return any(cls.__name__ in declared for cls in type(optimizer).__mro__)
+
+
+def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) -> None:
+    """Raise if an optimizer of matrices holds one that no rank can have whole.
+
+    Param groups with `elementwise=True` or `use_muon=False` (of classes that step on other parameters as AdamW does)
+    are left out. Whether vectors may be divided is tried; see `why_not_elementwise`.
+
+    Args:
+        optimizer: The optimizer.
+        model: The sharded model.
+        whole: Each must lie on one rank; else slices of it may lie on several.
+
+    Raises:
+        ValueError: Naming the parameter, why it is divided, and the way out.
+    """
+    kind, reason = type(optimizer).__name__, None
+    for group in optimizer.param_groups:
+        if group.get("elementwise") or not group.get("use_muon", True):
+            continue
+        for parameter in group["params"]:
+            place = model.place(parameter)
+            assert place is not None
+            bucket, index = place
+            name = bucket.names[index]
+            if bucket.parts[index].dim is not None:
+                raise ValueError(
+                    f"{kind} needs whole matrices, and tensor parallelism divides {name!r}: train it with an "
+                    "elementwise optimizer such as AdamW"
+                )
+            if not (whole and model.placement.shard_optimizer) or bucket.whole or not parameter.requires_grad:
+                continue
+            if parameter.dim() == 1 and parameter.numel() > 1 and model.mesh.shard_size > 1:
+                if reason is None:
+                    reason = why_not_elementwise(optimizer, vectors=True) or ""
+                if reason:
+                    raise ValueError(
+                        f"{kind} needs whole vectors, and {name!r} {tuple(parameter.shape)} is divided among ranks: "
+                        f"{reason}. Let matrix_parameters hold a pattern of its name ('*' for all), or mark its param "
+                        "group with elementwise=True if each element is updated by itself there"
+                    )
+            if parameter.dim() > 1:
+                raise ValueError(
+                    f"{kind} needs whole matrices, and {name!r} {tuple(parameter.shape)} is divided among ranks: let "
+                    f"matrix_parameters hold a pattern of its name, beside those of the others "
+                    f"({model.config.matrix_parameters or 'all matrices of units below the root'}), or train it with "
+                    "an elementwise optimizer such as AdamW, as is usual for embeddings and heads"
+                )
 
 
 def check_twice(optimizers: Sequence[Optimizer], named: Named) -> None:

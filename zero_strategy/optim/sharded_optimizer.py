@@ -36,13 +36,17 @@ from zero_strategy.optim.muon import (
     MuonAdamW,
     Orthogonaliser,
     change,
-    check_matrices,
     direction,
-    is_matrix_optimizer,
     muon_groups,
 )
 from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
-from zero_strategy.optim.optimizer_checks import check_elementwise, is_elementwise, reason_against
+from zero_strategy.optim.optimizer_checks import (
+    check_elementwise,
+    check_matrices,
+    is_elementwise,
+    is_matrix_optimizer,
+    reason_against,
+)
 from zero_strategy.optim.streamed import Update
 from zero_strategy.runtime.nested_state import flattened
 

@@ -334,13 +334,13 @@ class PipelineEngine(ZeroEngine):
 
     def attach(self, *optimizers: Optimizer) -> None:
         """See `ZeroEngine.attach`. Weights that another rank owns leave the groups: its own optimizer updates them."""
-        removed = {id(weight) for weight in self._ties.removed()}
+        weights = list(self._ties.removed())
+        removed = {id(weight) for weight in weights}
         for optimizer in optimizers:
+            for weight in weights:
+                optimizer.state.pop(weight, None)  # some, such as Adagrad, have it from the start
             for group in optimizer.param_groups:
                 stays = [id(p) not in removed for p in group["params"]]
-                for parameter, stay in zip(group["params"], stays, strict=True):
-                    if not stay:
-                        optimizer.state.pop(parameter, None)  # that some, such as Adagrad, have from the start
                 for key in {"params", "param_names"} & group.keys():  # names: of optimizers that were made with them
                     group[key] = list(compress(group[key], stays))
         super().attach(*optimizers)

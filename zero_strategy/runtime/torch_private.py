@@ -222,19 +222,6 @@ def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[
     return call
 
 
-def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.no_grad()` around a function; where gradients are off, as in a backward, it costs nothing more."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
 # ---- processes and devices ----
 
 
