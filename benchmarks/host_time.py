@@ -3,18 +3,20 @@
     python -m benchmarks.host_time --depths 12,48,144 --out host_time.json
     python -m benchmarks.host_time --depths 48 --ranks 8 --stages 1,2,3 --fsdp2
 
-One process, blocks of twelve parameters, each a unit; microseconds of the calling thread's CPU time per unit, for each
-part of a step, ours at every stage and plain torch (AdamW(fused=True), clip_grad_norm_). Of each part the least of all
-steps, which other work on the machine disturbs least; "all" is the sum of these. On a GPU this is what has to be hidden
-behind its work. It is flat where nothing looks at all units for each of them. Nothing is sent: collectives have their
-own figures. With `--ranks` the process is one of a pretended world: collectives are called, of torch's backend "fake",
-and `--fsdp2` has torch's `fully_shard` beside it, on the same blocks.
+One process, blocks of twelve parameters, each a unit; microseconds of the calling thread's CPU time per unit, for
+each part of a step, ours at every stage and plain torch (AdamW(fused=True), clip_grad_norm_), who take turns from
+step to step. Of each part the least of all steps, which other work on the machine disturbs least; "all" is the sum of
+these. On a GPU this is what has to be hidden behind its work. It is flat where nothing looks at all units for each of
+them. Nothing is sent: collectives have their own figures. With `--ranks` the process is one of a pretended world:
+collectives are called, of torch's backend "fake", and `--fsdp2` has torch's `fully_shard` beside it, on the same
+blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,28 +40,34 @@ PLAIN, FSDP2 = "plain torch", "fsdp2"
 _LENGTH, _VOCABULARY = 16, 64
 
 
-def measure(contender: str, depth: int, steps: int, warmup: int = 4) -> dict[str, float]:
-    """The least, in microseconds per unit.
+def measure(
+    contenders: Sequence[str], depth: int, ranks: int, steps: int, warmup: int = 4
+) -> dict[str, dict[str, float]]:
+    """The least of each contender's parts, in microseconds per unit; they take turns from step to step.
 
     Args:
-        contender: A stage of ours ("stage 3"), `PLAIN` or `FSDP2`.
+        contenders: Stages of ours ("stage 3"), `PLAIN`, `FSDP2`.
         depth: Number of blocks.
+        ranks: Of the pretended world; 1: no process group.
         steps: That count.
         warmup: Steps before.
     """
-    model, optimizer, clip = _make(contender, depth)
+    found: dict[str, dict[str, float]] = {one: dict.fromkeys(PARTS, math.inf) for one in contenders}
     rows = torch.randint(_VOCABULARY, (2, _LENGTH + 1))
-    found: dict[str, list[float]] = {part: [] for part in PARTS}
-    for step in range(warmup + steps):
-        at = [time.thread_time()]
-        loss = loss_fn(model(rows[:, :-1]), rows[:, 1:])
-        for what in (lambda: None, loss.backward, clip, optimizer.step, optimizer.zero_grad):
-            what()
-            at.append(time.thread_time())
-        if step >= warmup:
-            for part, begin, end in zip(PARTS, at, at[1:]):
-                found[part].append(1e6 * (end - begin) / depth)
-    return {part: min(times) for part, times in found.items()}
+    with nullcontext() if ranks == 1 else silent_world(1, ranks):
+        made = {contender: _make(contender, depth) for contender in contenders}
+        for step in range(warmup + steps):
+            for contender, (model, optimizer, clip) in made.items():
+                at = [time.thread_time()]
+                loss = loss_fn(model(rows[:, :-1]), rows[:, 1:])
+                for what in (lambda: None, loss.backward, clip, optimizer.step, optimizer.zero_grad):
+                    what()
+                    at.append(time.thread_time())
+                if step >= warmup:
+                    least = found[contender]
+                    for part, begin, end in zip(PARTS, at, at[1:]):
+                        least[part] = min(least[part], 1e6 * (end - begin) / depth)
+    return found
 
 
 def _make(contender: str, depth: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
@@ -97,12 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     print(f"{'us per unit':<12}{'units':>6}" + "".join(f"{part:>11}" for part in (*PARTS, "all")))
     ours = [f"stage {stage}" for stage in options.stages.split(",")]
-    for contender in (PLAIN, *ours, *([FSDP2] if options.fsdp2 else [])):
-        for depth in map(int, options.depths.split(",")):
-            alone = options.ranks == 1 or contender == PLAIN
-            with nullcontext() if alone else silent_world(1, options.ranks):
-                parts = measure(contender, depth, options.steps)
-            ranks = 1 if alone else options.ranks
+    contenders = [PLAIN, *ours, *([FSDP2] if options.fsdp2 else [])]
+    for depth in map(int, options.depths.split(",")):
+        for contender, parts in measure(contenders, depth, options.ranks, options.steps).items():
+            ranks = 1 if contender == PLAIN else options.ranks
             rows.append({"contender": contender, "units": depth, "ranks": ranks, **parts})
             every = sum(parts.values())
             print(f"{contender:<12}{depth:>6}" + "".join(f"{us:>11.0f}" for us in (*parts.values(), every)), flush=True)

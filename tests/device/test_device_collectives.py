@@ -37,8 +37,8 @@ def run(call: str, backend: str = "cpu:gloo,cuda:nccl", **options: Any) -> tuple
     """One collective of 4 x 8 elements, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch, fake_world(RANK, WORLD):
         group: Any = dist.group.WORLD
-        communicator = Communicator(group, CommunicationCounters())
         calls = Calls(patch, backend)
+        communicator = Communicator(group, CommunicationCounters())
         patch.setattr(communicator, "_carrier", lambda tensor: communicator._device)
         flat = torch.zeros(WORLD * 8)
         getattr(communicator, call)(flat, **options).wait()

@@ -1,12 +1,14 @@
 """Gradients that are reduced from where autograd left them: the same bits, and nothing copied where nothing has to be.
 
+Where all are copied, small ones are in one call.
+
 Small messages go through shared memory here, too, in many rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -25,6 +27,7 @@ from tests.reference import Trained
 from zero_strategy.comm import shared_memory, transport
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp import grad_accumulation
 from zero_strategy.fsdp.grad_accumulation import LocalSums
 
 
@@ -84,8 +87,8 @@ class Watch:
     def on(self) -> Iterator[None]:
         add = LocalSums.add
 
-        def watched(own: LocalSums, index: int, gradient: Tensor) -> None:
-            add(own, index, gradient)
+        def watched(own: LocalSums, index: int, gradient: Tensor, **options: Any) -> None:
+            add(own, index, gradient, **options)
             self.handed += index in own.handed
             self.copied += index not in own.handed
 
@@ -209,3 +212,121 @@ def kept(stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_a_hook_has_kept_stays(ranks: Launcher, stage: int) -> None:
     assert ranks(2)(kept, stage) == [[True] * 3] * 2
+
+
+class Copies:
+    """Joint copies into a bucket's buffer, by how many gradients they brought."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        copy = grad_accumulation.foreach_copy_
+
+        def watched(into: list[Tensor], values: list[Tensor]) -> None:
+            self.sizes.append(len(values))
+            copy(into, values)
+
+        with mock.patch.object(grad_accumulation, "foreach_copy_", watched):
+            yield
+
+
+class Normed(nn.Module):
+    """Three layers of one matrix and seven vectors."""
+
+    WIDTH = 64
+    VECTOR = 4 * WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = (nn.LayerNorm(self.WIDTH) for _ in range(9))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH), next(norms), next(norms), next(norms)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def joint(stage: int, most: int, micro_batches: int = 1, sync: bool = True) -> tuple[list[int], set[int], float]:
+    """Joint copies of one step; bytes that wait after its backwards; the error of a sum that is read on the way."""
+    module = seeded(Normed)
+    engine = ZeroEngine(module, load_config(stage=stage, units={"min_numel": 0}))
+    engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    buckets, seen = engine.model.gradients, list[Tensor]()
+    early, late = module.layers[1][3].bias, module.layers[1][0].weight
+    place = engine.model.place(early)
+    assert place is not None
+    bucket = next(bucket for bucket in buckets if bucket.bucket is place[0])
+
+    def look(_: Tensor) -> None:
+        found = bucket.local_sum(place[1])
+        assert found is not None
+        seen.append(found.clone())
+
+    hook, copies, waiting, x = late.register_hook(look), Copies(), set[int](), torch.ones(4, Normed.WIDTH)
+    for each in buckets:
+        each.own._most_waiting = min(each.own._most_waiting, most)
+    with copies.on():
+        for last in [False] * (micro_batches - 1) + [True]:
+            with nullcontext() if last and sync else engine.no_sync():
+                module(x.clone().requires_grad_()).square().mean().backward()
+            waiting |= {sum(held.nbytes for held in each.own._waiting.values()) for each in buckets}
+    hook.remove()
+    plain = seeded(Normed)
+    plain(x).square().mean().backward()
+    expected = plain.layers[1][3].bias.grad
+    assert len(seen) == micro_batches
+    return copies.sizes, waiting, max((each / n - expected).abs().max().item() for n, each in enumerate(seen, start=1))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_small_gradients_are_copied_together(ranks: Launcher, stage: int) -> None:
+    """Those of a layer in one call, but where somebody looks at one before the last has come."""
+    for sizes, waiting, error in ranks(2)(joint, stage, 1 << 20):
+        assert sum(sizes) == 21 and 3 <= len(sizes) <= 4, sizes
+        assert waiting == {0} and error < 1e-6
+
+
+def test_no_more_wait_than_may(ranks: Launcher) -> None:
+    for sizes, waiting, error in ranks(2)(joint, 2, 2 * Normed.VECTOR):
+        assert sum(sizes) == 21 and max(sizes) == 2 and waiting == {0} and error < 1e-6, sizes
+    assert [sizes for sizes, _, _ in ranks(2)(joint, 2, Normed.VECTOR - 1)] == [[], []]
+
+
+def test_none_waits_beyond_a_backward(ranks: Launcher) -> None:
+    """Of the second all are added, and nothing is reduced."""
+    for sizes, waiting, error in ranks(2)(joint, 1, 1 << 20, 2, False):
+        assert sum(sizes) == 21 and waiting == {0} and error < 1e-6, sizes
+
+
+def test_gradients_that_are_shown_do_not_wait(ranks: Launcher) -> None:
+    assert [sizes for sizes, _, _ in ranks(2)(joint, 0, 1 << 20)] == [[], []]
+
+
+def parts() -> list[bool]:
+    """Whether a gradient waits that is a part of a larger tensor, one that is lent, one that is alone."""
+    module = seeded(Normed)
+    engine = ZeroEngine(module, load_config(stage=2, units={"min_numel": 0}))
+    place = engine.model.place(module.layers[0][1].weight)
+    assert place is not None
+    own = next(bucket.own for bucket in engine.model.gradients if bucket.bucket is place[0])
+    waits = []
+    for gradient, lent in (
+        (torch.ones(2, Normed.WIDTH)[0], False),
+        (torch.ones(Normed.WIDTH), True),
+        (torch.ones(Normed.WIDTH), False),
+    ):
+        own.add(place[1], gradient, lent=lent)
+        waits.append(bool(own._waiting))
+        found = own.sum_of(place[1])
+        assert found is not None and bool((found == 1).all()) and not own._waiting
+        own.clear()
+    return waits
+
+
+def test_what_waits_keeps_no_more_than_itself(ranks: Launcher) -> None:
+    assert ranks(2)(parts) == [[False, False, True]] * 2

@@ -155,7 +155,9 @@ def peaks(stage: int, reverse: bool, options: dict[str, Any]) -> dict[str, int]:
     plan = config.plan(model, world_size=engine.mesh.world_size, optimizer=optimizer, device="cpu").ledger()
     sums = plan.peaks().sums("category", "unit")
     found["planned gather"] = sums.get(("gather buffers", "units"), Bytes(0, 0)).taken
-    found["planned local"] = sums.get(("gradient buckets", "reduction"), Bytes(0, 0)).taken
+    found["planned local"] = sum(
+        sums.get(("gradient buckets", unit), Bytes(0, 0)).taken for unit in ("reduction", "small gradients")
+    )
     return found
 
 

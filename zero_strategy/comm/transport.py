@@ -412,13 +412,21 @@ class DeviceCollectives(Collectives):
 
     device = "cuda"
 
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self._is_nccl = group is not None and "nccl" in dist.get_backend(group)
+
+    def _own_slice(self, flat: Tensor) -> Tensor:
+        count = flat.numel() // self.size
+        return flat[self.rank * count : (self.rank + 1) * count]
+
     def start(self, run: Run) -> Work | None:
         """Run it now: it only queues what the device does."""
         return run()
 
     def all_gather(self, flat: Tensor) -> Job:
         """See `Collectives`."""
-        local = flat.chunk(self.size)[self.rank]
+        local = self._own_slice(flat)
         return Job(partial(_native_all_gather, flat, local, group=self.group, async_op=True))
 
     def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
@@ -427,8 +435,8 @@ class DeviceCollectives(Collectives):
         A mean is taken by NCCL itself, which divides before it adds: no float16 overflows that would not as a mean,
         and nothing is left to do. Another multiple is taken by whoever has waited for the sum, on its own stream.
         """
-        total = flat.chunk(self.size)[self.rank] if into is None else into
-        is_mean = self.size > 1 and factor == 1.0 / self.size and "nccl" in dist.get_backend(self.group)
+        total = self._own_slice(flat) if into is None else into
+        is_mean = self.size > 1 and factor == 1.0 / self.size and self._is_nccl
         op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
         run = partial(_native_reduce_scatter, total, flat, op=op, group=self.group, async_op=True)
         return Job(run, None if factor == 1.0 or is_mean else partial(total.mul_, factor))

@@ -3,6 +3,8 @@
 On the CPU new memory is paid for page by page when it is first written to: a tenth of a step of a small model. Nothing
 is kept between backwards, and never more than what the last bucket gave back.
 
+Small gradients wait for each other, to be copied in one call: many a unit has more vectors than matrices.
+
 As long as each parameter has had one gradient and the transport takes parts from where they lie, they stay what
 autograd made (`handed`): nothing is copied. A second one, or another dtype, calls for the whole buffer.
 
@@ -28,7 +30,15 @@ from zero_strategy.fsdp.shard_storage import InMemory, Powers, ShardStorage, Sto
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart
 from zero_strategy.ops.library import FLOATS
-from zero_strategy.runtime.torch_private import foreach_zero_
+from zero_strategy.runtime.torch_private import foreach_copy_, foreach_zero_
+
+MOST_WAITING = 1 << 20
+"""Bytes of gradients of a bucket that wait for each other, at most."""
+
+
+def most_waiting(nbytes: int) -> int:
+    """Bytes of gradients that may wait to be copied together into a bucket of so many."""
+    return min(MOST_WAITING, nbytes // 8)
 
 
 class FlatGradients:
@@ -139,33 +149,40 @@ class LocalSums:
         bucket: The parameters.
         dtype: In which they are summed.
         reuse: Where memory comes from and goes to that lives in a backward only.
+        shown: Whether others see the buffer's values at any time, so that none may wait.
 
     Attributes:
         live: Indices of parameters with a gradient.
+        buffer: Of all of them, where there is one.
         handed: Gradients that are autograd's own tensors, by index; only without a buffer.
         hands_over: Whether there may be such: what the caller sends may be in parts, and the result needs no memory.
     """
 
-    def __init__(self, bucket: ParameterBucket, dtype: torch.dtype, reuse: BufferReuse | None = None) -> None:
+    def __init__(
+        self, bucket: ParameterBucket, dtype: torch.dtype, reuse: BufferReuse | None = None, *, shown: bool = False
+    ) -> None:
         self.bucket, self.dtype, self._reuse = bucket, dtype, reuse
+        self._waiting: dict[int, Tensor] = {}
+        self._waiting_bytes = 0
+        self._most_waiting = -1 if shown else most_waiting(bucket.layout.numel * dtype.itemsize)
         self.live: set[int] = set()
-        self._buffer: FlatGradients | None = None
+        self.buffer: FlatGradients | None = None
         self.handed: dict[int, Tensor] = {}
         self.hands_over = False
 
     @property
     def whole(self) -> Tensor | None:
         """The buffer of all of them."""
-        return None if self._buffer is None else self._buffer.flat
+        return None if self.buffer is None else self.buffer.flat
 
     def plain(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's own, dense values of a gradient of parameter `index` that is no plain tensor."""
         gradient = local_gradient(self.bucket.parameters[index], gradient)
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Add a gradient (see `plain`), of which the caller lets go."""
-        buffer = self._buffer
+    def add(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
+        """Add a gradient (see `plain`); unless it is `lent` the caller lets go of it."""
+        buffer = self.buffer
         if buffer is None or self.handed:
             if buffer is None and self._is_handed_over(index, gradient):
                 self.handed[index] = gradient.detach().reshape(-1)
@@ -173,10 +190,30 @@ class LocalSums:
                 return
             buffer = self._collected()
         if index in self.live:
+            self.copy_waiting()
             buffer.shaped[index].add_(gradient)
-        else:
+            return
+        self.live.add(index)
+        nbytes = gradient.nbytes
+        if lent or nbytes > self._most_waiting or gradient.untyped_storage().nbytes() > nbytes:
             buffer.shaped[index].copy_(gradient)
-            self.live.add(index)
+            return
+        if self._waiting_bytes + nbytes > self._most_waiting:
+            self.copy_waiting()
+        self._waiting[index] = gradient
+        self._waiting_bytes += nbytes
+
+    def copy_waiting(self) -> None:
+        """Bring into the buffer what waits."""
+        if self._waiting:
+            assert self.buffer is not None
+            shaped = self.buffer.shaped
+            foreach_copy_([shaped[index] for index in self._waiting], list(self._waiting.values()))
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
     def _is_handed_over(self, index: int, gradient: Tensor) -> bool:
         if not self.hands_over or index in self.live:
@@ -187,8 +224,7 @@ class LocalSums:
 
     def view(self, index: int) -> Tensor:
         """Its place in the buffer of all, which is made, in its shape."""
-        buffer = self._buffer if self._buffer is not None and not self.handed else self._collected()
-        return buffer.shaped[index]
+        return self._settled().shaped[index]
 
     def sum_of(self, index: int) -> Tensor | None:
         """The sum of a parameter's gradients, in its shape; None: it has none."""
@@ -207,17 +243,20 @@ class LocalSums:
         """There is none of this parameter any more."""
         self.live.discard(index)
         self.handed.pop(index, None)
+        self._waiting.pop(index, None)
 
     def clear(self) -> None:
         """There is none of any; the buffer stays."""
         self.live.clear()
         self.handed.clear()
+        self._forget_waiting()
 
     def zeros(self) -> Tensor:
         """The buffer, of zeros if it is new."""
-        if self._buffer is None:
-            self._buffer = FlatGradients(self.bucket.layout, self._new(torch.zeros))
-        return self._buffer.flat
+        if self.buffer is None:
+            self.buffer = FlatGradients(self.bucket.layout, self._new(torch.zeros))
+        self.copy_waiting()
+        return self.buffer.flat
 
     def scattered(self) -> Scattered | None:
         """All of them as they lie, where none had to be copied; what has none is zero."""
@@ -229,39 +268,46 @@ class LocalSums:
 
     def complete(self) -> Tensor:
         """All of them in the buffer; what has none is zero. They are the caller's from now on."""
-        if self._buffer is None and not self.handed:
+        if self.buffer is None and not self.handed:
             self.zeros()
         else:
-            shaped = self._collected().shaped
+            shaped = self._settled().shaped
             if len(self.live) < len(shaped):
                 for index, view in enumerate(shaped):
                     if index not in self.live:
                         view.zero_()
         self.live.clear()
-        assert self._buffer is not None
-        return self._buffer.flat
+        assert self.buffer is not None
+        return self.buffer.flat
 
     def give_back(self) -> None:
         """The buffer's values are of no use any more, nor are those of the tensors."""
-        if self._buffer is not None and self._reuse is not None:
-            self._reuse.give(self._buffer)
+        if self.buffer is not None and self._reuse is not None:
+            self._reuse.give(self.buffer)
         self.drop()
         self.handed.clear()
 
     def drop(self) -> None:
         """Let go of the buffer."""
-        self._buffer = None
+        self.buffer = None
+        self._forget_waiting()
 
     def _collected(self) -> FlatGradients:
         """The buffer, with all that was handed over."""
-        if self._buffer is None:
-            self._buffer = self._empty()
+        if self.buffer is None:
+            self.buffer = self._empty()
         if self.handed:
             handed, self.handed = self.handed, {}
             for index, values in handed.items():
-                view = self._buffer.shaped[index]
+                view = self.buffer.shaped[index]
                 view.copy_(values.view(view.shape))
-        return self._buffer
+        return self.buffer
+
+    def _settled(self) -> FlatGradients:
+        """The same, with what waited too."""
+        buffer = self._collected()
+        self.copy_waiting()
+        return buffer
 
     def _empty(self) -> FlatGradients:
         """A buffer for full gradients, of which all is written before it is sent."""
@@ -271,8 +317,8 @@ class LocalSums:
         buffer = self._reuse.take(layout, self.dtype, self.bucket.device)
         if buffer is None:
             buffer = FlatGradients(layout, self._new(torch.empty))
-        if buffer.gaps:
-            foreach_zero_(buffer.gaps)
+            if buffer.gaps:  # and no sum over ranks makes anything else of them
+                foreach_zero_(buffer.gaps)
         return buffer
 
     def _new(self, make: Callable[..., Tensor]) -> Tensor:
@@ -280,8 +326,9 @@ class LocalSums:
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let them lie where `move` puts them."""
-        if self._buffer is not None:
-            self._buffer = FlatGradients(self.bucket.layout, move(self._buffer.flat))
+        if self.buffer is not None:
+            self.copy_waiting()
+            self.buffer = FlatGradients(self.bucket.layout, move(self.buffer.flat))
         self.handed = {index: move(values) for index, values in self.handed.items()}
 
     def held(self) -> Iterator[Tensor]:
@@ -289,6 +336,7 @@ class LocalSums:
         if self.whole is not None:
             yield self.whole
         yield from self.handed.values()
+        yield from self._waiting.values()
 
 
 class ReducedSums:

@@ -70,11 +70,11 @@ class GradientBucket:
         self.version = 0
         self.live: set[int] = set()
         self.late: dict[int, Tensor] = {}
-        self.own = LocalSums(bucket, dtype, reuse)
         self.reduced = ReducedSums(bucket, dtype, store)
         self._reduction: Reduction | None = None
         self._straight = False  # it writes into the reduced gradients
         self._shows_gradient = owns_all and dtype == bucket.dtype and self.reduced.in_memory
+        self.own = LocalSums(bucket, dtype, reuse, shown=self._shows_gradient)
         self._factors = DeferredScale(self._multiply)  # for reduced gradients
         self.shown = GradientViews(self, bucket)
 
@@ -128,9 +128,9 @@ class GradientBucket:
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
         else:
-            if self.own.whole is None:
+            if self.own.buffer is None:
                 self.own.hands_over = not lent and self._takes_the_mean()
-            self.own.add(index, gradient)
+            self.own.add(index, gradient, lent=lent)
 
     def admit_late(self) -> None:
         """Let gradients that came after the bucket had left into the next reduction."""
@@ -248,7 +248,7 @@ class GradientBucket:
 
     def show(self, index: int) -> None:
         """Set `p.grad` of a parameter that holds a gradient to its handle."""
-        self.bucket.parameters[index].grad = self._handle(index)
+        self.bucket.parameters[index].grad = self.handle(index)
 
     def _show_all(self) -> None:
         """True if `p.grad` is the gradient itself changed: it is not while a part of the sum is set aside."""
@@ -256,7 +256,8 @@ class GradientBucket:
             for index in self.live:
                 self.show(index)
 
-    def _handle(self, index: int) -> Tensor:
+    def handle(self, index: int) -> Tensor:
+        """What `p.grad` of a parameter that holds a gradient is to be."""
         if self._shows_gradient and self.reduced.earlier is None:
             whole = self.own.whole if self.keeps_whole else self.reduced.tensor
             if whole is not None:

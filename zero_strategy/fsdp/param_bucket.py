@@ -24,7 +24,7 @@ from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
-from zero_strategy.fsdp.released import EditWatch, release_class, unshard_class
+from zero_strategy.fsdp.released import EditWatch, release_classes, unshard_classes
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
@@ -129,6 +129,8 @@ class ParameterBucket:
         self.cuts = cuts(self.pieces, self.owned.stop - self.owned.start)
         self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
         self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
+        self._poison_bits = self._poison.view(torch.uint8)
+        self._intact_bits = self._poison_bits.clone()
         self._poison_views = [
             self._poison[index : index + 1].expand(segment.numel).view(segment.shape)
             if segment.numel == 0
@@ -327,10 +329,9 @@ class ParameterBucket:
         if self.gathered:
             self.follow_edits()
             with _plain_mode():
-                for tensor, poison in zip(self.tensors, self._poison_views, strict=True):
+                for tensor, poison in zip(self.tensors, self._poison_views):
                     tensor.data = poison
-                for parameter in self.parameters:
-                    release_class(parameter)
+                release_classes(self.parameters)
                 if not self.placement.in_place:
                     self._empty_flat()
             self.gathered = False
@@ -365,6 +366,8 @@ class ParameterBucket:
             RuntimeError: Naming the parameter. On a GPU nothing is checked, as reading the poison would wait for it.
         """
         if self.device.type != "cpu" or not len(self._poison):
+            return
+        if torch.equal(self._poison_bits, self._intact_bits):
             return
         intact = self._poison.isnan() if self._poison.is_floating_point() else self._poison == _poison_value(self.dtype)
         if not bool(intact.all()):
@@ -530,9 +533,8 @@ class ParameterBucket:
         return 0 if self.average is None else self.average.nbytes
 
     def _point_at_flat(self) -> None:
-        for parameter in self.parameters:
-            unshard_class(parameter)
-        for tensor, view in zip(self.tensors, self._views, strict=True):
+        unshard_classes(self.parameters)
+        for tensor, view in zip(self.tensors, self._views):
             tensor.data = view
 
 

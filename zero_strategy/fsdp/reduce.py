@@ -30,6 +30,7 @@ from zero_strategy.fsdp.grad_accumulation import BufferReuse
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Agreement, ParameterHook, ReductionPlan
+from zero_strategy.fsdp.released import trained
 from zero_strategy.fsdp.unshard import Unsharder
 from zero_strategy.runtime.torch_private import in_backward, when_backward_ends
 
@@ -114,7 +115,7 @@ class GradientReducer:
         self._active = False
         self._next = 0
         self._begun: set[int] = set()
-        self._awaited: set[tuple[int, int]] = set()
+        self._awaited: set[ParameterHook] = set()
         self._left: dict[int, None] = {}
         """Buckets that left before the ranks agreed, in order."""
         self._seen: list[set[int]] = [set() for _ in self.buckets]
@@ -204,33 +205,34 @@ class GradientReducer:
 
     # ---- during backward ----
 
-    def before_gradient(self, number: int, index: int) -> None:
+    def before_gradient(self, hook: ParameterHook) -> None:
         """Autograd is about to add to `p.grad`: the handle makes room, so that autograd hands its tensor over."""
         if not self._active:
             self.begin_backward()
+        number = hook.number
         bucket = self.buckets[number]
         if number not in self._begun:
             self._begun.add(number)
             bucket.bucket.make_master()
             bucket.begin()
-        bucket.bucket.parameters[index].grad = None
-        self._awaited.add((number, index))
+        bucket.bucket.parameters[hook.index].grad = None
+        self._awaited.add(hook)
 
-    def after_gradient(self, number: int, index: int) -> None:
+    def after_gradient(self, hook: ParameterHook, parameter: Tensor) -> None:
         """The parameter's gradient of this backward is in `p.grad`."""
+        number, index, gradient = hook.number, hook.index, parameter.grad
         bucket = self.buckets[number]
-        gradient = bucket.bucket.parameters[index].grad
-        self._awaited.discard((number, index))
+        self._awaited.discard(hook)
         assert gradient is not None
         if self._divide_by != 1:
             gradient = gradient / self._divide_by  # not in place: other parameters' may be the same tensor
-        reduces = self._reduces
+        reduces = self._sync or not self.per_step
         if not reduces:
             bucket.keep_whole()
         bucket.accumulate(index, gradient)
-        bucket.show(index)
+        parameter.grad = bucket.handle(index)
         self._seen[number].add(index)
-        self.plan.finished(number)
+        self.plan.arrivals.append(number)
         if reduces and self._unsharder is None:
             self._launch_full()
 
@@ -244,7 +246,8 @@ class GradientReducer:
             self._launch_unit(buckets)
 
     def _launch_unit(self, buckets: Sequence[ParameterBucket]) -> None:
-        for number in sorted(self._numbers[id(bucket)] for bucket in buckets if id(bucket) in self._numbers):
+        numbers = [self._numbers[id(bucket)] for bucket in buckets if id(bucket) in self._numbers]
+        for number in sorted(numbers):
             if number not in self._left and self.plan.trains(number):
                 self._launch(number)
 
@@ -285,15 +288,8 @@ class GradientReducer:
         self._left.clear()
         for seen in self._seen:
             seen.clear()
-        self.plan.begin(
-            [
-                {index for index, parameter in enumerate(bucket.bucket.parameters) if self._may_train(parameter)}
-                for bucket in self.buckets
-            ]
-        )
-
-    def _may_train(self, parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and (self._within is None or id(parameter) in self._within)
+        within = self._within
+        self.plan.begin([trained(bucket.bucket.parameters, within) for bucket in self.buckets])
 
     @property
     def in_backward(self) -> bool:
@@ -342,8 +338,8 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         self._active = False
-        for number, index in self._awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
-            self.buckets[number].resume(index)
+        for hook in self._awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
+            self.buckets[hook.number].resume(hook.index)
         if not self._joined:
             self._finish_backward()
             self.mesh.observed.mark("backward over")
@@ -354,6 +350,8 @@ class GradientReducer:
         else:
             self._unreduced = True
             self._reuse.close()
+            for number in self._begun:
+                self.buckets[number].own.copy_waiting()
 
     # ---- the end of a backward, or of a step ----
 

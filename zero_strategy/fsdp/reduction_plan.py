@@ -10,10 +10,12 @@ that could have touched them).
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import compress
 from operator import or_
 from typing import Any, Protocol
 from weakref import ref
@@ -58,6 +60,7 @@ class ReductionPlan:
     Attributes:
         order: Bucket numbers in the order in which they leave.
         expected: By bucket, the parameters to wait for in this backward; empty: the bucket does not leave early.
+        arrivals: Bucket numbers, one for each gradient that came, in order; a bucket is complete with its last.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -67,14 +70,12 @@ class ReductionPlan:
         self._trainable: list[set[int]] = [set() for _ in self.counts]
         everything = [set(range(count)) for count in self.counts]
         self._history: list[deque[set[int]]] = [deque([all_, all_], maxlen=2) for all_ in everything]
-        self._finished: dict[int, int] = {}
-        self._ticks = 0
+        self.arrivals: list[int] = []
 
     def begin(self, trainable: Sequence[set[int]]) -> None:
         """Start a backward in which `trainable` parameters (by bucket, the same on all ranks) require a gradient."""
         self._trainable = list(trainable)
-        self._finished.clear()
-        self._ticks = 0
+        self.arrivals.clear()
         self.expected = [mine & history[0] & history[1] for mine, history in zip(trainable, self._history, strict=True)]
 
     def trains(self, number: int) -> bool:
@@ -84,13 +85,8 @@ class ReductionPlan:
     def expect_nothing(self) -> None:
         """Start a reduction outside of a backward: nothing has left early on any rank."""
         self._trainable = [set() for _ in self.counts]
-        self._finished.clear()
+        self.arrivals.clear()
         self.expected = [set() for _ in self.counts]
-
-    def finished(self, number: int) -> None:
-        """A parameter of bucket `number` got its gradient; the last such call counts as the bucket's completion."""
-        self._ticks += 1
-        self._finished[number] = min(self._ticks, _UNTOUCHED - 1)
 
     def encode(
         self, touched: Sequence[set[int]], late: Sequence[bool], gathers: int, raised: int = 0, rules: int = 0
@@ -104,17 +100,16 @@ class ReductionPlan:
             raised: Bits that all shall learn of.
             rules: Hash of the rules by which it updates parameters, 30 bits; 0: not to be compared.
         """
-        flags: list[int] = []
+        flags, offset = bytearray(sum(self.counts) + len(self.counts)), 0
         for count, mine, again in zip(self.counts, touched, late, strict=True):
-            bits = [0] * (count + 1)
             for index in mine:
-                bits[index] = 1
-            bits[count] = int(again)
-            flags += bits
+                flags[offset + index] = 1
+            flags[offset + count] = again
+            offset += count + 1
         numbers = [gathers & 0x7FFF, raised, rules & 0x7FFF, rules >> 15]
-        numbers.extend(self._finished.get(number, _UNTOUCHED) for number in range(len(self.counts)))
-        tail = torch.tensor(numbers, dtype=torch.int16).view(torch.uint8)
-        return torch.cat([torch.tensor(flags, dtype=torch.uint8), tail])
+        last = {number: min(place, _UNTOUCHED - 1) for place, number in enumerate(self.arrivals)}
+        numbers.extend(last.get(number, _UNTOUCHED) for number in range(len(self.counts)))
+        return torch.frombuffer(flags + array("h", numbers).tobytes(), dtype=torch.uint8)
 
     def learn(self, messages: Sequence[Tensor]) -> Agreement:
         """Combine all ranks' messages, in rank order, and make the next plan of them."""
@@ -123,7 +118,7 @@ class ReductionPlan:
         tails = [message[length:].clone().view(torch.int16).tolist() for message in messages]
         touched, late, offset = [], [], 0
         for count in self.counts:
-            touched.append({index for index in range(count) if union[offset + index]})
+            touched.append(set(compress(range(count), union[offset : offset + count])))
             late.append(bool(union[offset + count]))
             offset += count + 1
         for number, mine in enumerate(self._trainable):
@@ -186,9 +181,9 @@ class HookedReducer(Protocol):
 
     def before_forward(self) -> None: ...
 
-    def before_gradient(self, number: int, index: int) -> None: ...
+    def before_gradient(self, hook: ParameterHook) -> None: ...
 
-    def after_gradient(self, number: int, index: int) -> None: ...
+    def after_gradient(self, hook: ParameterHook, parameter: Tensor) -> None: ...
 
 
 class Watcher:
@@ -216,7 +211,14 @@ class Watcher:
 
 
 class ParameterHook:
-    """The two hooks of one parameter. They hold the reducer weakly: autograd's references are invisible to the GC."""
+    """The two hooks of one parameter. They hold the reducer weakly: autograd's references are invisible to the GC.
+
+    Attributes:
+        number: Of the bucket.
+        index: Of the parameter in it.
+    """
+
+    __slots__ = ("_reducer", "index", "number")
 
     def __init__(self, reducer: HookedReducer, number: int, index: int) -> None:
         self._reducer, self.number, self.index = ref(reducer), number, index
@@ -225,10 +227,10 @@ class ParameterHook:
         """Runs before autograd adds to `p.grad`."""
         reducer = self._reducer()
         if reducer is not None:
-            reducer.before_gradient(self.number, self.index)
+            reducer.before_gradient(self)
 
     def after(self, parameter: Tensor) -> None:
         """Runs when autograd has added to `p.grad`."""
         reducer = self._reducer()
         if reducer is not None:
-            reducer.after_gradient(self.number, self.index)
+            reducer.after_gradient(self, parameter)

@@ -26,7 +26,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from ctypes import c_char
 from dataclasses import dataclass
 from types import FrameType
@@ -449,6 +449,7 @@ class ReleasedValues(_Released, Tensor):  # type: ignore[misc]
 
 
 _GET_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SILENT: frozenset[Callable[..., Any]] = frozenset({Tensor.register_hook, Tensor.expand_as, Tensor.retain_grad})
 """Graphs are looked through before their backward: see `outside`."""
 
@@ -510,22 +511,36 @@ def _dtensor_classes() -> tuple[type, type]:
     return DTensor, ReleasedDTensor
 
 
-def release_class(parameter: nn.Parameter) -> None:
-    """The parameter's values are gone."""
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = ReleasedParameter
-    elif type(parameter).__name__ == "DTensor":
-        plain, released = _dtensor_classes()
-        if type(parameter) is plain:
-            parameter.__class__ = released
+def release_classes(parameters: Iterable[nn.Parameter]) -> None:
+    """The parameters' values are gone."""
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ReleasedParameter
+        elif type(parameter).__name__ == "DTensor":
+            plain, released = _dtensor_classes()
+            if type(parameter) is plain:
+                parameter.__class__ = released
 
 
-def unshard_class(parameter: nn.Parameter) -> None:
-    """The parameter's values are there, or about to be."""
-    if type(parameter) is ReleasedParameter:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    elif type(parameter).__name__ == "ReleasedDTensor":
-        parameter.__class__ = _dtensor_classes()[0]
+def unshard_classes(parameters: Iterable[nn.Parameter]) -> None:
+    """The parameters' values are there, or about to be."""
+    for parameter in parameters:
+        if type(parameter) is ReleasedParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        elif type(parameter).__name__ == "ReleasedDTensor":
+            parameter.__class__ = _dtensor_classes()[0]
+
+
+def trained(parameters: Sequence[nn.Parameter], among: Container[int] | None = None) -> set[int]:
+    """Indices of the parameters that require a gradient, whether or not their values are there.
+
+    Args:
+        parameters: Of one bucket.
+        among: Ids of those that count; None: all.
+    """
+    with DisableTorchFunctionSubclass():
+        found = {index for index, parameter in enumerate(parameters) if _REQUIRES_GRAD(parameter)}
+    return found if among is None else {index for index in found if id(parameters[index]) in among}
 
 
 def parameter_of(tensor: Tensor) -> nn.Parameter:

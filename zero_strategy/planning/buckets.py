@@ -19,6 +19,7 @@ from zero_strategy.config import (
     ResolvedConfig,
     ZeroConfig,
 )
+from zero_strategy.fsdp.grad_accumulation import most_waiting
 from zero_strategy.fsdp.layout import (
     PLACEMENTS,
     BucketLayout,
@@ -343,6 +344,10 @@ def _in_flight(units: Units, config: ZeroConfig, device_type: str, accumulation:
         filling = [*root, *max(filled, key=lambda found: sum(b.gradient_bytes for b in found), default=[])]
         sent = windows([*root, *others], MAX_IN_FLIGHT)
         sending = list(max(sent, key=lambda found: sum(map(_copy_bytes, found)), default=[]))
+    if PLACEMENTS[config.stage].shard_optimizer:  # else they are shown as they are
+        waiting = sum(most_waiting(bucket.gradient_bytes) for bucket in root)
+        waiting += max((most_waiting(bucket.gradient_bytes) for bucket in others), default=0)
+        yield Entry("gradient buckets", "device", Owner("small gradients"), waiting, waiting, peak=True)
     asked = sum(bucket.elements * bucket.gradient_dtype.itemsize for bucket in filling)
     taken = sum(allocated(bucket.gradient_bytes, device_type) for bucket in filling)
     yield Entry("gradient buckets", "device", Owner("reduction"), asked, taken, peak=True)
