@@ -308,7 +308,7 @@ def test_gradients_that_are_shown_do_not_wait(ranks: Launcher) -> None:
 
 
 def parts() -> list[bool]:
-    """Whether a gradient waits that is a part of a larger tensor, one that is lent, one that is alone."""
+    """True where a gradient waits: one that is a part of a larger tensor, one that is lent, one that is alone."""
     module = seeded(Normed)
     engine = ZeroEngine(module, load_config(stage=2, units={"min_numel": 0}))
     place = engine.model.place(module.layers[0][1].weight)

@@ -257,7 +257,7 @@ class GradientBucket:
                 self.show(index)
 
     def handle(self, index: int) -> Tensor:
-        """What `p.grad` of a parameter that holds a gradient is to be."""
+        """The `p.grad` of a parameter that holds a gradient."""
         if self._shows_gradient and self.reduced.earlier is None:
             whole = self.own.whole if self.keeps_whole else self.reduced.tensor
             if whole is not None:
