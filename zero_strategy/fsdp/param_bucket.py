@@ -13,9 +13,8 @@ refills the same storage object; nothing that autograd holds goes stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,22 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
+    """As `without_grad`, and out of inference mode: tensors made or changed in it could not be saved for a backward."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args, **kwargs)
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return function(*args, **kwargs)
@@ -130,7 +145,6 @@ class ParameterBucket:
         self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
         self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
         self._poison_bits = self._poison.view(torch.uint8)
-        self._intact_bits = self._poison_bits.clone()
         self._poison_views = [
             self._poison[index : index + 1].expand(segment.numel).view(segment.shape)
             if segment.numel == 0
@@ -291,15 +305,18 @@ class ParameterBucket:
 
     def start_unshard(self) -> None:
         """Begin to bring the whole bucket in, unless it is there or on its way."""
-        if self.gathered or self.pending:
+        if self.gathered or self._pending is not None:
             return
         self.check_poison()
         if self.flat.device != self.device:  # in place, and moved
             raise RuntimeError(f"parameters {self.names} are on the host: call engine.reload_states() first")
-        with _plain_mode():
-            if not self.placement.in_place:
-                self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
-            self._pending = self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
+        self._pending = self._gather(empty=not self.placement.in_place)
+
+    @outside_inference
+    def _gather(self, *, empty: bool) -> PendingWork:
+        if empty:
+            self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
+        return self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
     def _shard_arrives(self) -> Callable[[], None] | None:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
@@ -310,13 +327,16 @@ class ParameterBucket:
     def finish_unshard(self) -> None:
         """Wait until the whole bucket is in and point the parameters at it."""
         if self._pending is not None:
-            with _plain_mode():
-                self._pending.wait()
-                self._pending = None
-                self._point_at_flat()
+            self._receive(self._pending)
             self.gathered = True
             if self.tracks_edits:
                 self.note_versions()
+
+    @outside_inference
+    def _receive(self, gather: PendingWork) -> None:
+        gather.wait()
+        self._pending = None
+        self._point_at_flat()
 
     def release(self) -> None:
         """Free all but the own slice (stage 3). Changes made to gathered values are dropped.
@@ -328,13 +348,16 @@ class ParameterBucket:
         self.finish_unshard()
         if self.gathered:
             self.follow_edits()
-            with _plain_mode():
-                for tensor, poison in zip(self.tensors, self._poison_views):
-                    tensor.data = poison
-                release_classes(self.parameters)
-                if not self.placement.in_place:
-                    self._empty_flat()
+            self._point_at_poison()
             self.gathered = False
+
+    @outside_inference
+    def _point_at_poison(self) -> None:
+        for tensor, poison in zip(self.tensors, self._poison_views):
+            tensor.data = poison
+        release_classes(self.parameters)
+        if not self.placement.in_place:
+            self._empty_flat()
 
     def _empty_flat(self) -> None:
         """Give the memory back; where a numpy array shares it, that keeps it, and later gathers get other memory."""
@@ -351,8 +374,7 @@ class ParameterBucket:
         if self.placement.shard_parameters and self.gathered:
             for watch in self.watches:
                 watch.invalidate_unsharded()
-            with _plain_mode():
-                self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names).wait()
+            self._gather(empty=False).wait()
             if self.tracks_edits:
                 self.kept, self.kept_again = self.kept or self.kept_again, False
                 self.note_versions()
@@ -367,7 +389,7 @@ class ParameterBucket:
         """
         if self.device.type != "cpu" or not len(self._poison):
             return
-        if torch.equal(self._poison_bits, self._intact_bits):
+        if torch.equal(self._poison_bits, _intact_bits(len(self._poison), self.dtype)):
             return
         intact = self._poison.isnan() if self._poison.is_floating_point() else self._poison == _poison_value(self.dtype)
         if not bool(intact.all()):
@@ -553,20 +575,13 @@ def average_name(first: str) -> str:
     return f"{first}/average"
 
 
+@cache
+def _intact_bits(count: int, dtype: torch.dtype) -> Tensor:
+    """The bits of so many poisons, on the CPU."""
+    return torch.full((count,), _poison_value(dtype), dtype=dtype).view(torch.uint8)
+
+
 def _poison_value(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
-
-
-def _plain_mode() -> AbstractContextManager[Any]:
-    """Leave inference mode: tensors made or changed in it could not be saved for a later backward."""
-    if not torch.is_inference_mode_enabled():
-        return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    return stack
