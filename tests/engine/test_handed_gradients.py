@@ -251,10 +251,18 @@ class Normed(nn.Module):
         return x
 
 
-def joint(stage: int, most: int, micro_batches: int = 1, sync: bool = True) -> tuple[list[int], set[int], float]:
+def waits(own: LocalSums) -> int:
+    """Bytes that are held beside the buffer."""
+    return sum(held.nbytes for held in own.held() if held is not own.whole)
+
+
+def joint(
+    stage: int, most: int, micro_batches: int = 1, sync: bool = True, create_graph: bool = False
+) -> tuple[list[int], set[int], float]:
     """Joint copies of one step; bytes that wait after its backwards; the error of a sum that is read on the way."""
     module = seeded(Normed)
-    engine = ZeroEngine(module, load_config(stage=stage, units={"min_numel": 0}))
+    with mock.patch.object(grad_accumulation, "MOST_WAITING", most):
+        engine = ZeroEngine(module, load_config(stage=stage, units={"min_numel": 0}))
     engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
     buckets, seen = engine.model.gradients, list[Tensor]()
     early, late = module.layers[1][3].bias, module.layers[1][0].weight
@@ -268,13 +276,12 @@ def joint(stage: int, most: int, micro_batches: int = 1, sync: bool = True) -> t
         seen.append(found.clone())
 
     hook, copies, waiting, x = late.register_hook(look), Copies(), set[int](), torch.ones(4, Normed.WIDTH)
-    for each in buckets:
-        each.own._most_waiting = min(each.own._most_waiting, most)
     with copies.on():
         for last in [False] * (micro_batches - 1) + [True]:
             with nullcontext() if last and sync else engine.no_sync():
-                module(x.clone().requires_grad_()).square().mean().backward()
-            waiting |= {sum(held.nbytes for held in each.own._waiting.values()) for each in buckets}
+                module(x.clone().requires_grad_()).square().mean().backward(create_graph=create_graph)
+            waiting |= {waits(each.own) for each in buckets}
+            assert not any(held.requires_grad for each in buckets for held in each.own.held())
     hook.remove()
     plain = seeded(Normed)
     plain(x).square().mean().backward()
@@ -303,6 +310,13 @@ def test_none_waits_beyond_a_backward(ranks: Launcher) -> None:
         assert sum(sizes) == 21 and waiting == {0} and error < 1e-6, sizes
 
 
+@pytest.mark.filterwarnings("ignore:Using backward. with create_graph")
+def test_what_waits_may_have_a_graph(ranks: Launcher) -> None:
+    for sync in (True, False):
+        for sizes, waiting, error in ranks(2)(joint, 1, 1 << 20, 2, sync, True):
+            assert sum(sizes) >= 21 and waiting == {0} and error < 1e-6, sizes
+
+
 def test_gradients_that_are_shown_do_not_wait(ranks: Launcher) -> None:
     assert [sizes for sizes, _, _ in ranks(2)(joint, 0, 1 << 20)] == [[], []]
 
@@ -314,18 +328,18 @@ def parts() -> list[bool]:
     place = engine.model.place(module.layers[0][1].weight)
     assert place is not None
     own = next(bucket.own for bucket in engine.model.gradients if bucket.bucket is place[0])
-    waits = []
+    found = []
     for gradient, lent in (
         (torch.ones(2, Normed.WIDTH)[0], False),
         (torch.ones(Normed.WIDTH), True),
         (torch.ones(Normed.WIDTH), False),
     ):
         own.add(place[1], gradient, lent=lent)
-        waits.append(bool(own._waiting))
-        found = own.sum_of(place[1])
-        assert found is not None and bool((found == 1).all()) and not own._waiting
+        found.append(waits(own) > 0)
+        sum_ = own.sum_of(place[1])
+        assert sum_ is not None and bool((sum_ == 1).all()) and not waits(own)
         own.clear()
-    return waits
+    return found
 
 
 def test_what_waits_keeps_no_more_than_itself(ranks: Launcher) -> None:

@@ -25,7 +25,7 @@ from zero_strategy import ops
 from zero_strategy.comm.shared_memory import Scattered
 from zero_strategy.fsdp.dtensor import local_gradient
 from zero_strategy.fsdp.layout import BucketLayout, Piece
-from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.param_bucket import ParameterBucket, without_grad
 from zero_strategy.fsdp.shard_storage import InMemory, Powers, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart
@@ -153,7 +153,6 @@ class LocalSums:
 
     Attributes:
         live: Indices of parameters with a gradient.
-        buffer: Of all of them, where there is one.
         handed: Gradients that are autograd's own tensors, by index; only without a buffer.
         hands_over: Whether there may be such: what the caller sends may be in parts, and the result needs no memory.
     """
@@ -166,14 +165,14 @@ class LocalSums:
         self._waiting_bytes = 0
         self._most_waiting = -1 if shown else most_waiting(bucket.layout.numel * dtype.itemsize)
         self.live: set[int] = set()
-        self.buffer: FlatGradients | None = None
+        self._buffer: FlatGradients | None = None
         self.handed: dict[int, Tensor] = {}
         self.hands_over = False
 
     @property
     def whole(self) -> Tensor | None:
         """The buffer of all of them."""
-        return None if self.buffer is None else self.buffer.flat
+        return None if self._buffer is None else self._buffer.flat
 
     def plain(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's own, dense values of a gradient of parameter `index` that is no plain tensor."""
@@ -182,7 +181,7 @@ class LocalSums:
 
     def add(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
         """Add a gradient (see `plain`); unless it is `lent` the caller lets go of it."""
-        buffer = self.buffer
+        buffer = self._buffer
         if buffer is None or self.handed:
             if buffer is None and self._is_handed_over(index, gradient):
                 self.handed[index] = gradient.detach().reshape(-1)
@@ -203,11 +202,12 @@ class LocalSums:
         self._waiting[index] = gradient
         self._waiting_bytes += nbytes
 
+    @without_grad  # a gradient may have one of its own, and be read from outside of a backward
     def copy_waiting(self) -> None:
         """Bring into the buffer what waits."""
         if self._waiting:
-            assert self.buffer is not None
-            shaped = self.buffer.shaped
+            assert self._buffer is not None
+            shaped = self._buffer.shaped
             foreach_copy_([shaped[index] for index in self._waiting], list(self._waiting.values()))
         self._forget_waiting()
 
@@ -253,10 +253,10 @@ class LocalSums:
 
     def zeros(self) -> Tensor:
         """The buffer, of zeros if it is new."""
-        if self.buffer is None:
-            self.buffer = FlatGradients(self.bucket.layout, self._new(torch.zeros))
+        if self._buffer is None:
+            self._buffer = FlatGradients(self.bucket.layout, self._new(torch.zeros))
         self.copy_waiting()
-        return self.buffer.flat
+        return self._buffer.flat
 
     def scattered(self) -> Scattered | None:
         """All of them as they lie, where none had to be copied; what has none is zero."""
@@ -268,7 +268,7 @@ class LocalSums:
 
     def complete(self) -> Tensor:
         """All of them in the buffer; what has none is zero. They are the caller's from now on."""
-        if self.buffer is None and not self.handed:
+        if self._buffer is None and not self.handed:
             self.zeros()
         else:
             shaped = self._settled().shaped
@@ -277,31 +277,31 @@ class LocalSums:
                     if index not in self.live:
                         view.zero_()
         self.live.clear()
-        assert self.buffer is not None
-        return self.buffer.flat
+        assert self._buffer is not None
+        return self._buffer.flat
 
     def give_back(self) -> None:
         """The buffer's values are of no use any more, nor are those of the tensors."""
-        if self.buffer is not None and self._reuse is not None:
-            self._reuse.give(self.buffer)
+        if self._buffer is not None and self._reuse is not None:
+            self._reuse.give(self._buffer)
         self.drop()
         self.handed.clear()
 
     def drop(self) -> None:
         """Let go of the buffer."""
-        self.buffer = None
+        self._buffer = None
         self._forget_waiting()
 
     def _collected(self) -> FlatGradients:
         """The buffer, with all that was handed over."""
-        if self.buffer is None:
-            self.buffer = self._empty()
+        if self._buffer is None:
+            self._buffer = self._empty()
         if self.handed:
             handed, self.handed = self.handed, {}
             for index, values in handed.items():
-                view = self.buffer.shaped[index]
+                view = self._buffer.shaped[index]
                 view.copy_(values.view(view.shape))
-        return self.buffer
+        return self._buffer
 
     def _settled(self) -> FlatGradients:
         """The same, with what waited too."""
@@ -326,9 +326,9 @@ class LocalSums:
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let them lie where `move` puts them."""
-        if self.buffer is not None:
+        if self._buffer is not None:
             self.copy_waiting()
-            self.buffer = FlatGradients(self.bucket.layout, move(self.buffer.flat))
+            self._buffer = FlatGradients(self.bucket.layout, move(self._buffer.flat))
         self.handed = {index: move(values) for index, values in self.handed.items()}
 
     def held(self) -> Iterator[Tensor]:

@@ -128,7 +128,7 @@ class GradientBucket:
             known = self.late.get(index)
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
         else:
-            if self.own.buffer is None:
+            if self.own.whole is None:
                 self.own.hands_over = not lent and self._takes_the_mean()
             self.own.add(index, gradient, lent=lent)
 

@@ -49,15 +49,14 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
     """As `without_grad`, and out of inference mode: tensors made or changed in it could not be saved for a backward."""
 
+    plainly = without_grad(function)
+
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return function(*args, **kwargs)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+            with torch.inference_mode(False):
+                return plainly(*args, **kwargs)
+        return plainly(*args, **kwargs)
 
     return call
 

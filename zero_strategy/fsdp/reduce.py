@@ -288,8 +288,7 @@ class GradientReducer:
         self._left.clear()
         for seen in self._seen:
             seen.clear()
-        within = self._within
-        self.plan.begin([trained(bucket.bucket.parameters, within) for bucket in self.buckets])
+        self.plan.begin([trained(bucket.bucket.parameters, self._within) for bucket in self.buckets])
 
     @property
     def in_backward(self) -> bool:
