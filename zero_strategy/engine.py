@@ -40,7 +40,6 @@ from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.convert.convert import checkpoint_in, open_any
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks, whole_of
-from zero_strategy.fsdp.gathered_parameters import check_outside_uses
 from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
 from zero_strategy.fsdp.shard_storage import GRADIENTS, PARAMETERS
@@ -551,16 +550,12 @@ class ZeroEngine:
         return ""
 
     def check_loss(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Raise if a loss uses released parameters outside of their module's forward (the Trainer's strategy calls it).
+        """Tell the observers of this engine the loss of a micro-batch; the integrations call it before each backward.
 
         Args:
-            loss: Of a micro-batch, not scaled.
-            weight: That it has been multiplied by already, such as 1 / micro-batches; for whoever observes.
-
-        Raises:
-            RuntimeError: Naming the parameters and the way out.
+            loss: The loss, not scaled, 0-d.
+            weight: The factor that it was multiplied by already, such as 1 / micro-batches.
         """
-        check_outside_uses(loss, self.model)
         if self.observed.hears_marks:
             self.observed.mark("loss", loss.detach() / weight)
 

@@ -266,31 +266,6 @@ def test_ranks_with_different_models(ranks: Launcher) -> None:
         assert "weight" in message and "rank" in message
 
 
-def data_is_replaced(stage: int) -> dict[str, Any]:
-    """`p.data = values` is not followed at stages 1 to 3; it is never trained on in silence by some ranks only."""
-    model = net()
-    engine = engine_for(model, stage)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.attach(optimizer)
-    new = torch.full((3, 6), 2.0)
-    try:
-        model.head.weight.data = new.clone()
-        loss_of(model(torch.ones(2, 6))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    except RuntimeError as error:
-        return {"error": str(error)}
-    state = engine.full_state_dict()["head.weight"]
-    followed = bool((state - new).abs().max() < 1.5)
-    return {"error": "", "followed": followed, "shown": torch.equal(state, model.head.weight)}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_replaced_data_is_followed_or_refused(ranks: Launcher, stage: int) -> None:
-    for found in ranks(2)(data_is_replaced, stage):
-        assert "head.weight" in found["error"] or (found["followed"] and found["shown"]), found
-
-
 def torn_backward(stage: int) -> dict[str, str]:
     """An exception in backward, and nobody calls `reset`."""
     model = net()

@@ -119,7 +119,7 @@ def released_in_the_loss() -> None:
     loss = F.mse_loss(model(x).squeeze(-1), y)
     engine = run.strategy.engines[0]
     engine.check_loss(loss)
-    with raises(RuntimeError, "outside of their module's forward", "GatheredParameters"):
+    with raises(RuntimeError, "is released (stage 3)", "GatheredParameters"):
         engine.check_loss(loss + 1e-3 * sum(p.square().sum() for p in model.parameters()))
     run.backward(loss)
 

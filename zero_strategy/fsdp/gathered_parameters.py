@@ -1,24 +1,18 @@
-"""`GatheredParameters`: full parameters on demand; and their use by a loss outside of a forward.
-
-A hand-written penalty, `loss + 1e-4 * sum(p.pow(2).sum() for p in self.parameters())`, reads NaN for what is released,
-and plain NaN is all that would be seen of it. So the part of a loss's graph that lies outside of every unit's forward
-is looked through before its backward: a few dozen nodes, since it ends at the units' outputs.
-"""
+"""`GatheredParameters`: full parameters in a scope that all ranks enter, and whose writes count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_strategy.fsdp.init import Construction, constructions_of
 from zero_strategy.fsdp.model import ShardedModel, sharded_model_of
 from zero_strategy.fsdp.released import EditWatch
-from zero_strategy.fsdp.unshard import UNIT_OUTPUT
 
 if TYPE_CHECKING:
     from zero_strategy.fsdp.param_bucket import ParameterBucket
@@ -98,9 +92,19 @@ def _edited(buckets: Sequence[ParameterBucket], rank: int) -> Iterator[None]:
         yield
         for bucket in buckets:
             bucket.adopt(rank)
+    except BaseException:
+        _drop_edits(buckets)
+        raise
     finally:
         for bucket in buckets:
             bucket.editors -= 1
+
+
+def _drop_edits(buckets: Iterable[ParameterBucket]) -> None:
+    """Let what was written to gathered values be lost with them."""
+    for bucket in buckets:
+        if bucket.placement.shard_parameters:
+            bucket.note_versions()
 
 
 @contextmanager
@@ -128,6 +132,7 @@ def _no_edits(model: ShardedModel, buckets: Sequence[ParameterBucket], *, in_for
     control = model.mesh.control
     if in_forward:
         if mine:
+            _drop_edits(buckets)
             raise RuntimeError(_lost_message({control.rank: mine}))
     elif any(int(count) for count in control.all_gather_small(torch.tensor([len(mine)]), "writes that would be lost")):
         everyone = control.all_gather_objects(mine)
@@ -144,33 +149,3 @@ def _lost_message(written: Mapping[int, Sequence[str]]) -> str:
         f"{list(written)}, without modifier_rank: stage 3 would drop what was written; nothing has changed. Say whose "
         "values count, `GatheredParameters(params, modifier_rank=0)`: that rank's are taken on all ranks."
     )
-
-
-def check_outside_uses(loss: Tensor, model: ShardedModel) -> None:
-    """Raise if `loss` depends on a released parameter other than through its unit's forward.
-
-    Raises:
-        RuntimeError: Naming the parameters and the way out.
-    """
-    if model.unsharder is None or loss.grad_fn is None or len(model.units) == 1:
-        return
-    found = []
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen or UNIT_OUTPUT in node.metadata:
-            continue
-        seen.add(node)
-        place = model.place(node.variable) if hasattr(node, "variable") else None
-        if place is not None and not place[0].gathered:
-            found.append(place[0].names[place[1]])
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise RuntimeError(
-            f"the loss uses parameter(s) {', '.join(map(repr, sorted(found)[:3]))}{more} outside of their module's "
-            "forward, where stage 3 has released them: they read as NaN. Compute that part of the loss inside `with "
-            "zero_strategy.sharding.GatheredParameters(parameters):` (they then stay whole until its backward is "
-            "over), or use stage 2, where parameters are whole."
-        )

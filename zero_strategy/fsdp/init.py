@@ -35,7 +35,8 @@ from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import own_group
 from zero_strategy.comm.store import next_number, own_store
 from zero_strategy.config import WatchdogConfig, ZeroConfig
-from zero_strategy.fsdp.released import ShardedParameter, Slice, owner_of
+from zero_strategy.fsdp.ownership import owner_of
+from zero_strategy.fsdp.released import ShardedParameter, Slice
 from zero_strategy.runtime.torch_private import children_of, is_used_elsewhere, parameters_of
 from zero_strategy.watchdog.peers import own_card
 from zero_strategy.watchdog.watchdog import Watchdog

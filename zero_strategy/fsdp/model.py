@@ -39,10 +39,10 @@ from zero_strategy.fsdp.layout import (
     lies_apart,
     placement_for,
 )
+from zero_strategy.fsdp.ownership import check_unsharded, owner_of, register
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher
-from zero_strategy.fsdp.released import check_unsharded, owner_of, register
 from zero_strategy.fsdp.shard_storage import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
@@ -225,7 +225,6 @@ class ShardedModel:
         norm_groups: Groups over which gradients are spread.
         aliases: Further names of tied parameters: {alias: first name}.
         device: Where the module computes.
-        told_of_reads: It was warned of a use of a released parameter.
         moved: What is on the host for a while.
     """
 
@@ -255,7 +254,6 @@ class ShardedModel:
         self.device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config)
-        self.told_of_reads = False
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
         sends_changes = config.communication.parameters == "delta" and mesh.shard_size > 1
         self.changed_values = ChangedValues(mesh) if sends_changes else None
@@ -478,6 +476,18 @@ class ShardedModel:
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""
         return self._places.get(id(parameter))
+
+    def unshard_on_demand(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Gather the units of released parameters that a forward or a backward under way reads. A collective.
+
+        Returns:
+            False outside of both, where nothing is gathered.
+        """
+        if self.unsharder is None:
+            return False
+        wanted = {id(place[0]) for parameter in parameters if (place := self.place(parameter)) is not None}
+        units = [unit for unit in self.units if any(id(bucket) in wanted for bucket in unit.buckets)]
+        return self.unsharder.use_on_demand(units)
 
     def gradient_of(self, bucket: ParameterBucket) -> GradientBucket:
         """The gradient bucket that belongs to `bucket`."""

@@ -13,7 +13,7 @@ refills the same storage object; nothing that autograd holds goes stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, wraps
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -25,9 +25,10 @@ from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
 from zero_strategy.fsdp.released import EditWatch, release_classes, unshard_classes
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
+from zero_strategy.fsdp.tracked import GET_DATA, SET_DATA, track_classes
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
-from zero_strategy.runtime.torch_private import version_of
+from zero_strategy.runtime.torch_private import outside_transforms, storage_key, version_of, versions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,9 +48,12 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """As `without_grad`, and out of inference mode: tensors made or changed in it could not be saved for a backward."""
+    """As `without_grad`, and out of inference mode: tensors made or changed in it could not be saved for a backward.
 
-    plainly = without_grad(function)
+    Out of `torch.func`'s transforms as well, which refuse writes to what they did not make.
+    """
+
+    plainly = outside_transforms(without_grad(function))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -93,7 +97,6 @@ class ParameterBucket:
         average: A running average of `master`, at least float32, (owned elements,); None: none is kept.
         kept: Sharded parameters that are whole, and up to date, stay so until they are let go, whoever uses them.
         kept_again: They will be kept when they have been brought up to date.
-        tracks_edits: What is written to them while they are whole may have to be followed.
         editors: Scopes under way whose rank's writes become the parameters.
         watches: Those that look for writes that would be lost.
         generation: Counts changes of values that are none of an optimizer's step.
@@ -143,7 +146,6 @@ class ParameterBucket:
         self.cuts = cuts(self.pieces, self.owned.stop - self.owned.start)
         self.slice_piece_of = {piece.index: piece for piece in self.slice_pieces}
         self._poison = torch.full((len(self.parameters),), _poison_value(dtype), dtype=dtype, device=self.device)
-        self._poison_bits = self._poison.view(torch.uint8)
         self._poison_views = [
             self._poison[index : index + 1].expand(segment.numel).view(segment.shape)
             if segment.numel == 0
@@ -151,11 +153,16 @@ class ParameterBucket:
             for index, segment in enumerate(self.layout.segments)
         ]
         self._pending: PendingWork | None = None
-        self.kept = self.kept_again = self.tracks_edits = False
+        self._versions: list[int] = []
+        self.kept = self.kept_again = False
+        self._aliases: dict[int, Tensor] = {}
+        """By index: what `p.data` gave. All that is made of one shares its version counter."""
+        self._closed: dict[int, int] = {}
+        """By index: the counts of aliases that are no more."""
         self.editors, self.watches = 0, list[EditWatch]()
         self.gathered = True
         self._fill(blank)
-        self._versions = self.present_versions()
+        self.note_versions()
 
     @property
     def _replicas(self) -> int:
@@ -262,6 +269,8 @@ class ParameterBucket:
             return
         if self.kept:  # and was frozen until now
             self.follow_edits()
+        if not self.placement.shard_parameters:  # its parameters are a copy from now on
+            self.track_writes()
         source = self.weights.read(0, self.weights.numel) if values is None else values
         self.master = self._master_site.copy_of(source, torch.float32, self.device)
 
@@ -306,7 +315,6 @@ class ParameterBucket:
         """Begin to bring the whole bucket in, unless it is there or on its way."""
         if self.gathered or self._pending is not None:
             return
-        self.check_poison()
         if self.flat.device != self.device:  # in place, and moved
             raise RuntimeError(f"parameters {self.names} are on the host: call engine.reload_states() first")
         self._pending = self._gather(empty=not self.placement.in_place)
@@ -328,8 +336,7 @@ class ParameterBucket:
         if self._pending is not None:
             self._receive(self._pending)
             self.gathered = True
-            if self.tracks_edits:
-                self.note_versions()
+            self.note_versions()
 
     @outside_inference
     def _receive(self, gather: PendingWork) -> None:
@@ -338,10 +345,7 @@ class ParameterBucket:
         self._point_at_flat()
 
     def release(self) -> None:
-        """Free all but the own slice (stage 3). Changes made to gathered values are dropped.
-
-        In place nothing is freed, and changes to the own slice stay, as where parameters are always whole.
-        """
+        """Free all but the own slice (stage 3). What was written to gathered values counts, as `follow_edits` says."""
         if not self.placement.shard_parameters:
             return
         self.finish_unshard()
@@ -353,7 +357,7 @@ class ParameterBucket:
     @outside_inference
     def _point_at_poison(self) -> None:
         for tensor, poison in zip(self.tensors, self._poison_views):
-            tensor.data = poison
+            SET_DATA(tensor, poison)
         release_classes(self.parameters)
         if not self.placement.in_place:
             self._empty_flat()
@@ -362,6 +366,7 @@ class ParameterBucket:
         """Give the memory back; where a numpy array shares it, that keeps it, and later gathers get other memory."""
         storage = self.flat.untyped_storage()
         if not storage.resizable():
+            self._close_aliases()
             self.flat = torch.empty_like(self.flat)
             self._views = [self.segment_view(index) for index in range(len(self.parameters))]
             storage = self.flat.untyped_storage()
@@ -374,30 +379,10 @@ class ParameterBucket:
             for watch in self.watches:
                 watch.invalidate_unsharded()
             self._gather(empty=False).wait()
-            if self.tracks_edits:
-                self.kept, self.kept_again = self.kept or self.kept_again, False
-                self.note_versions()
+            self.kept, self.kept_again = self.kept or self.kept_again, False
+            self.note_versions()
             for watch in self.watches:
                 watch.renew()
-
-    def check_poison(self) -> None:
-        """Raise if somebody wrote to a released parameter.
-
-        Raises:
-            RuntimeError: Naming the parameter. On a GPU nothing is checked, as reading the poison would wait for it.
-        """
-        if self.device.type != "cpu" or not len(self._poison):
-            return
-        if torch.equal(self._poison_bits, _intact_bits(len(self._poison), self.dtype)):
-            return
-        intact = self._poison.isnan() if self._poison.is_floating_point() else self._poison == _poison_value(self.dtype)
-        if not bool(intact.all()):
-            names = [name for name, good in zip(self.names, intact.tolist(), strict=True) if not good]
-            self._poison.fill_(_poison_value(self.dtype))
-            raise RuntimeError(
-                f"parameter(s) {names} were written to while released (stage 3); what was written is lost. "
-                "Change sharded parameters inside `with sharding.GatheredParameters(params, modifier_rank=0):`."
-            )
 
     # ---- after an update ----
 
@@ -421,6 +406,7 @@ class ParameterBucket:
         """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
         assert self.gathered
         self.generation += 1
+        self._take_assigned()
         if source is not None:
             row, column = divmod(source, self.mesh.shard_size)
             self.mesh.gather.broadcast(self.flat, column, self.names)
@@ -442,18 +428,27 @@ class ParameterBucket:
         if piece is not None:
             self.master.write(piece.offset, mine.reshape(-1)[piece.start : piece.stop])
 
-    @without_grad
+    # ---- what the user writes ----
+
+    @outside_inference
     def follow_edits(self) -> None:
-        """Carry what the user wrote into full parameters in place over to their master copy."""
-        if self.placement.shard_parameters and not self.kept and not (self.placement.in_place and self.gathered):
+        """Let what was written to full parameters since the last look count: in the master copy, and in the own slice.
+
+        Each element takes the value that it has on the rank that owns it. Writes are found by torch's version counters
+        (those of `p.data` included) and by addresses; nothing waits for a device.
+        """
+        if not self.gathered:
             return
         versions = self.present_versions()
-        if versions == self._versions:
+        written = versions != self._versions
+        # Tracked parameters lie elsewhere only after a counted write (`p.set_(...)`).
+        assigned = self._take_assigned() if written or not self.placement.shard_parameters else set[int]()
+        if not written and not assigned:
             return
         self.generation += 1
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
             piece = self.piece_of.get(index)
-            if now == before or piece is None:
+            if piece is None or (now == before and index not in assigned):
                 continue
             start, stop = piece.offset, piece.offset + piece.numel
             if self._slice_apart:
@@ -461,6 +456,77 @@ class ParameterBucket:
             if self.has_master:
                 self._follow(start, stop)
         self._versions = versions
+
+    def track_writes(self) -> None:
+        """Count writes through `p.data`, which have to be carried on from the parameters."""
+        if not self.placement.shard_parameters:  # else they are counted whenever values are there
+            track_classes(self.parameters)
+
+    def data_of(self, index: int) -> Tensor:
+        """The values of a full parameter, detached; all results share one version counter.
+
+        Args:
+            index: Of the parameter in the bucket.
+        """
+        alias = self._aliases.get(index)
+        if alias is None:
+            alias = self._aliases[index] = GET_DATA(self.parameters[index])
+        return alias.detach()
+
+    @without_grad
+    def replace(self, index: int, values: Tensor) -> None:
+        """Write new values of a full parameter: `p.data = values`.
+
+        Args:
+            index: Of the parameter in the bucket.
+            values: Of its shape, dtype and device.
+
+        Raises:
+            ValueError: If they are not; names the parameter.
+        """
+        self._check_assigned(index, values)
+        self.data_of(index).copy_(self._apart(values))
+
+    def _take_assigned(self) -> set[int]:
+        """Copy parameters that lie elsewhere (`p.data = values`, `p.set_(...)`) to their places, and point them there.
+
+        Returns:
+            Their indices.
+
+        Raises:
+            ValueError: If one has another shape, dtype or device now; names it.
+        """
+        found = set()
+        for index, (tensor, view) in enumerate(zip(self.tensors, self._views)):
+            if tensor.is_set_to(view):
+                continue
+            values = GET_DATA(tensor)
+            self._check_assigned(index, values)
+            view.copy_(self._apart(values))
+            SET_DATA(tensor, view)
+            found.add(index)
+        return found
+
+    def _check_assigned(self, index: int, values: Tensor) -> None:
+        shape, name = self._views[index].shape, self.names[index]
+        if values.shape == shape and values.dtype == self.dtype and values.device == self.device:
+            return
+        raise ValueError(
+            f"parameter {name!r} is sharded: it cannot become a tensor of shape {tuple(values.shape)}, {values.dtype} "
+            f"on {values.device}; it has shape {tuple(shape)}, {self.dtype} on {self.device}. Change shapes, dtypes "
+            "and devices before the engine is made."
+        )
+
+    def _apart(self, values: Tensor) -> Tensor:
+        """The values; a copy if they lie in the bucket, where writing some would change others."""
+        inside = storage_key(values.untyped_storage()) == storage_key(self.flat.untyped_storage())
+        return values.clone() if inside else values
+
+    def _close_aliases(self) -> None:
+        """Forget what `p.data` gave, which lies elsewhere from now on; its counts stay."""
+        for index, alias in self._aliases.items():
+            self._closed[index] = self._closed.get(index, 0) + version_of(alias)
+        self._aliases.clear()
 
     @property
     def follows_edits(self) -> bool:
@@ -471,10 +537,17 @@ class ParameterBucket:
         """Note that writes to full parameters so far are in their master copy already."""
         self._versions = self.present_versions()
 
-    def present_versions(self) -> list[tuple[int, int]]:
-        """Torch's counts of writes to each parameter, and to what a `DTensor` holds, which `to_local()` shows."""
-        pairs = zip(self.parameters, self.tensors, strict=True)
-        return [(version_of(parameter), version_of(tensor)) for parameter, tensor in pairs]
+    def present_versions(self) -> list[int]:
+        """Torch's counts of writes to each parameter: to itself, what a `DTensor` holds, and what `p.data` gave."""
+        counts = versions_of(self.parameters)
+        for index, tensor in enumerate(self.tensors):
+            if tensor is not self.parameters[index]:  # `to_local()` shows it
+                counts[index] += version_of(tensor)
+        for index, alias in self._aliases.items():
+            counts[index] += version_of(alias)
+        for index, closed in self._closed.items():
+            counts[index] += closed
+        return counts
 
     def segment_view(self, index: int) -> Tensor:
         """Parameter `index` as a shaped view of the flat buffer."""
@@ -532,6 +605,7 @@ class ParameterBucket:
         if self._slice_apart:
             self.shard = self.weights = self.shard.moved(move)
         else:
+            self._close_aliases()
             self.flat = move(self.flat)
             self._link_parts()
             self._views = [self.segment_view(index) for index in range(len(self.parameters))]
@@ -554,9 +628,10 @@ class ParameterBucket:
         return 0 if self.average is None else self.average.nbytes
 
     def _point_at_flat(self) -> None:
-        unshard_classes(self.parameters)
+        if self.placement.shard_parameters:
+            unshard_classes(self.parameters)
         for tensor, view in zip(self.tensors, self._views):
-            tensor.data = view
+            SET_DATA(tensor, view)
 
 
 def weights_name(first: str) -> str:
@@ -572,12 +647,6 @@ def master_name(first: str) -> str:
 def average_name(first: str) -> str:
     """The vector of a bucket's average, by the name of its first parameter."""
     return f"{first}/average"
-
-
-@cache
-def _intact_bits(count: int, dtype: torch.dtype) -> Tensor:
-    """The bits of so many poisons, on the CPU."""
-    return torch.full((count,), _poison_value(dtype), dtype=dtype).view(torch.uint8)
 
 
 def _poison_value(dtype: torch.dtype) -> float | int | bool:

@@ -4,17 +4,20 @@ The one table of the process: weak on both sides, written when an engine takes a
 
 Writes are noticed by version counters, and by hashes of the values.
 
-Torch counts writes to a parameter (`p.zero_()`), not those through `p.data` or a numpy view, which change values alone.
+The values of a released parameter are not there. Its class is `ReleasedParameter` (or one made of the parameter's own
+class), as torch swaps that of `UninitializedParameter`, so that every call of torch with it arrives in
+`__torch_function__`:
 
-The values of a released parameter are not there; a read gives NaN.
+- metadata is answered as ever;
+- in a forward or a backward of its engine the parameter's unit is gathered first, and kept until the backward that
+  may need it: code of all ranks is the same there;
+- elsewhere a read or a write is an error that names the parameter and the way out, since ranks that read alone would
+  wait for the others, and there is nothing to write to.
 
-A parameter's class is `ReleasedParameter` while it is released, as torch swaps that of `UninitializedParameter`.
-Metadata is answered as ever. Where values leave the process (collectives, pickles, numpy, Python numbers, the host) or
-are copied into another tensor, an error names the parameter; any other use computes with NaN, as plain torch would, and
-is warned of once per run.
-`p.data`, `p.detach()` and copies of a released parameter remember whose values they lack.
+`p.data`, `p.detach()` and views of a released parameter can be had everywhere; they remember whose values they lack,
+and computing with them is the same error. `fsdp/tracked.py` has the other half: writes to parameters that are there.
 
-Metadata can be had at any time. Whatever else torch is asked to do with such a parameter arrives in
+Metadata can be had at any time. Whatever else torch is asked to do with a `ShardedParameter` arrives in
 `__torch_function__`, which unshards it first: the object is a plain `nn.Parameter` then, the same one, so that ties,
 hooks and references stay what they are. `construction` decides when it is sharded again.
 """
@@ -23,22 +26,27 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
-import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from ctypes import c_char
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, cast
-from weakref import ReferenceType, ref
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn import init
-from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_strategy.fsdp.ownership import ParameterOwner, owner_of, place_of
+from zero_strategy.fsdp.tracked import (
+    GET_DATA,
+    SET_DATA,
+    TrackedParameter,
+    is_asked_by_parameter,
+    plain_class,
+    tracked_class,
+)
 from zero_strategy.runtime.torch_private import (
     METADATA_GETTERS,
     METADATA_SETTERS,
@@ -48,8 +56,6 @@ from zero_strategy.runtime.torch_private import (
     qualified_name,
     tree_leaves,
 )
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 METADATA = frozenset(
     {
@@ -68,6 +74,7 @@ METADATA = frozenset(
         torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
         Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
         torch.is_same_size, torch.result_type, has_compatible_shallow_copy_type,
+        Tensor.is_pinned, Tensor.is_shared, Tensor.is_conj, Tensor.is_neg, Tensor.dim_order,
     }
 )  # fmt: skip
 """Functions whose answer does not depend on a parameter's values, nor on where they are."""
@@ -80,7 +87,7 @@ _OVERWRITING = frozenset(
         init.dirac_, init.xavier_uniform_, init.xavier_normal_, init.kaiming_uniform_, init.kaiming_normal_,
         init.orthogonal_, init.sparse_, Tensor.zero_, Tensor.fill_, Tensor.copy_, Tensor.normal_, Tensor.uniform_,
         Tensor.random_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_, torch.zero_,
-        torch.fill_, _SET_DATA,
+        torch.fill_, SET_DATA,
     }
 )  # fmt: skip
 """Functions that give all elements of their first tensor new values, without a look at the old ones."""
@@ -144,7 +151,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func in STRIDES and isinstance(args[0], cls):
             return func(args[0].slice.without_values(), *args[1:], **kwargs)
-        if func == _SET_DATA and args[0] is args[1]:  # `module._apply` of a function that has left it alone
+        if func == SET_DATA and args[0] is args[1]:  # `module._apply` of a function that has left it alone
             return None
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         first = args[0] if args else kwargs.get("tensor")
@@ -161,7 +168,7 @@ class ShardedParameter(nn.Parameter):
             if before is not None:
                 before.construction.undo(cast(nn.Parameter, first), before)
             raise
-        if func is Tensor.detach and _is_parameter_of_parameter():
+        if func is Tensor.detach and is_asked_by_parameter(sys._getframe(1)):
             return result.as_subclass(nn.Parameter)
         return result
 
@@ -198,60 +205,6 @@ def unshard(parameters: list[nn.Parameter], overwritten: nn.Parameter | None = N
         construction.use(parameters, overwritten, stays=stays)
 
 
-def _is_parameter_of_parameter() -> bool:
-    """True if `nn.Parameter(parameter)` asks, which wants a result of the argument's class."""
-    frame, wanted = inspect.currentframe(), nn.Parameter.__new__.__code__
-    for _ in range(6):  # this function, ours, and those of modes between
-        frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_code is wanted:
-            return True
-    return False
-
-
-class Named(Protocol):
-    """A bucket of parameters with names."""
-
-    names: list[str]
-
-
-class ParameterOwner(Protocol):
-    """A sharded model as the table knows it; see `ShardedModel`.
-
-    Attributes:
-        told_of_reads: The user has been warned of a read of a released parameter.
-    """
-
-    told_of_reads: bool
-
-    def place(self, parameter: nn.Parameter) -> tuple[Named, int] | None:
-        """The bucket of a parameter, and its index in it."""
-
-
-_models: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def check_unsharded(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise if a living engine shards one of `parameters`.
-
-    Raises:
-        ValueError: Saying so.
-    """
-    if any(owner_of(parameter) is not None for parameter in parameters):
-        raise ValueError("some of these parameters are sharded by another engine already; one engine per module")
-
-
-def register(parameters: Iterable[nn.Parameter], model: ParameterOwner) -> None:
-    """Remember that `model` shards `parameters`."""
-    for parameter in parameters:
-        _models[parameter] = ref(model)
-
-
-def owner_of(parameter: nn.Parameter) -> ParameterOwner | None:
-    """The sharded model that holds `parameter`, or None."""
-    found: ReferenceType[ParameterOwner] | None = _models.get(parameter)
-    return None if found is None else found()
-
-
 class WatchedBucket(Protocol):
     """A bucket of parameters as its watch sees it; see `ParameterBucket`."""
 
@@ -265,7 +218,7 @@ class WatchedBucket(Protocol):
     @property
     def follows_edits(self) -> bool: ...
 
-    def present_versions(self) -> list[tuple[int, int]]: ...
+    def present_versions(self) -> list[int]: ...
 
     def segment_view(self, index: int) -> Tensor: ...
 
@@ -367,14 +320,24 @@ _COPIES = frozenset(
     {
         Tensor.clone, Tensor.contiguous, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to,
         Tensor.type, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.t, Tensor.transpose, Tensor.permute,
-        Tensor.squeeze, Tensor.unsqueeze, Tensor.view_as, Tensor.cuda, Tensor.pin_memory, Tensor.detach,
-        Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
+        Tensor.squeeze, Tensor.unsqueeze, Tensor.view_as, Tensor.expand_as, Tensor.cuda, Tensor.pin_memory,
+        Tensor.detach, GET_DATA, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
         torch.clone, torch.detach, torch.reshape, torch.flatten, torch.t, torch.transpose, torch.permute,
     }
 )  # fmt: skip
 """Functions whose result has a parameter's values, in another form."""
-_COPYING = frozenset({"copy_", "_foreach_copy_", "__setitem__", "index_copy_", "set_"})
-"""Names of functions that give another tensor a parameter's values: target networks, a server's `load_weights`."""
+_LOOKS_AT_GRAPH = frozenset(
+    {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+)
+"""Functions that take a parameter as a leaf of a graph, whatever its values are."""
+_IN_PLACE_OPERATORS = frozenset(
+    {
+        "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+        "__ilshift__", "__irshift__", "__iand__", "__ior__", "__ixor__", "__idiv__", "__setitem__", "__set__",
+        "__delete__",
+    }
+)  # fmt: skip
+"""Names of functions that change their first argument, and do not end in one underscore."""
 _COLLECTIVES = "torch.distributed."
 _SENDERS = ("vllm.", "sglang.", "ray.", "cupy.", "nixl.")
 """Packages that send what lies at an address, which is as good as a collective."""
@@ -391,37 +354,32 @@ class _Released:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the function on what is there: NaN.
+        """Answer what needs no values; else gather them, in a forward or a backward, or raise.
 
         Raises:
-            RuntimeError: If values would leave the process; names the parameter.
+            RuntimeError: If values are read or written outside of both; names the parameter and the way out.
         """
-        kwargs = kwargs or {}
+        kwargs, asker = kwargs or {}, sys._getframe(1)
+        if func in METADATA or func in _LOOKS_AT_GRAPH or (func is Tensor.type and len(args) == 1 and not kwargs):
+            if not _sends(func, asker):
+                with DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        elif func in STRIDES and isinstance(args[0], nn.Parameter):
+            with DisableTorchFunctionSubclass():  # of the values, which the poison does not have
+                values = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            return func(values, *args[1:], **kwargs)
+        elif (func is torch.equal or func is Tensor.equal) and args[0] is args[1]:
+            return True
+        if _unshard_on_demand(args, kwargs):  # these are tracked parameters now
+            return _call(func, args, kwargs)
         with DisableTorchFunctionSubclass():
-            if func in METADATA or func in _PLACES:
-                asked = func is Tensor.is_complex and _in_collective(sys._getframe(1))
-                asked = asked or (func is Tensor.data_ptr and _is_sender(sys._getframe(1)))
-                if asked or (func == _GET_DTYPE and _is_compared(sys._getframe(1))):
-                    raise RuntimeError(_message(args[0], "sending it"))
+            if func in _PLACES and not (func is Tensor.data_ptr and _is_sender(asker)):
                 return func(*args, **kwargs)
-            if func is torch.equal or func is Tensor.equal:
-                if args[0] is args[1]:
-                    return True
-            elif func == _SET_DATA:
-                raise RuntimeError(_message(_first(args, kwargs), "`p.data = ...`"))
-            elif (source := _written_elsewhere(func, args, kwargs)) is not None:
-                if func.__name__ in _COPYING:
-                    raise RuntimeError(_message(source, f"{func.__name__}() of it into another tensor"))
-                _warn(source, func)
-            elif (call := _leaves(func, args, kwargs)) is not None:
-                raise RuntimeError(_message(_first(args, kwargs), call))
-            elif func in _COPIES:
-                if func is Tensor.detach and _in_collective(sys._getframe(1)):  # DistributedDataParallel, FSDP
+            if func in _COPIES and _leaves(func, args, kwargs) is None:
+                if func is Tensor.detach and _in_collective(asker):  # DistributedDataParallel, FSDP
                     raise RuntimeError(f"{_message(args[0], 'wrapping its module')} {ANOTHER_STRATEGY}")
                 return _copy(func(*args, **kwargs), args[0])
-            elif func not in _SILENT and not _writes(func):
-                _warn(_first(args, kwargs), func)
-            return func(*args, **kwargs)
+            raise RuntimeError(_complaint(func, args, kwargs))
 
     def __repr__(self, **_: Any) -> str:
         mine: Any = self
@@ -432,6 +390,8 @@ class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]
     """Never constructed: an `nn.Parameter` is one while it is released."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if _unshard_on_demand((self,), {}):
+            return copy.deepcopy(self, memo)
         raise RuntimeError(_message(self, "deepcopy"))
 
 
@@ -450,8 +410,6 @@ class ReleasedValues(_Released, Tensor):  # type: ignore[misc]
 
 _GET_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_SILENT: frozenset[Callable[..., Any]] = frozenset({Tensor.register_hook, Tensor.expand_as, Tensor.retain_grad})
-"""Graphs are looked through before their backward: see `outside`."""
 
 
 def _quick(name: str) -> property:
@@ -474,7 +432,7 @@ def _quick(name: str) -> property:
 
 
 def _dtype(self: Tensor) -> torch.dtype:
-    if _is_compared(sys._getframe(1)):
+    if _is_compared(sys._getframe(1)) and not _unshard_on_demand((self,), {}):
         raise RuntimeError(_message(self, "sending it"))
     with DisableTorchFunctionSubclass():
         return cast(torch.dtype, _GET_DTYPE(self))
@@ -494,13 +452,19 @@ def _dtensor_classes() -> tuple[type, type]:
     class ReleasedDTensor(_Released, DTensor):  # type: ignore[misc]
         """A tensor-parallel parameter while it is released, or a copy of it."""
 
-        def full_tensor(self, **_: Any) -> Any:
+        def full_tensor(self, **keywords: Any) -> Any:
+            if _unshard_on_demand((self,), {}):
+                return self.full_tensor(**keywords)
             raise RuntimeError(_message(self, "full_tensor()"))
 
-        def redistribute(self, *_: Any, **__: Any) -> Any:
+        def redistribute(self, *arguments: Any, **keywords: Any) -> Any:
+            if _unshard_on_demand((self,), {}):
+                return self.redistribute(*arguments, **keywords)
             raise RuntimeError(_message(self, "redistribute()"))
 
         def to_local(self, *arguments: Any, **keywords: Any) -> Any:
+            if _unshard_on_demand((self,), {}):
+                return self.to_local(*arguments, **keywords)
             return _copy(super().to_local(*arguments, **keywords), self)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -511,24 +475,48 @@ def _dtensor_classes() -> tuple[type, type]:
     return DTensor, ReleasedDTensor
 
 
+@functools.cache
+def _released_class(plain: type) -> type:
+    """The class of a parameter of this class while it is released."""
+    if plain is nn.Parameter:
+        return ReleasedParameter
+    made = type(f"Released{plain.__name__}", (_Released, plain), {"__deepcopy__": ReleasedParameter.__deepcopy__})
+    for name in _QUICK:
+        setattr(made, name, _quick(name))
+    return made
+
+
 def release_classes(parameters: Iterable[nn.Parameter]) -> None:
     """The parameters' values are gone."""
     for parameter in parameters:
-        if type(parameter) is nn.Parameter:
-            parameter.__class__ = ReleasedParameter
-        elif type(parameter).__name__ == "DTensor":
+        kind: Any = type(parameter)
+        if issubclass(kind, _Released):
+            continue
+        if kind.__name__ == "DTensor":
             plain, released = _dtensor_classes()
-            if type(parameter) is plain:
+            if kind is plain:
                 parameter.__class__ = released
+        elif issubclass(kind, nn.Parameter):  # torch's own `isinstance` takes in classes that are none
+            parameter.__class__ = _released_class(plain_class(kind))
 
 
 def unshard_classes(parameters: Iterable[nn.Parameter]) -> None:
     """The parameters' values are there, or about to be."""
     for parameter in parameters:
-        if type(parameter) is ReleasedParameter:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        elif type(parameter).__name__ == "ReleasedDTensor":
+        kind: Any = type(parameter)
+        if kind is ReleasedParameter:
+            parameter.__class__ = TrackedParameter
+        elif not issubclass(kind, _Released):
+            continue
+        elif kind.__name__ == "ReleasedDTensor":
             parameter.__class__ = _dtensor_classes()[0]
+        else:
+            parameter.__class__ = tracked_class(kind.__mro__[2])
+
+
+def is_released(parameter: Tensor) -> bool:
+    """True if the values of a parameter, or of a copy of it, are not there."""
+    return isinstance(parameter, _Released)
 
 
 def trained(parameters: Sequence[nn.Parameter], among: Container[int] | None = None) -> set[int]:
@@ -551,9 +539,7 @@ def parameter_of(tensor: Tensor) -> nn.Parameter:
 
 def name_of(tensor: Tensor) -> str:
     """The parameter's name in the module; "" where no engine is left that knows it."""
-    parameter = parameter_of(tensor)
-    model = owner_of(parameter)
-    place = None if model is None else model.place(parameter)
+    place = place_of(parameter_of(tensor))
     return "" if place is None else place[0].names[place[1]]
 
 
@@ -624,27 +610,67 @@ def _is_compared(frame: FrameType | None) -> bool:
     return False
 
 
-def _writes(func: Callable[..., Any]) -> bool:
-    """True if it changes its tensor: what is written to a released parameter is told at its next gather."""
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delete__")
+def _sends(func: Callable[..., Any], asker: FrameType) -> bool:
+    """True if torch.distributed asks for metadata of what it is about to send."""
+    return (func is Tensor.is_complex and _in_collective(asker)) or (func == _GET_DTYPE and _is_compared(asker))
 
 
-def _written_elsewhere(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
-    """A source without values of a call that writes to other tensors; None for other calls."""
-    if not args or not _writes(func) or any(isinstance(leaf, _Released) for leaf in tree_leaves(args[0])):
+def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function on parameters whose class has changed meanwhile, and with it what `data` means."""
+    if func == GET_DATA:
+        return args[0].data
+    if func == SET_DATA:
+        args[0].data = args[1]
         return None
-    found = (leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, _Released))
-    return cast(Tensor, next(found, None))
+    return func(*args, **kwargs)
 
 
-def _warn(tensor: Tensor, func: Callable[..., Any]) -> None:
-    model = owner_of(parameter_of(tensor))
-    if model is None or model.told_of_reads:
-        return
-    model.told_of_reads = True
-    call = getattr(func, "__name__", str(func))
-    warnings.warn(f"{_message(tensor, call)} This is said once.", UserWarning, stacklevel=3)
+def _unshard_on_demand(args: Any, kwargs: Any) -> bool:
+    """Gather all released parameters among the arguments, if a forward or a backward reads them.
+
+    False elsewhere, and where one is a copy of what was released when the copy was made: that never gets values.
+    """
+    found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Released)]
+    owners: dict[int, tuple[ParameterOwner, list[nn.Parameter]]] = {}
+    for leaf in found:
+        model = owner_of(parameter_of(cast(Tensor, leaf)))
+        if model is None or isinstance(leaf, ReleasedValues) or "parameter" in vars(leaf):
+            return False  # gathering would not give a copy its values
+        owners.setdefault(id(model), (model, []))[1].append(cast(nn.Parameter, leaf))
+    return bool(owners) and all([model.unshard_on_demand(parameters) for model, parameters in owners.values()])
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """True if it changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+
+
+def _written(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
+    """The released parameter that a call would change; None if it changes none."""
+    targets = [kwargs.get("out"), *(args[:1] if _writes(func) else ())]
+    return cast(Tensor, next((leaf for leaf in tree_leaves(targets) if isinstance(leaf, _Released)), None))
+
+
+def _complaint(func: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    """The error for a call that needs the values of a released parameter."""
+    name = getattr(func, "__name__", str(func))
+    if func == SET_DATA:
+        return _loss_message(_first(args, kwargs), "`p.data = ...`")
+    if (target := _written(func, args, kwargs)) is not None:
+        return _loss_message(target, f"{name}()")
+    first = _first(args, kwargs)
+    if (call := _leaves(func, args, kwargs)) is None:
+        call = f"{name}() of it into another tensor" if _writes(func) else f"{name}()"
+    return _message(first, "sending it" if func in METADATA or func in _PLACES else call)
+
+
+def _loss_message(tensor: Tensor, call: str) -> str:
+    return (
+        f"parameter {name_of(tensor)!r} is released (stage 3): its values are spread over the ranks, and what {call} "
+        "writes would be lost. Write inside `with zero_strategy.sharding.GatheredParameters(parameters, "
+        "modifier_rank=0):` on all ranks, inside a forward, or use stage 2, where parameters are whole."
+    )
 
 
 def _message(tensor: Tensor, call: str) -> str:

@@ -30,8 +30,6 @@ from zero_strategy.runtime.torch_private import (
     when_backward_ends,
 )
 
-UNIT_OUTPUT = "zero_strategy.unit_output"
-"""Key in the metadata of a node of the graph that is the output of a unit's forward."""
 _OUTSIDE = -1
 """Stands among the calls of a unit for uses outside of its forward."""
 _SCALARS = frozenset(map(id, (bool, int, float, str, NoneType)))
@@ -137,11 +135,12 @@ class Unsharder:
         self._grad_trace = True
         self._next_call = self._replays = 0
         self._backward_queued = self._creates_graph = False
+        self._depth = 0
+        self._grad_began = False
+        self._borrowed: list[Unit] = []
         self._handles: list[Any] = []
         for unit in self.units:
             self._hook(unit)
-            for bucket in unit.buckets:
-                bucket.tracks_edits = not reshard_after_backward
 
     def _hook(self, unit: Unit) -> None:
         before, after = _ForwardHook(self, unit, enter=True), _ForwardHook(self, unit, enter=False)
@@ -158,6 +157,9 @@ class Unsharder:
         """A forward that uses `unit` begins."""
         if unit is self.units[0] and not unit.depth:
             self.start_trace()
+        if not self._depth:
+            self._grad_began = torch.is_grad_enabled()
+        self._depth += 1
         unit.depth += 1
         if unit.depth == 1:
             self.use(unit)
@@ -165,6 +167,9 @@ class Unsharder:
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
         """A forward that used `unit` ends."""
         unit.depth = max(0, unit.depth - 1)
+        self._depth = max(0, self._depth - 1)
+        if not self._depth and self._borrowed:
+            self._return_borrowed()
         if self._replays and unit.awaited:  # the backward of this unit comes when that of the one around it goes on
             return
         keeps = unit is self.units[0] or not self.reshard_after_forward or self._is_next(unit)
@@ -218,6 +223,38 @@ class Unsharder:
     def forget_order(self) -> None:
         """Fetch nothing ahead before the order of uses is seen again: ranks may have seen different ones."""
         self.trace, self._hints = [], {True: [], False: []}
+
+    # ---- uses outside of the unit's own forward ----
+
+    def use_on_demand(self, units: Sequence[Unit]) -> bool:
+        """Gather units whose parameters are read by other code than their module's forward, and keep them.
+
+        They stay until the next backward or optimizer step is over, since a graph may hold what was read; in a forward
+        that began without gradients, until it ends. All ranks run the same code in a forward or a backward; the flight
+        recorder names a rank that does not.
+
+        Returns:
+            False outside of both, where nothing is gathered.
+        """
+        backward = in_backward()
+        if not self._depth and not backward:
+            return False
+        for unit in units:
+            if backward or self._grad_began or torch.is_grad_enabled():
+                self.hold_for_backward(unit)
+            else:
+                unit.depth += 1
+                self._borrowed.append(unit)
+            self.use(unit)
+        if backward:
+            self._queue_end()
+        return True
+
+    def _return_borrowed(self) -> None:
+        borrowed, self._borrowed = self._borrowed, []
+        for unit in borrowed:
+            unit.depth = max(0, unit.depth - 1)
+            unit.release()
 
     # ---- backward ----
 
@@ -321,6 +358,8 @@ class Unsharder:
 
         What is kept stays, as it does on ranks without an exception.
         """
+        self._depth = 0
+        self._borrowed.clear()
         for unit in self.units:
             unit.depth = unit.pinned = 0
             unit.open_calls.clear()
@@ -427,7 +466,6 @@ class _ForwardHook:
             again = in_backward()  # a recomputation, whose graph may not be used
             for tensor in (*tensors_in(output), *self._left_in(module)):
                 if tensor.requires_grad:
-                    _mark_output(tensor)
                     tensor.register_hook(_OutputHook(self.unsharder, self.unit, call))
                     backward_follows = True
             if backward_follows and not again:
@@ -503,10 +541,3 @@ def owners(unit: Unit, root: nn.Module) -> list[nn.Module]:
         for module in root.modules()
         if module is not unit.module and any(id(parameter) in owned for parameter in module.parameters(recurse=False))
     ]
-
-
-def _mark_output(tensor: Tensor) -> None:
-    """Note on the graph that `tensor` is what a unit's forward returned."""
-    node: Any = tensor.grad_fn
-    if node is not None:
-        node.metadata[UNIT_OUTPUT] = True

@@ -8,7 +8,7 @@ public modules take trees apart with; `torch.utils.pytree` has no public counter
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -64,6 +64,29 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 def version_of(tensor: Tensor) -> int:
     """Number of times that the tensor, or another one that shares its version counter, was written to in place."""
     return tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """`version_of` each."""
+    return [tensor._version for tensor in tensors]
+
+
+def outside_transforms(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, run outside of `torch.func`'s transforms under way; where there are none, it costs next to nothing.
+
+    Inside of one (`vmap`, `grad`, `jvp`, ...) a write to a tensor that the transform did not make is refused.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

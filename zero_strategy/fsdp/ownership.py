@@ -1,0 +1,66 @@
+"""The one table of the process: each parameter's sharded model.
+
+It is weak on both sides, and written when an engine takes a module over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class NamedParameters(Protocol):
+    """A bucket of parameters with names; see `ParameterBucket`."""
+
+    names: list[str]
+
+    def data_of(self, index: int) -> Tensor:
+        """The values of a parameter that are there, as `p.data` gives them; writes to them are counted."""
+
+    def replace(self, index: int, values: Tensor) -> None:
+        """Write new values, as `p.data = values` asks."""
+
+
+class ParameterOwner(Protocol):
+    """A sharded model as the table knows it; see `ShardedModel`."""
+
+    def place(self, parameter: nn.Parameter) -> tuple[NamedParameters, int] | None:
+        """The bucket of a parameter, and its index in it."""
+
+    def unshard_on_demand(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Gather what a forward or a backward under way reads; False outside of both. A collective."""
+
+
+_models: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def check_unsharded(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise if a living engine shards one of `parameters`.
+
+    Raises:
+        ValueError: Saying so.
+    """
+    if any(owner_of(parameter) is not None for parameter in parameters):
+        raise ValueError("some of these parameters are sharded by another engine already; one engine per module")
+
+
+def register(parameters: Iterable[nn.Parameter], model: ParameterOwner) -> None:
+    """Remember that `model` shards `parameters`."""
+    for parameter in parameters:
+        _models[parameter] = ref(model)
+
+
+def owner_of(parameter: nn.Parameter) -> ParameterOwner | None:
+    """The sharded model that holds `parameter`, or None."""
+    found: ReferenceType[ParameterOwner] | None = _models.get(parameter)
+    return None if found is None else found()
+
+
+def place_of(parameter: nn.Parameter) -> tuple[NamedParameters, int] | None:
+    """The bucket of a parameter, and its index in it; None where no engine is left that holds it."""
+    model = owner_of(parameter)
+    return None if model is None else model.place(parameter)

@@ -1,0 +1,105 @@
+"""Parameters whose values are there, in a bucket that has to know what is written to them.
+
+Torch counts writes to a parameter (`p.mul_()`, `p.detach().copy_()`) in its version counter. It does not count those
+through `p.data`, which has a counter of its own, nor `p.data = values`, after which the parameter lies somewhere else.
+Both are events all the same: the class of such a parameter has a `data` of its own. Reading it gives the values with
+one version counter that the bucket looks at; assigning it writes the new values into the bucket.
+
+Where the bucket's memory is the only copy (float32 that no rank releases) nothing has to be counted: parameters keep
+their class, and an assigned `p.data` is found by its address.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from zero_strategy.fsdp.ownership import place_of
+
+GET_DATA: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
+SET_DATA: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
+"""The plain `p.data` and `p.data = values`, of any class."""
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
+def _get_data(self: nn.Parameter) -> Tensor:
+    """The values, detached, with a version counter that the bucket looks at."""
+    place = place_of(self)
+    return GET_DATA(self) if place is None else place[0].data_of(place[1])
+
+
+def _set_data(self: nn.Parameter, values: Tensor) -> None:
+    """Write new values into the bucket.
+
+    Raises:
+        ValueError: If they have another shape, dtype or device; names the parameter.
+    """
+    place = place_of(self)
+    if place is None:
+        SET_DATA(self, values)
+    else:
+        place[0].replace(place[1], values)
+
+
+class _Tracked:
+    """Base of tracked parameters; without a tracking engine each is what its plain class makes it."""
+
+    data = property(_get_data, _set_data)
+
+    def detach(self) -> Tensor:
+        """The values, as a plain tensor; of the parameter's own class where `nn.Parameter(p)` asks, which wants one."""
+        mine = cast(nn.Parameter, self)
+        values = nn.Parameter.detach(mine)
+        return values.as_subclass(type(mine)) if is_asked_by_parameter(sys._getframe(1)) else values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the plain class: no engine tracks it."""
+        copied: Any = super().__deepcopy__(memo)  # type: ignore[misc]
+        copied.__class__ = plain_class(type(copied))
+        return copied
+
+
+class TrackedParameter(_Tracked, nn.Parameter):
+    """Never constructed: an `nn.Parameter` is one while its engine has to know of all writes to it."""
+
+
+@functools.cache
+def tracked_class(plain: type) -> type:
+    """The class of a parameter of this class while writes to it are counted."""
+    return TrackedParameter if plain is nn.Parameter else type(f"Tracked{plain.__name__}", (_Tracked, plain), {})
+
+
+def plain_class(kind: type) -> type:
+    """The class of which `kind` is the tracked one; any other class itself."""
+    found: type = kind.__mro__[2] if issubclass(kind, _Tracked) else kind  # after itself and `_Tracked`
+    return found
+
+
+def track_classes(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on writes to these are counted."""
+    for parameter in parameters:
+        kind = type(parameter)
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, _Tracked):
+            parameter.__class__ = tracked_class(kind)
+
+
+def untrack_classes(parameters: Iterable[nn.Parameter]) -> None:
+    """These are plain parameters again."""
+    for parameter in parameters:
+        parameter.__class__ = plain_class(type(parameter))
+
+
+def is_asked_by_parameter(frame: FrameType | None) -> bool:
+    """True if `nn.Parameter(parameter)` asks for values, which wants a result of the argument's class."""
+    for _ in range(5):  # the frames of modes are between
+        if frame is None:
+            return False
+        if frame.f_code is _NEW_PARAMETER:
+            return True
+        frame = frame.f_back
+    return False
