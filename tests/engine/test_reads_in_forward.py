@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zero_strategy.integrations.deepspeed as deepspeed
 from tests.engine.nets import Block, loss_of, seeded
 from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, Setting, ShardedTraining, play
 from tests.launcher import Launcher
@@ -181,6 +182,31 @@ def evaluated(build: type[nn.Module]) -> list[bool]:
 def test_evaluation_gives_back_what_it_gathered(ranks: Launcher, build: type[nn.Module]) -> None:
     for found in ranks(2)(evaluated, build):
         assert all(found)
+
+
+def registered(training: PlainTraining) -> None:
+    """A weight that DeepSpeed's scripts register is whole when the module's forward begins, as long as it is so."""
+    model = seeded(OtherWeight)
+    deepspeed.zero.register_external_parameter(model.blocks[1], model.blocks[2].up.weight)
+    model.blocks[1].register_forward_pre_hook(
+        lambda *_: training.note(is_released(model.blocks[2].up.weight))  # type: ignore[union-attr]
+    )
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    for step in range(2):
+        loss = loss_of(model(training.data(step, 2, 6)))
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
+    deepspeed.zero.unregister_external_parameter(model.blocks[1], model.blocks[2].up.weight)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="not registered"):
+        deepspeed.zero.unregister_external_parameter(model.blocks[1], model.blocks[2].up.weight)  # type: ignore[arg-type]
+
+
+def test_a_registered_external_parameter_is_gathered_with_its_module(ranks: Launcher) -> None:
+    for wrong in ranks(2)(play, registered, DEFAULTS, tolerance=1e-6):
+        assert not wrong
 
 
 class OneRankReads(Blocks):

@@ -191,6 +191,11 @@ def children_of(module: nn.Module) -> MutableMapping[str, nn.Module | None]:
     return module._modules
 
 
+def forward_pre_hooks_of(module: nn.Module) -> Iterable[Callable[..., Any]]:
+    """The module's own forward pre-hooks."""
+    return module._forward_pre_hooks.values()
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of its direct buffers that are not in the state dict."""
     return module._non_persistent_buffers_set

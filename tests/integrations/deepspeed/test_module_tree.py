@@ -95,6 +95,7 @@ def inside_of_a_run() -> None:
     assert isinstance(model.weight, ShardedParameter)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     deepspeed.zero.register_external_parameter(model, model.weight)
+    deepspeed.zero.unregister_external_parameter(model, model.weight)
     with deepspeed.zero.GatheredParameters(model.weight, 0, None):
         if deepspeed.comm.get_rank() == 0:
             model.weight.data.fill_(2.0)

@@ -22,10 +22,12 @@ from zero_strategy.config import load_config
 from zero_strategy.config.deepspeed.classify import classify
 from zero_strategy.config.deepspeed.keys import ZERO, Group, Key
 from zero_strategy.config.sources import Layer
+from zero_strategy.fsdp.model import sharded_model_of
 from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.memory_plan import plan_model
 from zero_strategy.planning.model_shape import ModelShape, ParameterShape, UnitShape
+from zero_strategy.runtime.torch_private import forward_pre_hooks_of
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
@@ -103,20 +105,63 @@ class GatheredParameters(sharding.GatheredParameters):
         super().__init__(params, modifier_rank, enabled)
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted without effect: a unit that shares a parameter with another one is found without being told.
+class _ExternalParameters:
+    """Forward pre-hook of a module: parameters of other modules that its forward uses are gathered with it."""
 
-    Raises:
-        TypeError: If it is called with something else than a module and a parameter.
-    """
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for parameter in self.parameters:
+            model = sharded_model_of(parameter)
+            if model is not None:  # else the engine is made later, or is gone
+                model.unshard_on_demand([parameter])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ExternalParameters:
+        copied = _ExternalParameters()
+        copied.parameters = [memo.get(id(parameter), parameter) for parameter in self.parameters]
+        return copied
+
+
+def _external_parameters(module: nn.Module, parameter: nn.Parameter) -> _ExternalParameters | None:
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise TypeError(
             f"register_external_parameter takes a module and a parameter, not {type(module).__name__} and "
             f"{type(parameter).__name__}"
         )
+    return next((hook for hook in forward_pre_hooks_of(module) if isinstance(hook, _ExternalParameters)), None)
 
 
-unregister_external_parameter = register_external_parameter
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Gather a parameter of another module whenever this module's forward begins, and keep it until its backward.
+
+    Without it the parameter is gathered when it is read, which is later.
+
+    Args:
+        module: The module whose forward uses it.
+        parameter: A parameter of any module of the same model.
+
+    Raises:
+        TypeError: If it is called with something else than a module and a parameter.
+    """
+    hook = _external_parameters(module, parameter)
+    if hook is None:
+        module.register_forward_pre_hook(hook := _ExternalParameters())
+    if not any(known is parameter for known in hook.parameters):
+        hook.parameters.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`.
+
+    Raises:
+        TypeError: If it is called with something else than a module and a parameter.
+        RuntimeError: If the parameter is not registered for the module.
+    """
+    hook = _external_parameters(module, parameter)
+    if hook is None or not any(known is parameter for known in hook.parameters):
+        raise RuntimeError(f"the parameter of shape {tuple(parameter.shape)} is not registered for this module")
+    hook.parameters = [known for known in hook.parameters if known is not parameter]
 
 
 # ---- kinds of state, and the section of a config ----
