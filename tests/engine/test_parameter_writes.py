@@ -395,6 +395,58 @@ def test_an_embedding_with_max_norm_trains_as_in_plain_torch(ranks: Launcher) ->
         assert not wrong
 
 
+class Shadow:
+    """An average whose values take the parameters' place and leave it again, as many trainings have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.backup = model, dict[str, Tensor]()
+        self.shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, p in self.model.named_parameters():
+            self.shadow[name] = (0.9 * self.shadow[name] + 0.1 * p.data).clone()
+
+    def apply(self) -> None:
+        for name, p in self.model.named_parameters():
+            self.backup[name] = p.data
+            p.data = self.shadow[name]
+
+    def restore(self) -> None:
+        for name, p in self.model.named_parameters():
+            p.data = self.backup[name]
+        self.backup = {}
+
+
+def with_a_shadow(training: PlainTraining, dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    training.shard(model)
+    training.attach(torch.optim.SGD(model.parameters(), lr=0.05, foreach=False))
+    shadow = Shadow(model)
+    for step in range(4):
+        loss = loss_of(model(training.data(step, 2, 6).to(dtype)))
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
+        shadow.update()
+        shadow.apply()
+        if step % 2 and isinstance(training, ShardedTraining):  # a save in the middle takes the average's values
+            saved = training.own.full_state_dict()
+            training.own.model.follow_edits()
+            assert all(torch.equal(saved[name], value) for name, value in shadow.shadow.items())
+        with torch.no_grad():
+            training.note(model(torch.ones(2, 6, dtype=dtype)))
+        shadow.restore()
+        with torch.no_grad():
+            training.note(model(torch.ones(2, 6, dtype=dtype)))
+
+
+def test_an_average_in_the_place_of_parameters_leaves_them_as_they_were(ranks: Launcher) -> None:
+    settings = [setting for setting in DEFAULTS if setting.stage < 3]
+    for wrong in ranks(2)(play, partial(with_a_shadow, dtype=torch.float32), settings):
+        assert not wrong
+
+
 # ---- what cannot count ----
 
 
@@ -406,6 +458,7 @@ def refused(stage: int) -> dict[str, str]:
         "shape": lambda: setattr(p, "data", torch.zeros(2, 2, dtype=torch.bfloat16)),
         "emptied": lambda: setattr(p, "data", torch.empty(0, dtype=torch.bfloat16)),
         "dtype": lambda: setattr(p, "data", torch.zeros(3, 6)),
+        "tie": lambda: setattr(model.blocks[1].down.bias, "data", model.blocks[1].norm.bias.data),
         "device": lambda: setattr(p, "data", torch.zeros(3, 6, dtype=torch.bfloat16, device="meta")),
     }
     for name, row in rows.items():
@@ -420,7 +473,9 @@ def refused(stage: int) -> dict[str, str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_does_not_fit_is_refused_at_its_line(ranks: Launcher, stage: int) -> None:
     for found in ranks(2)(refused, stage):
+        tie = found.pop("tie")
         assert all("'head.weight'" in text for text in found.values()), found
+        assert "'blocks.1.down.bias'" in tie and (stage == 3 or "'blocks.1.norm.bias'" in tie)
 
 
 def turned(stage: int) -> list[str]:

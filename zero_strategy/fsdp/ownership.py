@@ -21,8 +21,11 @@ class NamedParameters(Protocol):
     def data_of(self, index: int) -> Tensor:
         """The values of a parameter that are there, as `p.data` gives them; writes to them are counted."""
 
+    def note_given(self, index: int, values: Tensor) -> None:
+        """Somebody has values of a parameter that lie in the bucket."""
+
     def replace(self, index: int, values: Tensor) -> None:
-        """Write new values, as `p.data = values` asks."""
+        """Let a parameter have other values, as `p.data = values` asks."""
 
 
 class ParameterOwner(Protocol):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
 from zero_strategy.fsdp.tracked import GET_DATA, SET_DATA, track_classes
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
-from zero_strategy.runtime.torch_private import outside_transforms, storage_key, version_of, versions_of
+from zero_strategy.runtime.torch_private import base_of, outside_transforms, storage_key, version_of, versions_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -138,6 +139,7 @@ class ParameterBucket:
         self.average: ShardStorage | None = None
         self.parts = [parts[name] for name in self.names]
         self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
+        self._divided = any(t is not p for t, p in zip(self.tensors, self.parameters, strict=True))
         self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
         self.owned = self.slice if placement.shard_optimizer else slice(0, self.layout.numel)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
@@ -156,9 +158,15 @@ class ParameterBucket:
         self._versions: list[int] = []
         self.kept = self.kept_again = False
         self._aliases: dict[int, Tensor] = {}
-        """By index: what `p.data` gave. All that is made of one shares its version counter."""
+        """By index: values of which `p.data` gives views. All that is made of one shares its version counter."""
         self._closed: dict[int, int] = {}
         """By index: the counts of aliases that are no more."""
+        self._given: dict[int, list[ref[Tensor]]] = {}
+        """By index: what `p.data` and `p.detach()` gave, which somebody may still hold."""
+        self._assigned: set[int] = set()
+        """Indices of parameters that lie in memory of the user's, after `p.data = values`."""
+        self._displaced: dict[int, list[tuple[list[ref[Tensor]], Tensor]]] = {}
+        """By index: values that such memory has replaced here, and what was given of them; both may be brought back."""
         self.editors, self.watches = 0, list[EditWatch]()
         self.gathered = True
         self._fill(blank)
@@ -258,6 +266,7 @@ class ParameterBucket:
         """From now on the parameters have their dtype and their place in the bucket."""
         for parameter in self.parameters:
             recast(parameter, self.dtype, self.device)
+        track_classes(self.parameters)
         self.tensors = [held_by(parameter) for parameter in self.parameters]
         self._views = [self.segment_view(index) for index in range(len(self.parameters))]
         self._point_at_flat()
@@ -269,8 +278,6 @@ class ParameterBucket:
             return
         if self.kept:  # and was frozen until now
             self.follow_edits()
-        if not self.placement.shard_parameters:  # its parameters are a copy from now on
-            self.track_writes()
         source = self.weights.read(0, self.weights.numel) if values is None else values
         self.master = self._master_site.copy_of(source, torch.float32, self.device)
 
@@ -440,10 +447,10 @@ class ParameterBucket:
         if not self.gathered:
             return
         versions = self.present_versions()
-        written = versions != self._versions
-        # Tracked parameters lie elsewhere only after a counted write (`p.set_(...)`).
-        assigned = self._take_assigned() if written or not self.placement.shard_parameters else set[int]()
-        if not written and not assigned:
+        if versions == self._versions and not self._assigned and not self._divided:
+            return
+        assigned = self._take_assigned()
+        if versions == self._versions and not assigned:
             return
         self.generation += 1
         for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
@@ -457,35 +464,68 @@ class ParameterBucket:
                 self._follow(start, stop)
         self._versions = versions
 
-    def track_writes(self) -> None:
-        """Count writes through `p.data`, which have to be carried on from the parameters."""
-        if not self.placement.shard_parameters:  # else they are counted whenever values are there
-            track_classes(self.parameters)
-
     def data_of(self, index: int) -> Tensor:
-        """The values of a full parameter, detached; all results share one version counter.
+        """The values of a full parameter, detached, as `p.data` gives them; all results share one version counter.
 
         Args:
             index: Of the parameter in the bucket.
         """
+        if index in self._assigned:
+            return GET_DATA(self.parameters[index])
         alias = self._aliases.get(index)
         if alias is None:
             alias = self._aliases[index] = GET_DATA(self.parameters[index])
-        return alias.detach()
+        values = alias.detach()
+        self.note_given(index, values)
+        return values
+
+    def note_given(self, index: int, values: Tensor) -> None:
+        """Somebody has values of a parameter, which lie in the bucket, and may bring them back."""
+        self._given[index] = [*(known for known in self._given.get(index, ()) if known() is not None), ref(values)]
 
     @without_grad
     def replace(self, index: int, values: Tensor) -> None:
-        """Write new values of a full parameter: `p.data = values`.
+        """Let a full parameter have other values: `p.data = values`.
+
+        As in plain torch it lies in their memory at first, and what it had before stays what it was, for who holds it.
+        `follow_edits` brings it back into the bucket.
 
         Args:
             index: Of the parameter in the bucket.
             values: Of its shape, dtype and device.
 
         Raises:
-            ValueError: If they are not; names the parameter.
+            ValueError: If they are not, or are another parameter's memory; names the parameter.
         """
         self._check_assigned(index, values)
-        self.data_of(index).copy_(self._apart(values))
+        tensor, view = self.tensors[index], self._views[index]
+        if not values.is_set_to(view):
+            SET_DATA(tensor, values)
+            self._assigned.add(index)
+            return
+        SET_DATA(tensor, view)
+        self._assigned.discard(index)
+        if (former := self._former(index, values)) is not None:
+            self.data_of(index).copy_(former)
+
+    def _former(self, index: int, given: Tensor) -> Tensor | None:
+        """The values that `given`, which `p.data` gave once, stands for; None: the present ones."""
+        if any(known() is given for known in self._given.get(index, ())):
+            return None
+        levels = self._displaced.get(index, [])
+        wanted = (given, base_of(given))
+        for holders, former in levels:
+            if any(known() is each for known in holders for each in wanted if each is not None):
+                return former
+        return levels[-1][1] if levels else None
+
+    def _displace(self, index: int) -> None:
+        """Before other values come here: keep those that somebody holds, who may bring them back."""
+        holders = [known for known in self._given.pop(index, ()) if known() is not None]
+        levels = [level for level in self._displaced.get(index, ()) if any(known() is not None for known in level[0])]
+        if holders:
+            levels.append((holders, self._views[index].clone()))
+        self._displaced[index] = levels
 
     def _take_assigned(self) -> set[int]:
         """Copy parameters that lie elsewhere (`p.data = values`, `p.set_(...)`) to their places, and point them there.
@@ -502,25 +542,34 @@ class ParameterBucket:
                 continue
             values = GET_DATA(tensor)
             self._check_assigned(index, values)
+            self._displace(index)
             view.copy_(self._apart(values))
             SET_DATA(tensor, view)
             found.add(index)
+        self._assigned.clear()
         return found
 
     def _check_assigned(self, index: int, values: Tensor) -> None:
-        shape, name = self._views[index].shape, self.names[index]
-        if values.shape == shape and values.dtype == self.dtype and values.device == self.device:
-            return
-        raise ValueError(
-            f"parameter {name!r} is sharded: it cannot become a tensor of shape {tuple(values.shape)}, {values.dtype} "
-            f"on {values.device}; it has shape {tuple(shape)}, {self.dtype} on {self.device}. Change shapes, dtypes "
-            "and devices before the engine is made."
-        )
+        segment, name = self.layout.segments[index], self.names[index]
+        if values.shape != segment.shape or values.dtype != self.dtype or values.device != self.device:
+            raise ValueError(
+                f"parameter {name!r} is sharded: it cannot become a tensor of shape {tuple(values.shape)}, "
+                f"{values.dtype} on {values.device}; it has shape {tuple(segment.shape)}, {self.dtype} on "
+                f"{self.device}. Change shapes, dtypes and devices before the engine is made."
+            )
+        if self._lies_here(values) and not segment.offset <= values.storage_offset() < segment.stop and values.numel():
+            other = next(n for n, s in zip(self.names, self.layout.segments) if values.storage_offset() < s.stop)
+            raise ValueError(
+                f"parameter {name!r} is sharded: `p.data = ...` would tie it to {other!r}. Tie parameters before the "
+                "engine is made, or assign a clone."
+            )
+
+    def _lies_here(self, values: Tensor) -> bool:
+        return storage_key(values.untyped_storage()) == storage_key(self.flat.untyped_storage())
 
     def _apart(self, values: Tensor) -> Tensor:
         """The values; a copy if they lie in the bucket, where writing some would change others."""
-        inside = storage_key(values.untyped_storage()) == storage_key(self.flat.untyped_storage())
-        return values.clone() if inside else values
+        return values.clone() if self._lies_here(values) else values
 
     def _close_aliases(self) -> None:
         """Forget what `p.data` gave, which lies elsewhere from now on; its counts stay."""

@@ -3,10 +3,8 @@
 Torch counts writes to a parameter (`p.mul_()`, `p.detach().copy_()`) in its version counter. It does not count those
 through `p.data`, which has a counter of its own, nor `p.data = values`, after which the parameter lies somewhere else.
 Both are events all the same: the class of such a parameter has a `data` of its own. Reading it gives the values with
-one version counter that the bucket looks at; assigning it writes the new values into the bucket.
-
-Where the bucket's memory is the only copy (float32 that no rank releases) nothing has to be counted: parameters keep
-their class, and an assigned `p.data` is found by its address.
+one version counter that the bucket looks at; assigning it tells the bucket, which takes the values over before it needs
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def _get_data(self: nn.Parameter) -> Tensor:
 
 
 def _set_data(self: nn.Parameter, values: Tensor) -> None:
-    """Write new values into the bucket.
+    """Let the parameter have other values, and tell the bucket.
 
     Raises:
         ValueError: If they have another shape, dtype or device; names the parameter.
@@ -55,7 +53,11 @@ class _Tracked:
         """The values, as a plain tensor; of the parameter's own class where `nn.Parameter(p)` asks, which wants one."""
         mine = cast(nn.Parameter, self)
         values = nn.Parameter.detach(mine)
-        return values.as_subclass(type(mine)) if is_asked_by_parameter(sys._getframe(1)) else values
+        if is_asked_by_parameter(sys._getframe(1)):
+            return values.as_subclass(type(mine))
+        if (place := place_of(mine)) is not None:
+            place[0].note_given(place[1], values)
+        return values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the plain class: no engine tracks it."""

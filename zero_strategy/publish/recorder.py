@@ -134,8 +134,6 @@ class ChangeRecorder:
         """Forget changes: the present values are known to readers."""
         self._wait()
         self._logs = {id(bucket): _Log(list(_ranges(bucket))) for bucket in self._engine.model.buckets}
-        for bucket in self._engine.model.buckets:  # readers do not see the memory that `p.data` shows
-            bucket.track_writes()
         self._engine.model.follow_edits()
         self._know_all()
         self._buffers = {key: words_of(values).copy() for key, values in self._present_buffers()}
