@@ -373,6 +373,32 @@ def test_a_planted_defect_is_found(
     assert recorder.races
 
 
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 3, "gradient_reduction": "per_step"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_writes_to_parameters_and_reads_on_demand_wait_for_nothing(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Writes between steps, through `p.data` and by assignment, and those of a forward to another unit."""
+    with device() as recorder:
+        model = net(depth=4)
+        config = load_config(units={"min_numel": 0}, watchdog="off", **settings)
+        engine = ZeroEngine(model, config, compute_dtype=None if dtype == torch.float32 else dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine.attach(optimizer)
+        with recorder:
+            for _ in range(2):
+                with engine.forward_scope(), torch.no_grad():
+                    for block in model.blocks:
+                        block.up.weight.mul_(0.9)
+                        block.down.weight.data.clamp_(-0.1, 0.1)
+                        block.down.bias.data = block.down.bias.data * 0.5
+                loss_of(model(torch.ones((4, 6), dtype=dtype)).float()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        engine.close()
+    assert not recorder.syncs and not recorder.races
+
+
 @pytest.mark.parametrize("settings", PLACEMENTS, ids=str)
 def test_the_host_never_waits_for_the_device(settings: dict[str, Any]) -> None:
     """Forward, backward and step queue what they have to do, and go on."""

@@ -129,6 +129,32 @@ def test_versions_and_bases() -> None:
     assert private.base_of(view) is x and private.base_of(x) is None
     x.data.add_(1)
     assert private.version_of(x) == before + 1
+    assert private.versions_of([x, view]) == [before + 1, before + 1]
+
+
+def test_what_runs_outside_of_transforms_may_write() -> None:
+    memory, seen = torch.zeros(2), list[float]()
+
+    @private.outside_transforms
+    def write(value: float) -> None:
+        seen.append(value)
+        memory.fill_(value)
+
+    def function(x: Tensor) -> Tensor:
+        write(3.0)
+        return (x * memory).sum()
+
+    assert torch.func.grad(function)(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert torch.func.vmap(function)(torch.ones(4, 2)).tolist() == [6.0] * 4
+    write(4.0)
+    assert seen == [3.0, 3.0, 4.0] and memory.tolist() == [4.0, 4.0]
+
+
+def test_forward_pre_hooks() -> None:
+    module, hook = nn.Linear(1, 1), lambda *_: None
+    assert not list(private.forward_pre_hooks_of(module))
+    module.register_forward_pre_hook(hook)
+    assert list(private.forward_pre_hooks_of(module)) == [hook]
 
 
 def test_function_nodes() -> None:
