@@ -36,6 +36,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "prefetch": ("stage 3: units that are gathered ahead of their use", "2"),
     "reshard_after_forward": ("stage 3: free gathered parameters between forward and backward", "false"),
     "reshard_after_backward": ("stage 3: free them after backward; false: keep them until an optimizer steps", "false"),
+    "broadcast_buffers": ("rank 0 sends buffers that a forward has changed to all ranks, as DDP does", "false"),
     "nonfinite_gradients": ("a step whose gradients are not all finite is taken, skipped, or an error", "skip"),
     "matrix_optimizers": ("optimizers that need whole matrices, which then lie on one rank each", "[Shampoo]"),
     "matrix_parameters": ("patterns of the names of matrices that have buckets of their own", '["*.mlp.*.weight"]'),

@@ -30,6 +30,7 @@ from zero_strategy.checkpoint import exports as tagged
 from zero_strategy.checkpoint import load as loading
 from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
+from zero_strategy.checkpoint.module_state import full_entries
 from zero_strategy.checkpoint.preemption import StepWatch, save_on_signal
 from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave
@@ -253,6 +254,8 @@ class ZeroEngine:
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)
+            if self.model.shared_buffers is not None:
+                self.model.shared_buffers.note()
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
         self.gradient_watchers: list[Callable[[GradientStats], None]] = []
         self.nonfinite = NonfiniteSteps(zero.nonfinite_gradients, self.model)
@@ -880,10 +883,11 @@ class ZeroEngine:
 
     # ---- full tensors ----
 
-    def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Tensor]:
+    def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Any]:
         """The module's full parameters and persistent buffers, copied to the host, on every rank; all ranks call it.
 
-        Names and order are `state_dict()`'s, tied names included. One unit at a time is whole on the device.
+        Names and order are `state_dict()`'s, tied names included. One unit at a time is whole on the device. What
+        modules add to their state dicts besides (`get_extra_state`, metrics) follows, as this rank has it.
 
         Args:
             names: Those that are wanted, the same on all ranks; default: all.
@@ -898,12 +902,14 @@ class ZeroEngine:
                 whole = {id(p): whole_of(p, held_by(p).detach()) for p in chosen}
                 if keep:
                     copies.update({key: tensor.to("cpu", copy=True) for key, tensor in whole.items()})
+        extra = full_entries(self)
         if not keep:
             return {}
-        return {
+        full = {
             name: copies[id(tensor)] if id(tensor) in copies else held_by(tensor).detach().to("cpu", copy=True)
             for name, tensor in entries.items()
         }
+        return {**full, **{name: value for name, value in extra.items() if names is None or name in names}}
 
     def weights(
         self,

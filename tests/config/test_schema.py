@@ -60,6 +60,7 @@ DEFAULTS = {
     "precision.reduce_dtype": "float32",
     "gradient_reduction": None,
     "uneven_batches": "error",
+    "broadcast_buffers": True,
     "nonfinite_gradients": "ignore",
     "prefetch": 1,
     "reshard_after_forward": True,

@@ -194,7 +194,13 @@ class ShardedTraining(PlainTraining):
     def shard(self, module: nn.Module) -> nn.Module:
         self.module = module
         # The plain training runs torch's own optimizer code; scripts with fused optimizers run those on both sides.
-        fixed = {"units": {"min_numel": 0}, "barrier_seconds": 5.0, "fused_optimizers": False}
+        # It keeps each rank's own buffers (tests/sharding/test_buffers.py has those of DDP).
+        fixed = {
+            "units": {"min_numel": 0},
+            "barrier_seconds": 5.0,
+            "fused_optimizers": False,
+            "broadcast_buffers": False,
+        }
         options = {**fixed, **self.setting.config}
         config = load_config(stage=self.setting.stage, gradient_reduction=self.setting.order, **options)
         self.engine = ZeroEngine(module, config)

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.manifest import AVERAGE, AVERAGE_BUFFERS_NAME, FileKind
+from zero_strategy.checkpoint.module_state import ENTRIES_FILE, EXTRA_STATE_FILE, extra_states, module_entries, stored
 from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
+from zero_strategy.comm.store import together
 from zero_strategy.fsdp import layout
 from zero_strategy.fsdp.dtensor import TensorPart, held_by, is_dtensor
 from zero_strategy.fsdp.param_bucket import ParameterBucket
@@ -162,8 +164,6 @@ def _spread(
         write(offset, found)
 
 
-EXTRA_STATE_FILE = "extra_state.pt"
-"""What modules return from `get_extra_state`."""
 MASTER = "master"
 """Kind of state: fp32 master weights."""
 
@@ -195,17 +195,25 @@ class OptimizerTable:
             self.shapes.setdefault(kind, {}).update(shapes)
 
 
-def extra_state_file(engine: TrainState) -> dict[str, bytes]:
-    """Return values of modules' `get_extra_state`, as a file of its own; any picklable value.
+def module_files(engine: TrainState) -> dict[str, bytes]:
+    """State of modules beside parameters and buffers, as files of their own; see `module_state`.
 
-    A collective of the team if the engine's module is a part of a model.
+    A collective where parameters are sharded, and of the team if the engine's module is a part of a model.
+
+    Raises:
+        TypeError: If an entry cannot be stored; names it.
     """
-    found = {
-        name: child.get_extra_state()
-        for name, child in engine.module.named_modules()
-        if type(child).get_extra_state is not nn.Module.get_extra_state
-    }
-    return _file_of_all(engine, EXTRA_STATE_FILE, found)
+    control = engine.mesh.world_group.control
+    extra, entries = extra_states(engine.module), module_entries(engine)
+
+    def files() -> dict[str, bytes]:
+        return {**stored(extra, EXTRA_STATE_FILE), **stored(entries, ENTRIES_FILE)}
+
+    if engine.is_part:
+        everyone = control.all_gather_objects((extra, entries))
+        extra = {name: state for part, _ in everyone for name, state in part.items()}
+        entries = {name: state for _, part in everyone for name, state in part.items()}
+    return together(control, files)
 
 
 def average_file(engine: TrainState) -> dict[str, bytes]:

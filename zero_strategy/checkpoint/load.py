@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries
-from zero_strategy.checkpoint.contents import EXTRA_STATE_FILE, MASTER, wanted_in_whole
+from zero_strategy.checkpoint.contents import MASTER, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import AVERAGE
+from zero_strategy.checkpoint.module_state import ENTRIES_FILE, EXTRA_STATE_FILE, load_module_entries
 from zero_strategy.checkpoint.piece_reader import check_one_save, supplied
 from zero_strategy.checkpoint.reader import StateReader, Wanted, average_buffers
 from zero_strategy.comm.store import together
@@ -28,6 +29,7 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.runtime.nested_state import nested
 from zero_strategy.runtime.terminal import is_shown, progress
+from zero_strategy.runtime.torch_private import buffers_of, loads_tensors_itself
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
@@ -56,6 +58,9 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
     whole = catalog_of(engine).without(referenced)
     tied = whole.aliases
+    if _resize_buffers(engine.module, reader):  # as the module's own loading would
+        entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
+        whole = catalog_of(engine).without(referenced)
     if strict:
         reader.check_against(whole.weights, tied)
     sources = reader.sources(entries, tied)
@@ -84,6 +89,29 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
             if not bucket.placement.shard_parameters:
                 engine.mesh.gather.all_gather(bucket.flat).wait()
         engine.model.forget_unsharded()
+    if reader.has_manifest and ENTRIES_FILE in reader.manifest.files:
+        load_module_entries(engine, torch.load(io.BytesIO(reader.extra(ENTRIES_FILE)), weights_only=True))
+
+
+def _resize_buffers(module: nn.Module, reader: StateReader) -> bool:
+    """Give buffers the shapes that the checkpoint has, where a module or one around it loads in a way of its own.
+
+    Observers of quantisation and the like resize their buffers when they load; parameters keep their shapes.
+
+    Returns:
+        True if there were such.
+    """
+    own, found = set[str](), False
+    for name, owner in module.named_modules():
+        if loads_tensors_itself(owner) or (name and name.rpartition(".")[0] in own) or ("" in own):
+            own.add(name)
+        for key, buffer in buffers_of(owner).items() if name in own else ():
+            stored = reader.weights.get(f"{name}.{key}" if name else key)
+            if buffer is None or stored is None or stored.shape == tuple(buffer.shape):
+                continue
+            buffers_of(owner)[key] = torch.zeros(stored.shape, dtype=buffer.dtype, device=buffer.device)
+            found = True
+    return found
 
 
 def load_optimizers(engine: TrainState, reader: StateReader) -> None:

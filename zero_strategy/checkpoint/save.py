@@ -25,8 +25,8 @@ from zero_strategy.checkpoint.agreement import Catalog, catalog_of, state_dict_e
 from zero_strategy.checkpoint.contents import (
     OptimizerTable,
     average_file,
-    extra_state_file,
     groups_of,
+    module_files,
     pieces_of,
     states_of,
     stored_dtype,
@@ -291,7 +291,7 @@ class Saver:
                 writer=self.places.writer(place, board, agreed.token, known=agreed.known),
                 board=board,
                 plan=plan,
-                extra_files={**extra_files, **extra_state_file(engine), **(average_file(engine) if saved else {})},
+                extra_files={**extra_files, **module_files(engine), **(average_file(engine) if saved else {})},
                 own_files={**own_files, random_state.path_of(engine.mesh.world_group.rank): random_state.capture()},
                 pieces=self._pieces(plan, pieces, fixed, asynchronous),
                 manifest=manifest,

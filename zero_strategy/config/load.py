@@ -96,6 +96,7 @@ class ZeroSettings(TypedDict, total=False):
         prefetch: Units that are gathered ahead under stage 3.
         reshard_after_forward: Free gathered parameters between forward and backward under stage 3.
         reshard_after_backward: Free them after backward under stage 3 (else after the optimizer's step).
+        broadcast_buffers: Keep buffers equal to rank 0's, as DistributedDataParallel does.
         loss_scale: Dynamic loss scaling for fp16.
         nonfinite_gradients: What a step does whose gradients are not finite: `ignore`, `skip` or `raise`.
         offload: Where state is kept that the device has no room for: "cpu", "nvme", or more.
@@ -124,6 +125,7 @@ class ZeroSettings(TypedDict, total=False):
     prefetch: int | None
     reshard_after_forward: bool | None
     reshard_after_backward: bool | None
+    broadcast_buffers: bool | None
     loss_scale: LossScaleConfig | dict[str, Any] | None
     nonfinite_gradients: str | None
     offload: OffloadConfig | dict[str, Any] | str | None

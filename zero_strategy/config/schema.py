@@ -452,6 +452,10 @@ class ZeroConfig(Section):
     """Stage 3: free gathered parameters after backward. False keeps them from their first forward until an optimizer
     steps on them: one gather per step, hidden behind the first forward, and full parameters in between."""
 
+    broadcast_buffers: bool = True
+    """Send rank 0's buffers (running statistics of BatchNorm, ...) to all ranks when gradients are reduced and a rank
+    has changed them, as DistributedDataParallel does. False: each rank keeps its own, and checkpoints hold rank 0's."""
+
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling."""
 

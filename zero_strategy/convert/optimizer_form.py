@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from zero_strategy.checkpoint.layout import TensorSpec, is_text
+from zero_strategy.checkpoint.module_state import ENTRIES_FILE, EXTRA_STATE_FILE
 from zero_strategy.convert.portable import PortableOptimizer, PortableState, StoredTensor, loaded
 from zero_strategy.optim import lbfgs
 from zero_strategy.runtime.nested_state import flattened, nested
@@ -302,9 +303,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-EXTRA_STATE_FILE = "extra_state.pt"
-"""Module name -> what its `get_extra_state` gave; the engine gives it back."""
-
 _EXTRA_SUFFIX = "_extra_state"
 _INNER = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """FSDP, activation checkpointing and torch.compile put these anywhere into a name."""
@@ -382,6 +380,8 @@ def whole_state_dict(state: PortableState) -> dict[str, Any]:
     if EXTRA_STATE_FILE in state.extra_files:
         extra = torch.load(io.BytesIO(state.extra_files[EXTRA_STATE_FILE]), weights_only=True)
         weights |= {f"{name}.{_EXTRA_SUFFIX}" if name else _EXTRA_SUFFIX: value for name, value in extra.items()}
+    if ENTRIES_FILE in state.extra_files:
+        weights |= torch.load(io.BytesIO(state.extra_files[ENTRIES_FILE]), weights_only=True)
     return weights
 
 

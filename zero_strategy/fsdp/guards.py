@@ -139,6 +139,11 @@ class _Call:
         return InertHook, ()
 
 
+def is_guard(hook: Any) -> bool:
+    """True if a hook on a module is one of these, or what is left of one in a copy."""
+    return isinstance(hook, (_Call, InertHook))
+
+
 class ApplyGuard:
     """Stands in for a sharded module's `_apply`: lets no-op moves through, refuses those that change a parameter."""
 

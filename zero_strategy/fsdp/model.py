@@ -22,6 +22,7 @@ from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.store import together
 from zero_strategy.config import ZeroConfig
+from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
@@ -226,6 +227,7 @@ class ShardedModel:
         aliases: Further names of tied parameters: {alias: first name}.
         device: Where the module computes.
         moved: What is on the host for a while.
+        shared_buffers: The module's buffers, which ranks keep equal; None: each rank has its own.
     """
 
     def __init__(
@@ -302,6 +304,8 @@ class ShardedModel:
                 unit_done=self._unit_done,
             )
         self.moved = MovedStates(self)
+        shares = config.broadcast_buffers and mesh.world_size > 1
+        self.shared_buffers = SharedBuffers(module, mesh) if shares else None
         self.reducer = GradientReducer(
             [self.gradient_of(bucket) for bucket in plan],
             mesh,
@@ -313,6 +317,7 @@ class ShardedModel:
             reduction_begins=self._reduction_begins,
             check_states=partial(self.moved.check, kinds=IN_BACKWARD),
             divisor=divisor,
+            buffers=self.shared_buffers,
         )
         self.guards = ModuleGuards(self)
         module.register_forward_pre_hook(Watcher(self.reducer, self.moved))
@@ -609,9 +614,10 @@ def _check_precision(config: ZeroConfig, compute_dtype: torch.dtype | None) -> N
 
 def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
     mine = [
-        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}{_placed(p)}"
+        f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}, {_kind(p)}{_placed(p)}"
         for name, p in module.named_parameters()
     ]
+    mine += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
     if len(set(mesh.control.all_gather_objects(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) == 1:
         return
     everyone = mesh.control.all_gather_objects(mine)
@@ -619,8 +625,8 @@ def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
         if theirs != everyone[0]:
             here, there = next((a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="nothing") if a != b)
             raise ValueError(
-                f"ranks built different models: rank 0 has parameter {here}, rank {rank} has {there}. Build the same "
-                "module with the same frozen parameters on every rank."
+                f"ranks built different models: rank 0 has {here}, rank {rank} has {there}. Build the same module with "
+                "the same frozen parameters and buffers on every rank."
             )
 
 
@@ -646,6 +652,10 @@ def _check_tensor_ranks(module: nn.Module, mesh: Mesh) -> None:
     for name, buffer in module.named_buffers():
         if held_by(buffer).shape != buffer.shape:
             raise ValueError(f"buffer {name!r} is divided among tensor-parallel ranks; accepted: Replicate()")
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    return "trainable" if parameter.requires_grad else "frozen"
 
 
 def _placed(parameter: nn.Parameter) -> str:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.grad_accumulation import BufferReuse
 from zero_strategy.fsdp.grad_bucket import GradientBucket
@@ -81,6 +82,7 @@ class GradientReducer:
         check_states: Called with the name of what begins; raises if states that it needs are on the host.
         reduction_begins: Called when a backward begins that will reduce gradients.
         divisor: Asked when a backward begins: by what its gradients are to be divided.
+        buffers: Those of the module, which ranks keep equal; None: each has its own.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class GradientReducer:
         check_states: Callable[[str], None],
         reduction_begins: Callable[[], None],
         divisor: Callable[[], int] = undivided,
+        buffers: SharedBuffers | None = None,
     ) -> None:
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
+        self._buffers = buffers
         self._reuse = reuse
         self.plan = ReductionPlan([len(bucket.bucket.parameters) for bucket in self.buckets])
         self._unsharder = unsharder
@@ -435,7 +439,11 @@ class GradientReducer:
         rules = self._agreement.rules() if compares else 0
         message = self.plan.encode(touched, late, self._sequence(), self._agreement.own_flags(), rules)
         order = list(self.plan.order)
-        agreed = self.plan.learn(self.mesh.control.all_gather_small(message, "the parameters that have gradients"))
+        length = message.numel()
+        if self._buffers is not None:  # as DDP, not between the micro-batches of one step
+            message = torch.cat([message, self._buffers.changes(shares=self._sync and compares)])
+        messages = self.mesh.control.all_gather_small(message, "the parameters that have gradients")
+        agreed = self.plan.learn([each[:length] for each in messages])
         for number in order:
             if agreed.late[number] or (agreed.touched[number] and number not in self._left):
                 bucket = self.buckets[number]
@@ -455,6 +463,8 @@ class GradientReducer:
             bucket = self.buckets[number]
             bucket.finish()
             bucket.hold(indices, shown=self._seen[number])
+        if self._buffers is not None:
+            self._buffers.share([each[length:] for each in messages])
         return agreed
 
     def _check(self, agreed: Agreement, *, compares: bool) -> None:

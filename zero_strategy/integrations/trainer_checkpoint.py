@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import StateReader, random_state
@@ -106,6 +107,9 @@ class TrainerCheckpoints(_Base):
         if engine is None or engine.module is not module:
             state: dict[str, Any] = module.state_dict()
             return state
+        if type(module).state_dict is not nn.Module.state_dict:  # leaves out, adds or renames what it likes
+            own = module.state_dict()
+            return {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in own.items()}
         return StateOnDemand(  # type: ignore[return-value]
             engine.full_state_dict, take_part=partial(engine.full_state_dict, keep=False)
         )
@@ -134,8 +138,9 @@ class TrainerCheckpoints(_Base):
         if self.saves_whole_files(checkpoint):
             if not self._asks_for_whole_files:
                 _warn(
-                    f"{path}: a hook changed the weights or the optimizer state to be saved, so they are gathered on "
-                    "rank 0 and saved as one whole file"
+                    f"{path}: a hook, or a state_dict() of the module's own, changed what is to be saved, so all is "
+                    "gathered on rank 0 and saved as one whole file (to leave frozen weights out of sharded "
+                    "checkpoints: checkpoint.frozen=reference)"
                 )
             self._save_whole(checkpoint, filepath, storage_options)
             return

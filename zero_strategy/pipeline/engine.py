@@ -326,7 +326,7 @@ class PipelineEngine(ZeroEngine):
         """Give replicas of tied weights the owners' values. A collective."""
         self._publish_copies()
 
-    def replicas(self) -> dict[str, Tensor]:
+    def replicas(self) -> dict[str, Any]:
         """This rank's copies of weights that another rank owns, by their names here; no copies of them, to be read."""
         return self._ties.values()
 
@@ -345,7 +345,7 @@ class PipelineEngine(ZeroEngine):
                     group[key] = list(compress(group[key], stays))
         super().attach(*optimizers)
 
-    def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Tensor]:
+    def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Any]:
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
         aliases = catalog_of(self).aliases
         asked = None if names is None else {*names, *(name for alias, name in aliases.items() if alias in names)}

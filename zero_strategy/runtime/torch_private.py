@@ -8,6 +8,7 @@ public modules take trees apart with; `torch.utils.pytree` has no public counter
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import wraps
 from types import CodeType
@@ -204,6 +205,37 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def saves_tensors_itself(cls: type[nn.Module]) -> bool:
     """True if a class of modules writes its own tensors into the state dict in a way of its own."""
     return cls._save_to_state_dict is not nn.Module._save_to_state_dict
+
+
+def loads_tensors_itself(module: nn.Module) -> bool:
+    """True if a module takes tensors out of a state dict its own way; torch's layers, which check shapes, do not."""
+    cls = type(module)
+    loaders = cls._load_from_state_dict, cls.load_state_dict
+    return not all(loader.__module__.startswith("torch.nn.modules.") for loader in loaders)
+
+
+def state_dict_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Hooks that run before and after the module writes itself into a state dict."""
+    return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]
+
+
+def own_state(module: nn.Module, skips: Callable[[Any], bool]) -> dict[str, Any]:
+    """The module's own part of a state dict, without its children's and without prefix.
+
+    Args:
+        module: The module.
+        skips: Tells hooks that are left out.
+    """
+    for before in module._state_dict_pre_hooks.values():
+        if not skips(before):
+            before(module, "", True)
+    found: Any = OrderedDict()
+    found._metadata = OrderedDict()
+    module._save_to_state_dict(found, "", True)
+    for hook in module._state_dict_hooks.values():
+        result = None if skips(hook) else hook(module, found, "", {})
+        found = found if result is None else result
+    return dict(found)
 
 
 def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -591,7 +591,7 @@ class ScriptEngine:
         kept = {
             name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
             for name, value in state.items()
-            if name not in frozen
+            if name not in frozen and isinstance(value, torch.Tensor)
         }
         world_group, place = self.zero.mesh.world_group, Path(save_dir, save_filename)
         together(world_group.control, lambda: _write_torch_file(kept, place) if world_group.rank == 0 else None)

@@ -1,0 +1,160 @@
+"""Buffers of a module, equal on all ranks as under `DistributedDataParallel`: rank 0's are sent to all.
+
+Forwards change buffers from a rank's own data (running statistics, ranges of activations, codebooks), so that ranks
+would evaluate, and resume, with different ones. DDP sends all buffers before each forward. Here the message that ends a
+reduction of gradients has a bit for each buffer that a rank has changed since the last time, and those that any rank
+has changed are sent at once, in one message per dtype: what the next forward sees is the same, and nothing is sent
+where nothing changes. Changes are found by torch's version counters and by the identity of the tensors; running
+statistics, which torch's kernels write without counting, change in every step in which their module trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.dtensor import held_by
+from zero_strategy.runtime.torch_private import buffers_of, version_of
+
+_CHANGED, _RESIZED = 1, 2
+_STATISTICS = frozenset({"running_mean", "running_var"})
+"""Keys of buffers that torch's kernels of batch and instance normalization write in training, and do not count."""
+
+
+@dataclass
+class _Slot:
+    """A place of a buffer in the module.
+
+    Attributes:
+        owner: The module that registers it.
+        key: Its name there.
+        name: Its name in the whole module.
+        seen: The tensor when ranks were last equal; it is held, so that no other takes its identity meanwhile.
+        version: Its version then.
+    """
+
+    owner: nn.Module
+    key: str
+    name: str
+    seen: Tensor | None = None
+    version: int = 0
+
+    def tensor(self) -> Tensor | None:
+        """The present buffer."""
+        found = buffers_of(self.owner).get(self.key)
+        return None if found is None else held_by(found)
+
+    def note(self) -> None:
+        """Ranks are equal now."""
+        self.seen = self.tensor()
+        self.version = 0 if self.seen is None else version_of(self.seen)
+
+    def change(self) -> int:
+        """`_CHANGED` or `_RESIZED` if it is no longer what was noted, else 0."""
+        present, seen = self.tensor(), self.seen
+        if present is seen and (present is None or version_of(present) == self.version):
+            return _CHANGED if present is not None and self.key in _STATISTICS and self.owner.training else 0
+        if present is None or seen is None:
+            return _RESIZED
+        alike = present.shape == seen.shape and present.dtype == seen.dtype and present.device == seen.device
+        return _CHANGED if alike else _RESIZED
+
+
+def slots_of(module: nn.Module) -> list[_Slot]:
+    """The buffers of a module and its children, one that is there under two names once."""
+    slots, seen = list[_Slot](), set[int]()
+    for prefix, owner in module.named_modules():
+        for key, buffer in buffers_of(owner).items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                slots.append(_Slot(owner, key, f"{prefix}.{key}" if prefix else key))
+    return slots
+
+
+class SharedBuffers:
+    """Keeps the buffers of a module equal to those of the mesh's first rank.
+
+    Args:
+        module: The module; buffers that it registers later are left alone, as by DDP.
+        mesh: The data-parallel ranks. Tensor-parallel ranks of one place share among their own kind.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self._mesh, self._slots = mesh, slots_of(module)
+        self.note()
+
+    def note(self) -> None:
+        """Note that the buffers are equal on all ranks now."""
+        for slot in self._slots:
+            slot.note()
+
+    def changes(self, *, shares: bool) -> Tensor:
+        """This rank's part of a message: what it has changed since ranks were equal.
+
+        Args:
+            shares: Ranks are to become equal now; else nothing is told before the next time.
+
+        Returns:
+            uint8, one element for each buffer, 0 where it has not changed.
+        """
+        found = bytearray(len(self._slots))
+        for number, slot in enumerate(self._slots) if shares else ():
+            found[number] = slot.change()
+        return torch.frombuffer(found, dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
+
+    def share(self, changes: Sequence[Tensor]) -> None:
+        """Send rank 0's values of the buffers that any rank has changed. A collective if there are any.
+
+        Args:
+            changes: `changes()` of every rank.
+        """
+        if not self._slots:
+            return
+        found = torch.stack(list(changes)).amax(dim=0).tolist()
+        slots = [slot for slot, change in zip(self._slots, found, strict=True) if change]
+        if not slots:
+            return
+        # A layout that is new on some rank is known to that rank alone: such a buffer goes as an object.
+        resized = [slot for slot, change in zip(self._slots, found, strict=True) if change == _RESIZED]
+        self._replace(resized)
+        groups: dict[tuple[torch.dtype, torch.device], list[_Slot]] = {}
+        for slot in slots:
+            tensor = slot.tensor()
+            if slot not in resized and tensor is not None:
+                groups.setdefault((tensor.dtype, tensor.device), []).append(slot)
+        for together in groups.values():
+            self._broadcast(together)
+        for slot in slots:
+            slot.note()
+
+    @torch.no_grad()
+    def _broadcast(self, slots: Sequence[_Slot]) -> None:
+        tensors = [tensor for slot in slots if (tensor := slot.tensor()) is not None]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+        names = [slot.name for slot in slots]
+        self._mesh.gather.broadcast(sent, 0, names)
+        self._mesh.replicate.broadcast(sent, 0, names)
+        if self._mesh.rank == 0:
+            return
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for slot, tensor, part in zip(slots, tensors, parts, strict=True):
+            # The kernels save them for a backward that does not read them, and that may come a second time.
+            target = tensor.data if slot.key in _STATISTICS else tensor
+            target.copy_(part.view(tensor.shape))
+
+    def _replace(self, slots: Sequence[_Slot]) -> None:
+        """Give all ranks the first rank's tensors, of whatever layout."""
+        if not slots:
+            return
+        first = self._mesh.rank == 0
+        mine = [None if (t := slot.tensor()) is None else t.detach().cpu() for slot in slots] if first else None
+        values = self._mesh.control.all_gather_objects(mine, [slot.name for slot in slots])[0]
+        for slot, value in zip(slots, values, strict=True) if not first else ():
+            present = slot.tensor()
+            device = value.device if value is None or present is None else present.device
+            buffers_of(slot.owner)[slot.key] = None if value is None else value.to(device)
