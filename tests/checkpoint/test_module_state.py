@@ -1,4 +1,4 @@
-"""What modules add to their state dicts is saved, listed and loaded; buffers that change their size resume."""
+"""Entries that modules add to their state dicts are saved, listed and loaded; buffers that change size resume."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, Setting, Shard
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.fsdp.released import is_released
 
 STAGE_3 = Setting(3, "per_micro_batch")
@@ -257,6 +258,39 @@ def transformed() -> dict[str, str]:
         except Exception as error:  # compared with the way out
             found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+class WithTangents(Blocks):
+    """Its output has the tangents of a forward-mode derivative, whose backward needs the weights again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, tangents = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))
+        return out + tangents
+
+
+def test_forward_mode_derivatives_have_a_backward(ranks: Launcher) -> None:
+    for wrong in ranks(2)(play, partial(trained, build=WithTangents), DEFAULTS, tolerance=1e-6):
+        assert not wrong
+
+
+def traced() -> list[str]:
+    """Errors of `torch.jit.trace`, outside of a scope and inside of one."""
+    model = seeded(Blocks)
+    ZeroEngine(model, load_config(stage=3, units={"min_numel": 0}))
+    found = []
+    for parameters in ([], list(model.parameters())):
+        try:
+            with GatheredParameters(parameters), torch.no_grad():
+                torch.jit.trace(model, torch.ones(2, 6), check_trace=False)
+            found.append("no error")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_tracing_released_units_is_refused(ranks: Launcher) -> None:
+    for found in ranks(2)(traced):
+        assert all("torch.jit.trace" in text and "full_state_dict" in text for text in found)
 
 
 def test_transforms_of_functions_run_over_released_units(ranks: Launcher) -> None:

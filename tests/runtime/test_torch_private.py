@@ -148,6 +148,26 @@ def test_what_runs_outside_of_transforms_may_write() -> None:
     assert torch.func.vmap(function)(torch.ones(4, 2)).tolist() == [6.0] * 4
     write(4.0)
     assert seen == [3.0, 3.0, 4.0] and memory.tolist() == [4.0, 4.0]
+    states = list[tuple[bool, bool]]()
+    torch.func.vmap(lambda x: states.append((private.in_transform(), private.is_tracing())) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: states.append((private.in_transform(), private.is_tracing())) or x + 1, torch.ones(2))
+    assert states[0] == (True, False) and states[1] == (False, True) and not private.in_transform()
+
+
+def test_what_modules_write_and_load_themselves() -> None:
+    class Own(nn.BatchNorm1d):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "more"] = 3
+
+        def _load_from_state_dict(self, *args: Any) -> None:
+            pass
+
+    module = Own(2)
+    module.register_state_dict_post_hook(lambda m, state, prefix, metadata: state.update(late=4))
+    assert private.own_state(module, lambda _: True).keys() == {*nn.BatchNorm1d(2).state_dict(), "more"}
+    assert private.own_state(module, lambda _: False)["late"] == 4 and len(private.state_dict_hooks_of(module)) == 1
+    assert private.loads_tensors_itself(module) and not private.loads_tensors_itself(nn.BatchNorm1d(2))
 
 
 def test_forward_pre_hooks() -> None:

@@ -24,6 +24,8 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.runtime.torch_private import (
     children_of,
     in_backward,
+    in_transform,
+    is_tracing,
     tree_flatten,
     tree_unflatten,
     uncompiled,
@@ -163,6 +165,8 @@ class Unsharder:
         unit.depth += 1
         if unit.depth == 1:
             self.use(unit)
+            if in_transform():  # whose graphs do not show when a unit's backward begins
+                self._hold(unit)
 
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
         """A forward that used `unit` ends."""
@@ -193,6 +197,11 @@ class Unsharder:
     def use(self, unit: Unit) -> None:
         """Gather `unit` and start on those that followed it last time."""
         if unit.buckets:
+            if is_tracing():
+                raise RuntimeError(
+                    f"torch.jit.trace over unit {unit.name or 'root'!r} of a stage-3 model: the trace would keep "
+                    "released parameters, without values. Trace a plain module with engine.full_state_dict()'s values."
+                )
             self._launch(unit)
             unit.gather()
             if not self.reshard_after_backward and torch.is_grad_enabled() and self._announce is None:
@@ -240,15 +249,19 @@ class Unsharder:
         if not self._depth and not backward:
             return False
         for unit in units:
-            if backward or self._grad_began or torch.is_grad_enabled():
-                self.hold_for_backward(unit)
-            else:
-                unit.depth += 1
-                self._borrowed.append(unit)
+            self._hold(unit)
             self.use(unit)
         if backward:
             self._queue_end()
         return True
+
+    def _hold(self, unit: Unit) -> None:
+        """Keep a unit whole for a backward that may follow, or to the end of a forward after which there is none."""
+        if self._grad_began or torch.is_grad_enabled() or in_backward():
+            self.hold_for_backward(unit)
+        else:
+            unit.depth += 1
+            self._borrowed.append(unit)
 
     def _return_borrowed(self) -> None:
         borrowed, self._borrowed = self._borrowed, []

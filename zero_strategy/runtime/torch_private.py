@@ -72,6 +72,16 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def is_tracing() -> bool:
+    """True if `torch.jit.trace` runs the code."""
+    return torch._C._get_tracing_state() is not None
+
+
+def in_transform() -> bool:
+    """True inside of one of `torch.func`'s transforms (`vmap`, `grad`, `jvp`, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def outside_transforms(function: Callable[P, T]) -> Callable[P, T]:
     """The function, run outside of `torch.func`'s transforms under way; where there are none, it costs next to nothing.
 
@@ -80,7 +90,7 @@ def outside_transforms(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch._C._functorch.peek_interpreter_stack() is None:
+        if not in_transform():
             return function(*args, **kwargs)
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
