@@ -287,6 +287,19 @@ def test_a_dispatch_mode_sees_ops() -> None:
 # ---- modules ----
 
 
+def test_tables_of_step_hooks() -> None:
+    """Torch asks the tables for their values at each step, those that were put there too."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    before, after = private.step_hooks_of(optimizer)
+    assert len(before) == len(after) == 1
+    private.replace_step_hooks(optimizer, dict(after), dict(before))
+    optimizer.step()
+    assert called == ["after", "before"]
+
+
 def test_tables_of_modules() -> None:
     module = Unit()
     assert list(private.parameters_of(module)) == ["weight", "none"]
