@@ -128,6 +128,12 @@ def is_used_elsewhere(tensor: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or counted._use_count() > 1)
 
 
+def wrapper_tensor(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a subclass with `__torch_dispatch__` that has no memory of its own."""
+    made: Tensor = cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return made
+
+
 METADATA_GETTERS = tuple(
     getattr(Tensor, name).__get__
     for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
