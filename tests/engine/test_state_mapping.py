@@ -403,7 +403,7 @@ def test_state_of_fused_steps_is_a_mapping(ranks: Launcher, tmp_path: Path, tier
 
 @operation
 def _resets(optimizer: Any, model: Net) -> Any:
-    """What every class has to take."""
+    """Resets that every class has to take."""
     del optimizer.state[model.stem.weight]
     optimizer.state[model.scale] = {}
     return len(optimizer.state)
@@ -621,7 +621,7 @@ def test_state_is_refused_by_name(ranks: Launcher, stage: int) -> None:
 
 
 def whole_values(stage: int) -> None:
-    """Where a rank holds all of it, values are the tensors themselves, and copies are copies."""
+    """Values are the tensors themselves, and copies are copies."""
     model, _, optimizer = started(stage)
     p = model.stem.weight
     value = optimizer.state[p]["exp_avg"]
@@ -677,6 +677,49 @@ def other_keys() -> None:
 
 def test_state_keeps_what_is_under_other_keys(ranks: Launcher) -> None:
     ranks(1)(other_keys)
+
+
+def partial_states(fused: bool) -> None:
+    """A state that lacks something is an error of the next step, as in torch, not a new beginning."""
+    model, engine, optimizer = started(2, fused_optimizers=fused)
+    for p in model.parameters():
+        del optimizer.state[p]["exp_avg"]
+    with pytest.raises(KeyError, match="exp_avg"):
+        one_step(model, optimizer)
+    engine.reset()
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    one_step(model, optimizer)
+    with pytest.raises(ValueError, match=r"'master'.*the engine keeps.*safe_set_full_fp32_param"):
+        low = net(depth=1)
+        engine = ZeroEngine(low, load_config(stage=1), compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(low.parameters())
+        engine.attach(optimizer)
+        optimizer.state[low.scale]["master"] = torch.tensor(1.0)
+
+
+def test_partial_state_is_an_error(ranks: Launcher) -> None:
+    for fused in (True, False):
+        ranks(1)(partial_states, fused)
+
+
+def low_precision() -> None:
+    """State of bf16 parameters is float32 beside the master weights, whatever is assigned."""
+    model = net(depth=1)
+    engine = ZeroEngine(model, load_config(stage=2, units={"min_numel": 0}), compute_dtype=torch.bfloat16)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    engine.attach(optimizer)
+    loss_of(model(torch.ones(2, 6, dtype=torch.bfloat16))).backward()
+    optimizer.step()
+    p = model.stem.weight
+    optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.5)
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    found = safe_get_full_optimizer_state(p, "exp_avg")
+    assert found is not None and found.dtype == torch.float32 and found.eq(0.5).all()
+
+
+def test_state_of_low_precision(ranks: Launcher) -> None:
+    ranks(2)(low_precision)
 
 
 # ---- saves and loads, ranks that differ ----

@@ -33,7 +33,7 @@ _WAY_OUT = (
 
 
 class EditLog:
-    """What user code has done to an optimizer's state, in numbers that ranks can compare.
+    """Changes that user code makes to an optimizer's state, in numbers that ranks can compare.
 
     Attributes:
         count: Changes.
