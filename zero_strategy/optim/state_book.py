@@ -232,8 +232,8 @@ class StateBook:
 
     def keep_whole(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:
         """Keep this rank's part of a parameter's whole state."""
-        kept = {key: self.part_of(parameter, key, value) for key, value in values.items()}
-        self.put(parameter, {key: v if isinstance(v, Tensor) else copy.deepcopy(v) for key, v in kept.items()})
+        own = {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in values.items()}
+        self.put(parameter, {key: self.part_of(parameter, key, value) for key, value in own.items()})
 
 
 def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
