@@ -336,7 +336,9 @@ def _load_state(
     if piece is None:  # other ranks have it, and this one knows of it
         kinds = {kind: specs[name].dtype for kind, specs in available.items() if name in specs}
         elsewhere = {
-            kind: torch.empty(0, dtype=dtype) for kind, dtype in kinds.items() if kind not in (MASTER, AVERAGE)
+            kind: torch.empty(0, dtype=dtype, device=parameter.device)
+            for kind, dtype in kinds.items()
+            if kind not in (MASTER, AVERAGE)
         }
         if elsewhere or scalars:
             sharded.set_state_of(parameter, nested({**elsewhere, **scalars}))

@@ -146,8 +146,9 @@ class ShardedValue(Tensor):
         target = args[0] if writes[0] else None
         if target is not None and not isinstance(target, ShardedValue):
             raise first._refuse(op_name(func))
-        mine = [_local(each, first) for each in args]
-        found = func(*mine, **tree_map(lambda each: _local(each, first), kwargs))
+        own = first.local_values()
+        mine = [own if each is first else _local(each, first, own.device) for each in args]
+        found = func(*mine, **tree_map(lambda each: _local(each, first, own.device), kwargs))
         if target is None:
             return ShardedValue(first.place, found, f"a value computed from {first.label}")
         if target.written is not None:
@@ -176,14 +177,14 @@ def _arguments(func: Any) -> Sequence[Any]:
     return schema_of(func).arguments  # type: ignore[no-any-return]
 
 
-def _local(value: Any, first: ShardedValue) -> Any:
-    """An argument of an elementwise operation as this rank's elements of it."""
+def _local(value: Any, first: ShardedValue, device: torch.device) -> Any:
+    """An argument of an elementwise operation as this rank's elements of it, where those of `first` are."""
     if isinstance(value, ShardedValue):
         if not value.place.same(first.place):
             raise NotImplementedError(f"{value.label} and {first.label} are divided differently among the ranks")
-        return value.local_values()
+        return value.local_values().to(device)  # of a tier: in host memory
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if value.shape != first.shape:
         value = value.broadcast_to(first.shape)  # torch's error, where it does not fit
-    return first.place.of(value)
+    return first.place.of(value).to(device)
