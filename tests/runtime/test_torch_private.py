@@ -290,13 +290,17 @@ def test_a_dispatch_mode_sees_ops() -> None:
 class _Wrapper(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func
+        called.append(func)
+        return args[0]
+
+
+called: list[Any] = []
 
 
 def test_a_wrapper_has_metadata_only() -> None:
     made = private.wrapper_tensor(_Wrapper, torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"))
     assert type(made) is _Wrapper and made.shape == (2, 3) and made.dtype == torch.bfloat16 and made.numel() == 6
-    assert made.zero_() is torch.ops.aten.zero_.default and not made.requires_grad
+    assert made.zero_() is made and called == [torch.ops.aten.zero_.default] and not made.requires_grad
 
 
 def test_tables_of_step_hooks() -> None:
