@@ -56,6 +56,7 @@ from zero_strategy.optim.grad_norm import GradientStats, OwnGradients, global_no
 from zero_strategy.optim.loss_scale import IGNORE, NonfiniteSteps
 from zero_strategy.optim.muon import tell_shared_buckets
 from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
+from zero_strategy.optim.step_hooks import StepHooks
 from zero_strategy.planning.held import ledger_of
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.publish.publisher import Publisher
@@ -262,7 +263,7 @@ class ZeroEngine:
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.untrained: frozenset[int] = frozenset()
         self._checked: list[int] | None = None
-        self._step_hooks: list[Any] = []
+        self._step_hooks: list[StepHooks] = []
         self._closing: list[Callable[[], None]] = []
         self._diagnosed = False
         report_to_watchdog(self.mesh.watchdog, module, self.left_inconsistent)
@@ -321,10 +322,7 @@ class ZeroEngine:
             if self.model.optimizer_store is not None:
                 check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer], self.model.names())
             self.optimizers.append(ShardedOptimizer(optimizer, self.model, self._declines))
-            self._step_hooks += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+            self._step_hooks.append(StepHooks(optimizer, self._before_step, self._after_step))
         self._checked = None
         self.offloaded.tell_step()
 
@@ -334,8 +332,8 @@ class ZeroEngine:
             self.saver.rest()  # a save in the background reads them there
         for sharded in self.optimizers:
             sharded.detach()
-        for hook in self._step_hooks:
-            hook.remove()
+        for hooks in self._step_hooks:
+            hooks.remove()
         self._step_hooks.clear()
         self.optimizers.clear()
         self._consistency.forget()
@@ -381,7 +379,7 @@ class ZeroEngine:
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
-    # ---- the step: one hook before torch's `step()`, one behind it ----
+    # ---- the step: one hook before torch's `step()`, one behind it, both inside of the user's hooks ----
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         sharded = self.sharded(optimizer)

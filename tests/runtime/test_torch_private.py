@@ -307,6 +307,35 @@ def test_a_dispatch_mode_sees_ops() -> None:
 # ---- modules ----
 
 
+class _Wrapper(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called.append(func)
+        return args[0]
+
+
+called: list[Any] = []
+
+
+def test_a_wrapper_has_metadata_only() -> None:
+    made = private.wrapper_tensor(_Wrapper, torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"))
+    assert type(made) is _Wrapper and made.shape == (2, 3) and made.dtype == torch.bfloat16 and made.numel() == 6
+    assert made.zero_() is made and called == [torch.ops.aten.zero_.default] and not made.requires_grad
+
+
+def test_tables_of_step_hooks() -> None:
+    """Torch asks the tables for their values at each step, those that were put there too."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    before, after = private.step_hooks_of(optimizer)
+    assert len(before) == len(after) == 1
+    private.replace_step_hooks(optimizer, dict(after), dict(before))
+    optimizer.step()
+    assert called == ["after", "before"]
+
+
 def test_tables_of_modules() -> None:
     module = Unit()
     assert list(private.parameters_of(module)) == ["weight", "none"]

@@ -65,9 +65,12 @@ class Training:
         self.engine.attach(self.optimizer)
         self.rank = dist.get_rank()
 
-    def step(self) -> None:
+    def backward(self) -> None:
         x = torch.randn(2, 6, generator=torch.Generator().manual_seed(self.rank))
         self.model(x).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -139,12 +142,17 @@ def raise_in_backward(training: Training) -> None:
     training.step()
 
 
-def raise_in_step(training: Training) -> None:
-    def refuse(*_: Any) -> None:
+class _Unreadable:
+    """A learning rate that cannot be had, so that the step ends half-way."""
+
+    def __float__(self) -> float:
         raise OSError("no disk today")
 
-    training.optimizer.register_step_pre_hook(refuse)
-    training.step()
+
+def raise_in_step(training: Training) -> None:
+    training.backward()  # ranks compare their rates at its end
+    training.optimizer.param_groups[0]["lr"] = _Unreadable()
+    training.optimizer.step()
 
 
 def state_dict_alone(training: Training) -> None:

@@ -141,7 +141,7 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
             stored = reader.manifest.optimizers[str(number)].param_groups
             _set_groups(sharded, _own_groups(stored, elsewhere), names, reader)
             dtypes = own.get("scalar_dtypes", [{}] * len(records))[number]
-            sharded.state.clear()
+            sharded.clear_state()
             for group in sharded.optimizer.param_groups:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
@@ -300,6 +300,22 @@ def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]
             )
 
 
+def _scalars(
+    reader: StateReader,
+    number: str,
+    name: str,
+    dtypes: Mapping[str, str],
+    group: Mapping[str, Any],
+    device: torch.device,
+) -> dict[str, Any]:
+    """A parameter's state that is no tensor of the checkpoint."""
+    found: dict[str, Any] = dict(reader.manifest.optimizers[number].scalars.get(name, {}))
+    where = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    for key in found.keys() & dtypes.keys():
+        found[key] = torch.tensor(found[key], dtype=getattr(torch, dtypes[key]), device=where)
+    return found
+
+
 def _load_state(
     engine: TrainState,
     sharded: ShardedOptimizer,
@@ -316,7 +332,16 @@ def _load_state(
     place = engine.model.place(parameter)
     assert place is not None
     bucket, index = place
-    if piece is None:
+    scalars = _scalars(reader, number, name, scalar_dtypes, group, parameter.device)
+    if piece is None:  # other ranks have it, and this one knows of it
+        kinds = {kind: specs[name].dtype for kind, specs in available.items() if name in specs}
+        elsewhere = {
+            kind: torch.empty(0, dtype=dtype, device=parameter.device)
+            for kind, dtype in kinds.items()
+            if kind not in (MASTER, AVERAGE)
+        }
+        if elsewhere or scalars:
+            sharded.set_state_of(parameter, nested({**elsewhere, **scalars}))
         return []
     cut = bucket.piece_of[index]
     values: dict[str, Any] = {}
@@ -349,12 +374,7 @@ def _load_state(
             state = torch.empty(cut.numel, dtype=specs[name].dtype, device=piece.device)
             wanted.extend(want(out=state))
             values[kind] = state.view(piece.shape)
-    for key, value in reader.manifest.optimizers[number].scalars.get(name, {}).items():
-        values[key] = value
-        if key in scalar_dtypes:
-            on_device = bool(group.get("fused") or group.get("capturable"))
-            device = piece.device if on_device else torch.device("cpu")
-            values[key] = torch.tensor(value, dtype=getattr(torch, scalar_dtypes[key]), device=device)
+    values.update(scalars)
     if values:
         sharded.set_state_of(parameter, nested(values))
     return wanted

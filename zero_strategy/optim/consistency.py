@@ -49,9 +49,11 @@ class OptimizerConsistency:
         self._used.clear()
 
     def fingerprint(self) -> int:
-        """Hash of the present hyper-parameters, those of the last step, and the steps taken; 30 bits, never 0."""
+        """Hash of hyper-parameters, now and in the last step, steps and changes of state; 30 bits, never 0."""
+        for sharded in self._optimizers:
+            sharded.follow_assigned_state()
         found = tuple(
-            (self._hash_of(sharded.optimizer), self._used.get(id(sharded.optimizer), (0, 0)))
+            (self._hash_of(sharded.optimizer), self._used.get(id(sharded.optimizer), (0, 0)), sharded.edits.digest)
             for sharded in self._optimizers
         )
         return (hash(found) & _HASH_MASK) or 1
@@ -69,8 +71,9 @@ class OptimizerConsistency:
         described = {rank: mine for rank, mine in enumerate(everyone) if mine is not None}
         raise RuntimeError(
             f"ranks update their parts of the parameters by different rules: {_differences(described)}. Every rank "
-            "must build the same optimizers, set the same hyper-parameters and call step() as many times: let "
-            "schedules follow numbers that are the same on all ranks (reduce a metric over the ranks first)."
+            "must build the same optimizers, set the same hyper-parameters, change optimizer.state alike and call "
+            "step() as many times: let schedules follow numbers that are the same on all ranks (reduce a metric over "
+            "the ranks first)."
         )
 
     def _description(self) -> list[dict[str, str]]:
@@ -80,6 +83,7 @@ class OptimizerConsistency:
             optimizer = sharded.optimizer
             steps, _ = self._used.get(id(optimizer), (0, 0))
             values = {"class": type(optimizer).__name__, "number of steps": str(steps)}
+            values["changes of optimizer.state"] = str(sharded.edits)
             for number, group in enumerate(optimizer.param_groups):
                 values[f"number of parameters of group {number}"] = str(len(group["params"]))
                 for key, value in group.items():

@@ -112,6 +112,18 @@ def _copies(segments: Sequence[Segment]) -> list[Tensor]:
     return [segment.copy for segment in segments if segment.copy is not None]
 
 
+def _check_new(segment: Segment, missing: str) -> None:
+    """Raise if a parameter has state already, though not all of it: torch's classes would, too.
+
+    Raises:
+        KeyError: Naming what is missing.
+    """
+    if known := segment.state.keys() - {"master"}:
+        raise KeyError(
+            f"the state of a parameter has no {missing!r}, and has {sorted(known)}: set all values, or none ({{}})"
+        )
+
+
 def _states(segments: Sequence[Segment], key: str) -> list[Tensor]:
     """One state of every segment, its elements in the order of the parameter's."""
     found = []
@@ -174,6 +186,7 @@ class AdamRule(UpdateRule):
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
             if "exp_avg" not in segment.state:
+                _check_new(segment, "exp_avg")
                 segment.state["step"] = torch.tensor(0.0)
                 segment.state["exp_avg"] = _moment(segment)
                 segment.state["exp_avg_sq"] = _moment(segment)
@@ -212,6 +225,7 @@ class LionRule(UpdateRule):
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
             if "exp_avg" not in segment.state:
+                _check_new(segment, "exp_avg")
                 segment.state["exp_avg"] = _moment(segment)
         rows = [[float(s.group["lr"]), *s.group["betas"], s.group["weight_decay"], _sign(s, scale)] for s in segments]
         ops.lion_(
@@ -234,6 +248,7 @@ class AdagradRule(UpdateRule):
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
             if "sum" not in segment.state:
+                _check_new(segment, "sum")
                 segment.state["step"] = torch.tensor(0.0)
                 start = segment.group.get("initial_accumulator_value", 0.0)
                 segment.state["sum"] = _moment(segment).fill_(start)
@@ -308,6 +323,7 @@ class LambRule(UpdateRule):
         """Hyper-parameters, and sums of squares of parameters and directions."""
         for segment in segments:
             if "exp_avg" not in segment.state:
+                _check_new(segment, "exp_avg")
                 segment.state["step"] = torch.tensor(0.0)
                 segment.state["exp_avg"] = _moment(segment)
                 segment.state["exp_avg_sq"] = _moment(segment)

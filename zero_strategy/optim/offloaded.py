@@ -65,7 +65,8 @@ class OwnSteps(UpdateRule):
             self._vectors[id(group)] = None if self.refuses(group) else self._try_out(group)
         return self._vectors[id(group)]
 
-    def _try_out(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+    def form(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The state that two steps with a group's options make for a few elements."""
         state: dict[str, Any] = {}
         try:
             self._try_steps(group, state)
@@ -74,8 +75,11 @@ class OwnSteps(UpdateRule):
                 raise
             state = _copied(self._begins_with)  # it may need what its constructor makes
             self._try_steps(group, state)
+        return state
+
+    def _try_out(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
         found = {}
-        for key, value in state.items():
+        for key, value in self.form(group).items():
             if isinstance(value, Tensor) and value.shape == (_TRIAL_NUMEL,):
                 found[key] = value.dtype, 0.0
             elif not (value is None or isinstance(value, (bool, int, float)) or _is_number(value)):

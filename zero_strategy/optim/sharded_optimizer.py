@@ -9,7 +9,6 @@ public step hooks of `torch.optim.Optimizer` do the exchange, so it does not mat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import ops
-from zero_strategy.fsdp.dtensor import TensorPart, local_values
+from zero_strategy.fsdp.dtensor import TensorPart
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.model import ShardedModel
@@ -39,7 +38,7 @@ from zero_strategy.optim.muon import (
     direction,
     muon_groups,
 )
-from zero_strategy.optim.offloaded import OffloadedStates, as_tensor, rule_for_parts, trial_state
+from zero_strategy.optim.offloaded import OffloadedStates, OwnSteps, as_tensor, rule_for_parts, trial_state
 from zero_strategy.optim.optimizer_checks import (
     check_elementwise,
     check_matrices,
@@ -47,11 +46,10 @@ from zero_strategy.optim.optimizer_checks import (
     is_matrix_optimizer,
     reason_against,
 )
+from zero_strategy.optim.state_book import StateBook, Unknown
+from zero_strategy.optim.state_mapping import EditLog, StateMapping
 from zero_strategy.optim.streamed import Update
 from zero_strategy.runtime.nested_state import flattened
-
-SCALAR_STATES = ("step", "eta", "mu", "mu_product")
-"""Per-parameter 0-d states of torch's optimizers."""
 
 
 class ShardedOptimizer:
@@ -65,6 +63,7 @@ class ShardedOptimizer:
     Attributes:
         optimizer: The user's object.
         gradients: Of its parameters.
+        edits: What the user has done to `optimizer.state`.
         skip_next: Leave parameters and state alone in the next `step()` (agreed by all ranks).
         skipped: Whether the last `step()` did.
         stopped_by: The exception, in words, that ended the last update of values half-way.
@@ -109,7 +108,11 @@ class ShardedOptimizer:
         self._updates: list[Update] = []
         self.stopped_by = ""
         self._nothing: dict[torch.dtype, Tensor] = {}
-        self.state: dict[Tensor, Any] = {}
+        self.edits = EditLog()
+        self._book = StateBook(self, self._form)
+        self._mapping = StateMapping(self)
+        self._in_steps = optimizer.state
+        self._shown = self._detached = False
         self.gradients = OwnGradients(model, self.parameters)
         self._check_groups()
         self._offloaded: OffloadedStates | None = None
@@ -117,6 +120,7 @@ class ShardedOptimizer:
             rule, store = self._rule(), model.optimizer_store
             self._offloaded = OffloadedStates(optimizer, rule, model, store)
         self._divide_existing_state()
+        self._show_mapping()
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -175,6 +179,7 @@ class ShardedOptimizer:
     def _divide_existing_state(self) -> None:
         existing = dict(self.optimizer.state)
         self.optimizer.state.clear()
+        self._book.by_piece.update({key: existing.pop(key) for key in list(existing) if not isinstance(key, Tensor)})
         if self._lbfgs is not None and existing:
             existing = self._of_each(next(iter(existing.values())))
         for parameter, values in existing.items():
@@ -194,30 +199,7 @@ class ShardedOptimizer:
 
     def _keep_pieces(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Keep this rank's part of a parameter's whole state; low precision becomes the piece's fp32."""
-        piece, place = self.piece(parameter), self.model.place(parameter)
-        assert place is not None
-        values = flattened(values) if self._lbfgs is not None else values
-        mine = {
-            key: local_values(place[0].parts[place[1]], parameter, value.detach())
-            for key, value in values.items()
-            if is_elementwise_state(key, value, parameter.shape)
-        }
-        if piece is None:
-            return
-        _, cut, _ = self._pieces[id(parameter)]
-        kept: dict[str, Any] = {}
-        for key, value in values.items():
-            if key in mine:
-                part = mine[key].reshape(-1)[cut.start : cut.stop]
-                if (offloaded := self.offloaded_place(parameter, key)) is not None:
-                    offloaded.write(part)
-                    kept[key] = offloaded
-                    continue
-                dtype = piece.dtype if value.dtype == parameter.dtype else value.dtype
-                kept[key] = torch.empty(part.shape, dtype=dtype, device=piece.device).copy_(part).view(piece.shape)
-            else:
-                kept[key] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        self.state[piece] = kept
+        self._book.keep_whole(parameter, flattened(values) if self._lbfgs is not None else values)
 
     def offloaded_place(self, parameter: nn.Parameter, key: str) -> OffloadedPart | None:
         """Place of a per-element state of this rank's piece of `parameter` in a tier; None: it is in memory."""
@@ -253,6 +235,7 @@ class ShardedOptimizer:
             return self._begin_evaluations(self._lbfgs, args, kwargs)
         changed = _run_closure_first(args, kwargs)
         self.restore()  # an earlier step may have raised before its end
+        self.follow_assigned_state()
         self.model.reducer.settle()
         self._check_groups()
         self.skip_next = self._declines(self) or self.skip_next
@@ -330,13 +313,15 @@ class ShardedOptimizer:
                 "loss scaling calls step() without one)"
             )
         self.restore()
+        self.follow_assigned_state()
         first = self._evaluate(lbfgs, closure)
         self.skip_next = self._declines(self) or self.skip_next
         self._check_groups()
         places = {id(bucket): bucket for bucket, _ in map(self._place, self.parameters()) if bucket.trainable}
         self._stepped, self._stepped_parameters = list(places.values()), [p for p in self.parameters()]
         pieces = [piece for parameter in self.parameters() if (piece := self.piece(parameter)) is not None]
-        lbfgs.begin(pieces, self.state)
+        self._hide_mapping()
+        lbfgs.begin(pieces, self._book.by_piece)
         if not self.skip_next:
             self._record_before(self._stepped)
         if self.skip_next:
@@ -423,6 +408,9 @@ class ShardedOptimizer:
         self._stepped_parameters, self._updates = [], []
         gradients: dict[int, dict[int, tuple[Shard, float]]] = {}
         self._whole = [group["params"] for group in self.optimizer.param_groups]
+        self._hide_mapping()
+        self._in_steps.update(self._book.by_piece)
+        states, entries = self._in_steps, self._book.entries
         for group in self.optimizer.param_groups:
             pieces = []
             for parameter in group["params"]:
@@ -430,10 +418,14 @@ class ShardedOptimizer:
                 assert place is not None
                 bucket, index = place
                 gradient_bucket = self.model.gradient_of(bucket)
+                piece = self.piece(parameter)
                 if index in gradient_bucket.live:
                     self._stepped_parameters.append(parameter)
                     stepped[id(bucket)] = bucket
-                piece = self.piece(parameter)
+                    if not self.skip_next:
+                        entry = entries.get(id(parameter)) or self._book.begin(parameter)
+                        if piece is None:
+                            entry.steps += 1
                 if piece is None:
                     continue
                 pieces.append(piece)
@@ -445,7 +437,7 @@ class ShardedOptimizer:
                     continue
                 gradient, factor = gradients[id(bucket)][index]
                 if id(group) in by_hand:
-                    state = self.state.setdefault(piece, {})
+                    state = states.setdefault(piece, {})
                     cut = bucket.piece_of[index]
                     self._updates.append(Update(group, parameter, piece, bucket, cut, gradient, factor, state))
                 else:
@@ -458,7 +450,6 @@ class ShardedOptimizer:
             if self._orthogonaliser is not None or not one_by_one:
                 self._record_before(self._stepped)
             self.model.invalidate_unsharded(self._stepped, recorded=True)
-        self.optimizer.state.update(self.state)
 
     def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:
         if self._fused:
@@ -489,7 +480,8 @@ class ShardedOptimizer:
 
     def _swap_back(self) -> None:
         if self._lbfgs is not None:
-            self.state = self._lbfgs.end()
+            self._book.by_piece = self._lbfgs.end()
+            self._show_mapping()
             return
         assert self._whole is not None
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=False):
@@ -497,10 +489,86 @@ class ShardedOptimizer:
                 piece.grad = None
             group["params"] = whole
         self._whole = None
-        self.state = dict(self.optimizer.state)
-        self.optimizer.state.clear()
+        self._in_steps = self.optimizer.state
+        self._book.by_piece = dict(self._in_steps)
+        self._in_steps.clear()
+        self._show_mapping()
 
     # ---- state ----
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """This rank's state by piece, with what the user has done to `optimizer.state` since the last step."""
+        self.follow_assigned_state()
+        return self._book.by_piece
+
+    def state_book(self) -> StateBook:
+        """State by parameter; see `StateOwner`."""
+        if self._detached:
+            raise RuntimeError(f"this is the state of a {type(self.optimizer).__name__} that was detached")
+        if not self._shown:
+            raise RuntimeError(
+                f"the state of {type(self.optimizer).__name__} cannot be asked for while its step runs: only the "
+                "optimizer's own code sees it then, by this rank's pieces"
+            )
+        self.follow_assigned_state()
+        return self._book
+
+    def follow_assigned_state(self) -> None:
+        """Take over what the user has assigned to `optimizer.state` since the last step, if anything.
+
+        Raises:
+            TypeError: If it is no mapping.
+            ValueError: If it has values that cannot be divided.
+        """
+        if self._shown and (given := self.optimizer.state) is not self._mapping:
+            self._show_mapping()
+            self._mapping.replace(given)
+
+    def _show_mapping(self) -> None:
+        """Let the user have state by parameter."""
+        state: Any = self._mapping  # a mapping, which is all that the type of torch's attribute stands for
+        try:
+            self.optimizer.state = state
+        except AttributeError as error:
+            raise TypeError(
+                f"{type(self.optimizer).__name__}.state cannot be set: attach the optimizer whose state it shows"
+            ) from error
+        self._shown = True
+
+    def _hide_mapping(self) -> None:
+        """Let torch's code have state by piece, and the user none."""
+        self._shown = False
+        self.optimizer.state = self._in_steps
+
+    @property
+    def joint_state(self) -> bool:
+        """True if all state is under the first parameter."""
+        return self._lbfgs is not None
+
+    @property
+    def opaque_state(self) -> str:
+        """Why single values of `optimizer.state` cannot be shown; "": they can."""
+        if self._lbfgs is not None:
+            return "since LBFGS keeps vectors over all parameters, divided among the ranks"
+        if self._of_matrices and self.model.placement.shard_optimizer and self.model.mesh.shard_size > 1:
+            return f"since the state of {type(self.optimizer).__name__} lies with the ranks that have whole matrices"
+        return ""
+
+    def _form(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The state that steps make for a few elements of a param group."""
+        if self.opaque_state:
+            return {"": Unknown("another rank holds it")}
+        if any(group is each for each in muon_groups(self.optimizer)):
+            return {MOMENTUM: torch.zeros(1)}
+        chosen = self.optimizer.adamw if isinstance(self.optimizer, MuonAdamW) else self.optimizer
+        return OwnSteps(chosen, self._begins_with).form(group)
+
+    def clear_state(self) -> None:
+        """Drop all state, for what all ranks load together."""
+        self.follow_assigned_state()
+        self._book.clear()
+        self.edits.forget()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """This rank's optimizer state of `parameter`: flat pieces and scalars; empty before its first step.
@@ -527,10 +595,8 @@ class ShardedOptimizer:
             state[key].copy_(values.view_as(state[key]))
 
     def set_state_of(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
-        """Replace this rank's optimizer state of `parameter`."""
-        piece = self.piece(parameter)
-        if piece is not None:
-            self.state[piece] = values
+        """Replace this rank's optimizer state of `parameter`; where it has no piece, what stands for that of others."""
+        self._book.put(parameter, values)
 
     def reduction_begins(self) -> None:
         """A backward begins that will reduce gradients."""
@@ -560,7 +626,7 @@ class ShardedOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank in whatever tier, master weights left out."""
-        tensors = [value for values in self.state.values() for value in values.values() if isinstance(value, Tensor)]
+        tensors = [value for values in self._book.pieces() for value in values.values() if isinstance(value, Tensor)]
         offloaded = 0 if self._offloaded is None else self._offloaded.nbytes()
         return offloaded + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -571,8 +637,9 @@ class ShardedOptimizer:
             ValueError: If its param groups do not fit (torch's own message).
         """
         self.optimizer.load_state_dict({**state_dict, "state": {}})  # torch would cast and move whole moments
+        self._show_mapping()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        self.state.clear()
+        self.clear_state()
         states = {number: state_dict["state"][number] for number in numbers if number in state_dict["state"]}
         if self._lbfgs is not None and states:
             states = dict(zip(numbers, self._of_each(states[numbers[0]]).values(), strict=True))
@@ -582,7 +649,8 @@ class ShardedOptimizer:
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let its state in memory lie where `move` puts it."""
-        for values in self.state.values():
+        self.follow_assigned_state()
+        for values in self._book.pieces():
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     values[key] = move(value)
@@ -609,7 +677,9 @@ class ShardedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.state.clear()
+        self._hide_mapping()
+        self._detached = True
+        self._book.clear()
         if self._offloaded is not None:
             self._offloaded.close()
 
@@ -624,6 +694,8 @@ class ShardedOptimizer:
         self.stopped_by = ""
         if self._whole is not None or (self._lbfgs is not None and self._lbfgs.running):
             self._swap_back()
+        elif not self._shown and not self._detached:
+            self._show_mapping()
 
     @contextmanager
     def whole_state(self, states: dict[int, dict[str, Any]]) -> Iterator[None]:
@@ -631,16 +703,19 @@ class ShardedOptimizer:
         if self._lbfgs is not None and states:
             first, *_ = parameters = list(self.parameters())
             states = {id(first): joined([states[id(parameter)] for parameter in parameters])}
+        self.follow_assigned_state()
+        self._hide_mapping()
         for parameter in self.parameters():
             if id(parameter) in states:
                 self.optimizer.state[parameter] = states[id(parameter)]
         try:
             yield
         finally:
-            self.optimizer.state.clear()
+            self._in_steps.clear()
+            self._show_mapping()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        if any(self.state.values()) and not optimizer.state:
+        if self._shown and self.state_book().any():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.state_dict() would hand out an empty state: this rank holds only its "
                 "part. Call engine.optimizer_state_dict(optimizer) on all ranks, or engine.save(...)."
@@ -670,11 +745,6 @@ def _segments(updates: Sequence[Update]) -> list[Segment]:
         assert isinstance(gradient, Tensor)
         found.append(Segment(update.group, piece.detach(), gradient, update.state, piece, copy, update.factor, owner))
     return found
-
-
-def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
-    """True if a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
-    return isinstance(value, Tensor) and value.shape == shape and (len(shape) > 0 or key not in SCALAR_STATES)
 
 
 def _run_closure_first(args: Any, kwargs: Any) -> Any:

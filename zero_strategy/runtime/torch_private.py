@@ -26,6 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -137,6 +138,12 @@ def is_used_elsewhere(tensor: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or counted._use_count() > 1)
 
 
+def wrapper_tensor(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a subclass with `__torch_dispatch__` that has no memory of its own."""
+    made: Tensor = cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return made
+
+
 METADATA_GETTERS = tuple(
     getattr(Tensor, name).__get__
     for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -182,6 +189,20 @@ def op_name(op: Any) -> str:
 def qualified_name(op: Any) -> str:
     """ "namespace::name" of an op packet or overload; "" for anything else."""
     return str(getattr(op, "_qualified_op_name", ""))
+
+
+# ---- optimizers ----
+
+
+def step_hooks_of(optimizer: Optimizer) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:
+    """The optimizer's tables of hooks before and after its `step()`, by the number of their handle."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def replace_step_hooks(optimizer: Optimizer, before: MutableMapping[int, Any], after: MutableMapping[int, Any]) -> None:
+    """Give the optimizer other tables; torch goes through `values()` of each at every step."""
+    optimizer._optimizer_step_pre_hooks = before  # type: ignore[assignment]
+    optimizer._optimizer_step_post_hooks = after  # type: ignore[assignment]
 
 
 # ---- modules ----
