@@ -253,6 +253,12 @@ def replace_map_tensors(module: nn.Module, make: Callable[[Any], Any]) -> None:
     object.__setattr__(module, "_apply", make(type(module)._apply))
 
 
+def put_back_map_tensors(module: nn.Module, replacement: Any) -> None:
+    """Undo `replace_map_tensors`, unless somebody has replaced it since."""
+    if vars(module).get("_apply") is replacement:
+        object.__delattr__(module, "_apply")
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """True if `module.compile()` was called."""
     return module._compiled_call_impl is not None
