@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -169,6 +170,7 @@ class ZeroEngine:
         steps: Counts optimizer steps; what is agreed at them.
         untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
+        holder: The integration that trains with it, held weakly; None: a script has made it by itself.
         nonfinite: Decides about steps whose gradients are not finite.
 
     Raises:
@@ -242,6 +244,7 @@ class ZeroEngine:
         self.saver = Saver(self)
         self.steps: StepWatch = StepWatch(self.saver)
         self._ended_by = ""
+        self.holder: ReferenceType[Any] | None = None
         self._model: ShardedModel | None = ShardedModel(
             module,
             self.mesh,
@@ -297,6 +300,16 @@ class ZeroEngine:
     def ended(self) -> bool:
         """True after `close(gather=True)`: the module is no longer this engine's."""
         return self._model is None
+
+    @property
+    def ended_by(self) -> str:
+        """How it ended, in a clause; "" while it lives."""
+        return self._ended_by
+
+    def strangers(self) -> list[str]:
+        """Names of parameters that the module has got since it was sharded, and that this engine does not train."""
+        known = {id(parameter) for _, parameter in self.model.names()}
+        return [name for name, parameter in self.module.named_parameters() if id(parameter) not in known]
 
     @property
     def stage(self) -> int:
@@ -391,6 +404,12 @@ class ZeroEngine:
             check_twice(attached, self.model.names())
         names = ((name, parameter) for name, parameter in self.model.names() if id(parameter) not in self.untrained)
         check_all_held(attached, names)
+        if strangers := self.strangers():
+            raise ValueError(
+                f"parameters {strangers[:5]} came into the module after it was sharded (resize_token_embeddings, a new "
+                "head), and no rank would send their gradients: end the engine first (engine.close(gather=True)), "
+                "change the module, and prepare it again"
+            )
         tell_shared_buckets(attached, self.model)
         self._checked = self._group_sizes()
 
@@ -668,14 +687,32 @@ class ZeroEngine:
         for gradients in self._chosen(optimizer):
             gradients.clip_values(clip_value, only)
 
-    def grad_norm(self, norm_type: float | str = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
+    def grad_norm(
+        self,
+        norm_type: float | str = 2.0,
+        optimizer: Optimizer | None = None,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> GradientNorm:
         """Norm of the mean gradients over all ranks. A collective.
 
         Args:
             norm_type: Any positive p, or inf, also as the string "inf".
             optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
+            parameters: Those whose gradients count, the same on all ranks; default: all.
         """
-        return self._norm(norm_type, optimizer, None)
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
+        return self._norm(norm_type, optimizer, only)
+
+    def scale_gradients(self, factor: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Multiply the mean gradients of some parameters (default: of all) by a factor that is equal on all ranks.
+
+        Nothing is sent where they are reduced already, as after `grad_norm`.
+        """
+        self.model.moved.check("scale_gradients()", GRADIENTS)
+        self.model.reducer.settle()
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
+        for gradients in self._chosen(None):
+            gradients.scale(factor, only)
 
     def _norm(self, norm_type: float | str, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         norm_type = norm_order(norm_type)
